@@ -639,9 +639,10 @@ def to_dict(recipe: Recipe) -> dict[str, Any]:
     whole = json.loads(json.dumps(asdict(recipe)))
     unused = asdict(SourceConfig()) | {"weight": None}
     for stage in ("cold_start", "joint"):
-        for source in whole[stage]["sources"]:
-            for name in [name for name, value in source.items() if value == unused[name]]:
-                del source[name]
+        whole[stage]["sources"] = [
+            {name: value for name, value in source.items() if value != unused[name]}
+            for source in whole[stage]["sources"]
+        ]
     return {item.name: whole[item.name] for item in fields(Recipe)}
 
 
@@ -819,7 +820,10 @@ def _check_stage(recipe: Recipe, name: str, stage: StageConfig) -> Iterator[str]
 def _check_rewards(rewards: Sequence[RewardConfig]) -> Iterator[str]:
     terms = [(reward.name, reward.options) for reward in rewards]
     if twice := {name for name, options in terms if terms.count((name, options)) > 1}:
-        yield f"rl.rewards names {', '.join(sorted(twice))} twice with the same options; use one entry with the sum of the weights"
+        yield (
+            f"rl.rewards names {', '.join(sorted(twice))} twice with the same options; use one entry with the sum of the "
+            "weights"
+        )
 
 
 def _trains_latent(recipe: Recipe) -> bool:
@@ -880,8 +884,12 @@ def _check_records(key: str, config: RecordsConfig) -> Iterator[str]:
         named = f", not {' and '.join(given)}" if given else ""
         yield f"{key} must name exactly one of path, dataset and type{named}"
         return
-    owners = dict.fromkeys(("name", "split", "revision", "streaming"), ("dataset",))
-    for name, owner in (owners | {"columns": ("dataset", "type"), "options": ("type",)}).items():
+    owners = {
+        **dict.fromkeys(("name", "split", "revision", "streaming"), ("dataset",)),
+        "columns": ("dataset", "type"),
+        "options": ("type",),
+    }
+    for name, owner in owners.items():
         if given[0] not in owner and getattr(config, name) != getattr(RecordsConfig(), name):
             yield f"{key}.{name} belongs to {' or '.join(owner)}, and this source has a {given[0]}"
 

@@ -259,9 +259,12 @@ class _Forward:
 
     def _queries(self, number: int, *, states_only: bool = False) -> Packed:
         """A chunk's queries with all their branches; with `states_only`, those whose state is read."""
-        objective, given = self.objective, (self.batch, self.rationales, self.embedder)
-        queries, sampled = self._rows(self.chunks[number][0]), objective.alpha_rl > 0
-        rows = [objective.query_branches(*given, row, sampled=sampled) for row in queries]
+        objective, rationales = self.objective, self.rationales
+        sampled = objective.alpha_rl > 0
+        rows = [
+            objective.query_branches(self.batch, rationales, self.embedder, row, sampled=sampled)
+            for row in self._rows(self.chunks[number][0])
+        ]
         if states_only:
             rows = [[branch for branch in branches if branch.read_state] for branches in rows]
             return self._pack(number, rows)

@@ -160,7 +160,9 @@ def plan(
     for value in values:
         overrides = (f"{key}={value}", *extra, *arms.get(value, []))
         if fixed := [word for word in overrides if split_word(word)[0] == "train.seed"]:
-            raise UserError(f"{fixed[0]} would make every seed of an arm the same run: give seeds=N instead")
+            raise UserError(
+                f"{fixed[0]} would make every seed of an arm the same run: leave it out, and give seeds=N"
+            )
         load_recipe([*recipe, f"stage={options.stage}", f"out={options.out}", *overrides])
         runs.append(Arm(folder_name(value), options.stage, overrides=overrides))
     ask = [f"benchmark={load_suite(Path(options.set)).benchmark}"] if is_suite(Path(options.set)) else []
@@ -203,7 +205,9 @@ def check_places(options: Options) -> None:
     if is_suite(place):
         load_suite(place)
     elif not (place / "queries.parquet").is_file():
-        raise UserError(f"set={options.set} has neither queries.parquet (a set) nor suite.json (a suite)")
+        raise UserError(
+            f"set={options.set} is no retrieval set (no queries.parquet) and no suite (no suite.json)"
+        )
     init = options.init
     if not Path(init).is_dir() and init.count("/") != 1:  # one slash: may be a hub id
         raise UserError(

@@ -14,8 +14,9 @@ from rge.common.commands import pick, start
 from rge.common.options import names_of, offer_help, parse_options, split_word
 
 FILES = sorted(Path(__file__).resolve().parent.glob("benches/*.py"))
-HELPERS = ("forms", "harness", "__init__")
-BENCHES = {path.stem: first_sentence(path) for path in FILES if path.stem not in HELPERS}
+BENCHES = {
+    path.stem: first_sentence(path) for path in FILES if path.stem not in ("forms", "harness", "__init__")
+}
 
 
 def main(words: list[str]) -> None:

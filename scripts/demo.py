@@ -241,8 +241,9 @@ class Progress:
 
     def lead_to(self, page: Path) -> None:
         """Redirect from the progress page to the report."""
-        refresh = f'<meta http-equiv="refresh" content="0; url={page.name}">'
-        write_text(self.path, f'<meta charset="utf-8">{refresh}')
+        write_text(
+            self.path, f'<meta charset="utf-8"><meta http-equiv="refresh" content="0; url={page.name}">'
+        )
 
     def _trained(self) -> float:
         """Share of the training that is done, from the last logged steps."""
@@ -302,15 +303,18 @@ def figures(baseline: bool, run: str = RUN) -> dict[str, dict[str, dict[str, Any
     }
     if baseline:
         found["trained without rationales"] = f"{run}_none/eval"
-    results = {label: read_json(ROOT / folder / "results.json") for label, folder in found.items()}
-    by_pair = {label: result["by_pair"] for label, result in results.items()}
+    results = {
+        label: json.loads((ROOT / folder / "results.json").read_text()) for label, folder in found.items()
+    }
     rows = {
-        label: {pair: {name: of[pair][name] for name in SHOWN} for pair in PAIRS}
-        for label, of in by_pair.items()
+        label: {pair: {name: result["by_pair"][pair][name] for name in SHOWN} for pair in PAIRS}
+        for label, result in results.items()
     }
     chance = results["rationale first"]["random"]
-    floor = {name: {"value": chance[name]} for name in SHOWN}
-    return rows | {"random ranking, all pairs": dict.fromkeys(PAIRS, floor)}
+    rows["random ranking, all pairs"] = {
+        pair: {name: {"value": chance[name]} for name in SHOWN} for pair in PAIRS
+    }
+    return rows
 
 
 def table(rows: dict[str, dict[str, dict[str, Any]]]) -> str:
@@ -333,8 +337,9 @@ def chain(eval_folder: Path, set_folder: Path) -> dict[str, dict[str, float]]:
     For seen and held-out pairs, per cent: ``named`` of all queries; ``answered`` of these; ``found`` of those (the first candidate is
     right); and ``found_otherwise`` of the queries whose thing is named wrong.
     """
-    columns = ["query_id", "pair", "rationale", "hit@1"]
-    queries = pd.read_parquet(eval_folder / "per_query.parquet", columns=columns)
+    queries = pd.read_parquet(
+        eval_folder / "per_query.parquet", columns=["query_id", "pair", "rationale", "hit@1"]
+    )
     words = judge_words(queries["query_id"], queries["rationale"], set_folder)
     named, answered = words["named"], words["answered"]
     found: dict[str, dict[str, float]] = {}

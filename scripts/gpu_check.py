@@ -28,7 +28,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, is_dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -301,7 +301,9 @@ def check_kept(machine: Machine) -> Figures:
         raise AssertionError(f"nothing was kept in main memory: {figures}")
     most = 0.05 if machine.on_gpu else 1e-5
     if not all(figures[f"difference of the gradient, {keep}"] <= most for keep in ("device", "host")):
-        raise AssertionError(f"kept activations give another gradient ({most:g} is allowed): {figures}")
+        raise AssertionError(
+            f"kept activations give another gradient (at most {most:g} is allowed): {figures}"
+        )
     return figures
 
 
@@ -371,7 +373,9 @@ def recipe_embedder(machine: Machine) -> tuple[EmbeddingModel, int, int]:
     if machine.on_gpu:
         known = TABLE[str(recipe.model.path)]
         if known["model_type"] != "qwen2_5_vl":
-            raise NotRun(f"recipe={options.recipe} is a {known['model_type']}, not Qwen2.5-VL")
+            raise NotRun(
+                f"recipe={options.recipe} is a {known['model_type']}; this check makes Qwen2.5-VL only"
+            )
         sizes = dict(known["text_config"])
         rows = sizes.pop("vocab_size")
         sizes["tie_word_embeddings"] = known["tie_word_embeddings"]
@@ -429,7 +433,9 @@ def check_against(machine: Machine) -> Figures:
         for _ in range(1 if "stock" in name else 2):
             embedder.zero_grad(set_to_none=True)
             report = timed(machine, step)
-        figures |= {f"{kind}, {name}": report[kind] for kind in ("s", "loss", "GiB") if kind in report}
+        figures |= {
+            f"{figure}, {name}": report[figure] for figure in ("s", "loss", "GiB") if figure in report
+        }
         first, found = gradients.setdefault("first", some_gradient()), some_gradient()
         cosine = float(torch.nn.functional.cosine_similarity(first, found, dim=0))
         figures[f"cosine of some gradients to the first form's, {name}"] = cosine
@@ -441,7 +447,9 @@ def check_against(machine: Machine) -> Figures:
         )
     cosines = [value for name, value in figures.items() if name.startswith("cosine")]
     if not all(math.isclose(loss, losses[0], rel_tol=0.02) for loss in losses) or min(cosines) < 0.98:
-        raise AssertionError(f"losses differ by over 2 %, or gradients have a cosine below 0.98: {figures}")
+        raise AssertionError(
+            f"losses differ by more than 2 %, or gradients have a cosine below 0.98: {figures}"
+        )
     return figures
 
 
@@ -462,8 +470,13 @@ def check_training(machine: Machine) -> Figures:
         machine.wait()
         began = time.perf_counter()
         encoded = encode_prompts(embedder, embedder, batch.queries) if micro >= queries else None
-        sizes = {"max_new_tokens": rationale, "batch_size": recipe.rollout.batch_size}
-        rationales = generate(embedder, batch.queries, encoded=encoded, **sizes)
+        rationales = generate(
+            embedder,
+            batch.queries,
+            max_new_tokens=rationale,
+            batch_size=recipe.rollout.batch_size,
+            encoded=encoded,
+        )
         machine.wait()
         rollouts.append(time.perf_counter() - began)
         report = TrainingStep(embedder, embedder, objective, micro)(batch, Rollout(rationales, encoded))
@@ -617,8 +630,10 @@ def page(machine: dict[str, Any], results: list[Result]) -> str:
 
     def listed(values: dict[str, Any]) -> list[str]:
         shown = {name: f"{v:,.4g}" if isinstance(v, float) else str(v) for name, v in values.items()}
-        lines = (f"```\n{v}\n```" if "\n" in v else f"- {name}: {v}" for name, v in shown.items())
-        return [*lines, ""]
+        blocks = [
+            f"```\n{text}\n```" if "\n" in text else f"- {name}: {text}" for name, text in shown.items()
+        ]
+        return [*blocks, ""]
 
     lines = ["# gpu_check", "", *listed(machine)]
     if machine["rehearsal"]:
@@ -629,22 +644,24 @@ def page(machine: dict[str, Any], results: list[Result]) -> str:
     return "\n".join(lines)
 
 
-def _plain(value: Any) -> Any:
-    return asdict(value) if is_dataclass(value) else str(value)  # type: ignore[arg-type]
-
-
 def main(argv: list[str]) -> int:
     """Run the checks and write both files."""
     options = parse_options(Options, argv)
     one_of("checks", options.checks, [*CHECKS, "all"])
     machine = Machine(options)
     if not machine.gpus and not options.rehearse:
-        raise UserError("torch sees no GPU here; rehearse=true runs the checks on the CPU with a tiny model")
+        raise UserError(
+            "torch sees no GPU here; rehearse=true goes through the checks on the CPU with a tiny model"
+        )
     described = machine.describe()
 
     def write(results: list[Result]) -> None:
-        found = {"machine": described, "options": options, "results": results}
-        write_text(options.out / "gpu_check.json", json.dumps(found, indent=1, default=_plain))
+        found = {
+            "machine": described,
+            "options": asdict(options),
+            "results": [asdict(result) for result in results],
+        }
+        write_text(options.out / "gpu_check.json", json.dumps(found, indent=1, default=str))
         write_text(options.out / "gpu_check.md", page(described, results))
 
     results = run_checks(machine, write)

@@ -57,7 +57,9 @@ def ship(trained: Path, folder: Path) -> int:
     size = sum(path.stat().st_size for path in waiting.iterdir())
     if size > MOST_BYTES:
         shutil.rmtree(waiting)
-        raise UserError(f"{trained} takes {size:,} bytes in bfloat16; at most {MOST_BYTES:,} may be shipped")
+        raise UserError(
+            f"{trained} takes {size:,} bytes in bfloat16, more than the {MOST_BYTES:,} that may be shipped"
+        )
     shutil.rmtree(folder, ignore_errors=True)
     waiting.rename(folder)
     return size

@@ -442,10 +442,8 @@ ADAPTIVE = ("loss.adaptive.share=0.5", "loss.adaptive.margin=0.05", "loss.adapti
 ADAPTERS = "model.lora={rank: 8, modules_to_save: [merger]}"
 LATENT = ("loss.states={direct: 1, latent: 1}", "loss.think_lm=0.5")
 WITH_LATENT = ("reasoning", "direct", "latent")
-TWICE, FOUR_TIMES = (
-    (f"joint.steps={times * (load_recipe(['recipe=demo']).joint.steps or 0)}",) for times in (2, 4)
-)
-"""Multiples of the demo's joint steps."""
+DEMO_STEPS = load_recipe(["recipe=demo"]).joint.steps or 0
+TWICE, FOUR_TIMES = (f"joint.steps={2 * DEMO_STEPS}",), (f"joint.steps={4 * DEMO_STEPS}",)
 STATES = {
     # At the learning rate of `none`, chosen on the families that finding g holds back.
     "both": (("reasoning", "direct"), ("loss.states.direct=1", "joint.lr=2e-3")),

@@ -111,8 +111,10 @@ def write(sets: dict[str, Path], photographs: dict[str, list[Path]] | None) -> N
     rows = rows[rows["id"].str.endswith(".0")]
     if photographs is not None:
         rows = rows[rows["group"].isin(photographs)]
-    pool = pd.read_parquet(TEST / "corpus.parquet").to_dict("records")
-    corpus = [Candidate(row["id"], image=row["image"]["bytes"]) for row in pool]
+    corpus = [
+        Candidate(row["id"], image=row["image"]["bytes"])
+        for row in pd.read_parquet(TEST / "corpus.parquet").to_dict("records")
+    ]
     judged = pd.read_parquet(TEST / "qrels.parquet").groupby("query-id")
     shown = {concept: [square(path) for path in paths] for concept, paths in (photographs or {}).items()}
     words = rewordings()
@@ -140,7 +142,9 @@ def values(out: Path) -> pd.DataFrame:
     return rows.assign(named=named.astype(float)).set_index("query_id").sort_index()
 
 
-def table(checkpoints: tuple[str, ...], kinds: tuple[str, ...], found: dict[tuple, pd.DataFrame]) -> str:
+def table(
+    checkpoints: tuple[str, ...], kinds: tuple[str, ...], found: dict[tuple[str, str], pd.DataFrame]
+) -> str:
     """Per cent with intervals: every checkpoint on both sets, what the replacement costs it, and its distance to the first."""
     first = found[checkpoints[0], kinds[0]]
     lines = [

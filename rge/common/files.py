@@ -246,7 +246,7 @@ def open_locked(path: Path) -> IO[str]:
     except OSError:
         file.close()
         raise UserError(
-            f"another process is working in {path.parent}; wait, or choose another out="
+            f"another process is working in {path.parent}; wait for it, or choose another out="
         ) from None
     return file
 

@@ -24,8 +24,11 @@ RGE_QUERY = {row["set"]: (row["mmeb_query"], row["rge_query"]) for row in _ROWS}
 RGE_CANDIDATE = {
     row["set"]: (row["mmeb_candidate"], row["rge_candidate"]) for row in _ROWS if row["mmeb_candidate"]
 }
-_SUMMARIZED = {row["set"]: row["summarized"] for row in _ROWS if row["summarized"]}
-RGE_PREFIX = {name: f"Summarize the following {what} in one word: " for name, what in _SUMMARIZED.items()}
+RGE_PREFIX = {
+    row["set"]: f"Summarize the following {row['summarized']} in one word: "
+    for row in _ROWS
+    if row["summarized"]
+}
 RGE_VALUES: dict[str, dict[str, str]] = {
     "HatefulMemes": {
         "Yes": "Summarize the following statement in one word: Yes, it contains hateful speech.",

@@ -51,7 +51,9 @@ class Registry(Generic[T]):
     def add(self, name: str, entry: T) -> T:
         """Register an entry. Raises `UserError`: the name is taken."""
         if name in self.reserved:
-            raise UserError(f"no {self.kind} can be called {name!r}, the name of a figure: rename it")
+            raise UserError(
+                f"no {self.kind} can be called {name!r}, the name of a figure in the log: rename it"
+            )
         if name in self._entries and self._entries[name] != entry:
             raise UserError(f"there are two {self.kind}s called {name!r}: rename the new one")
         self._entries[name] = entry
@@ -67,7 +69,9 @@ class Registry(Generic[T]):
         self._load()
         if name in self._entries:
             return self._entries[name]
-        raise UserError(f"{not_one_of(self.kind, name, self)} (plugins=MODULE adds those of your module)")
+        raise UserError(
+            f"{not_one_of(self.kind, name, self)} (plugins=MODULE adds those of a module of yours)"
+        )
 
     def __iter__(self) -> Iterator[str]:
         """Names, sorted."""

@@ -57,7 +57,11 @@ class Loader:
     """
 
     def __init__(
-        self, batches: StepBatches, steps: range, settings: DataConfig, device: torch.device | str = "cpu"
+        self,
+        batches: StepBatches,
+        steps: range,
+        settings: DataConfig,
+        device: torch.device | str = "cpu",
     ):
         self.batches, self.steps = batches, steps
         self.num_workers = min(settings.num_workers, len(steps))
@@ -90,9 +94,12 @@ class _Worker:
         with contextlib.suppress(OSError, AttributeError):  # smaller pieces, if the system does not allow it
             fcntl.fcntl(outlet, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         inlets = [self.inlet, *(worker.inlet for worker in others)]
-        work = (batches, steps, outlet, inlets, os.getpid())
-        name = f"data worker {number}"
-        self.process: BaseProcess = _FORK.Process(target=_work, args=work, name=name, daemon=True)
+        self.process: BaseProcess = _FORK.Process(
+            target=_work,
+            args=(batches, steps, outlet, inlets, os.getpid()),
+            name=f"data worker {number}",
+            daemon=True,
+        )
         self.process.start()
         os.close(outlet)  # so that reading ends when the worker does
 
@@ -233,7 +240,12 @@ def _work(
 
 def _write(outlet: int, found: Any, pixels: Tensor) -> None:
     packed = pickle.dumps(found)
-    for part in (_HEADER.pack(len(packed), pixels.nbytes), packed, pixels.numpy().data.cast("B")):
+    parts: list[bytes | memoryview] = [
+        _HEADER.pack(len(packed), pixels.nbytes),
+        packed,
+        pixels.numpy().data.cast("B"),
+    ]
+    for part in parts:
         view = memoryview(part)
         while len(view):
             view = view[os.write(outlet, view) :]

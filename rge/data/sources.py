@@ -239,10 +239,12 @@ class RecordFile(StoredRecords):
         return {"bytes": self.path.stat().st_size, "read": "all"}
 
     def _scan(self, sha256: Any, progress: bool = False) -> Iterator[Scanned]:
-        size, title, start = self.path.stat().st_size, f"checking {self.path.name}", 0
+        size, start = self.path.stat().st_size, 0
         quick = size < 100_000_000  # a second or two
         hidden = quick or not progress
-        bar = progress_bar(total=size, unit="B", unit_scale=True, desc=title, disable=hidden)
+        bar = progress_bar(
+            total=size, unit="B", unit_scale=True, desc=f"checking {self.path.name}", disable=hidden
+        )
         with _open(self.path) as lines, bar:
             for number, whole in enumerate(lines, start=1):
                 line = whole if start else strip_bom(whole)

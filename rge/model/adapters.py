@@ -35,7 +35,9 @@ class EmbRow(nn.Module):
         self.token_id, self.enabled = token_id, True
         self.weight = nn.Parameter(row.detach().to(torch.promote_types(row.dtype, torch.float32)).clone())
 
-    def forward(self, inputs: Tensor, outputs: Tensor, lookup: bool, scale: Tensor | float = 1.0) -> Tensor:
+    def forward(
+        self, inputs: Tensor, outputs: Tensor, *, lookup: bool, scale: Tensor | float = 1.0
+    ) -> Tensor:
         """The frozen module's output as if the row were in its matrix: embeddings (..., D) of ids, or logits (..., V) of states.
 
         `scale` is what the module multiplies rows by, as Gemma's does.

@@ -231,12 +231,17 @@ def embedder_to_train(start: str, config: ModelConfig, adapters_only: bool = Fal
         AdapterError: the adapters do not fit; or those of the checkpoint have another form, or their base is missing.
     """
     adapted = is_adapter_checkpoint(start)
-    same = ("dtype", "attn_implementation", "vision_attn_implementation", "fused_kernels", "min_pixels")
     backbone = load_backbone(
         start,
-        **{key: getattr(config, key) for key in (*same, "max_pixels", "think_tokens")},
         revision=config.revision if start == config.path else None,
+        dtype=config.dtype,
+        attn_implementation=config.attn_implementation,
+        vision_attn_implementation=config.vision_attn_implementation,
+        fused_kernels=config.fused_kernels,
+        min_pixels=config.min_pixels,
+        max_pixels=config.max_pixels,
         add_emb=True,
+        think_tokens=config.think_tokens,
         base=find_base(Path(start), instead=config.path) if adapted else None,
         merge=not adapters_only,
     )

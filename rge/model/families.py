@@ -128,7 +128,9 @@ class Family:
         Pictures are between special tokens, so each is one run of placeholders.
         """
         image = config.image_token_id
-        return [each for before, each in zip([None, *ids], ids, strict=False) if {before, each} != {image}]
+        return [
+            each for place, each in enumerate(ids) if each != image or place == 0 or ids[place - 1] != image
+        ]
 
     # From tokens and pixels to states.
 

@@ -122,7 +122,11 @@ def _gated(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
 
 
 def _call(
-    kernel: Callable, plain: Callable, inputs: Sequence[Tensor], names: Sequence[str], what: str
+    kernel: Callable[..., Any],
+    plain: Callable[..., Any],
+    inputs: Sequence[Tensor],
+    names: Sequence[str],
+    what: str,
 ) -> Any:
     """The kernel's outputs; its first call of a kind is held against plain code, see `hold_against`."""
     kind = (what, inputs[0].dtype, inputs[0].shape[1:])

@@ -84,8 +84,10 @@ class TailPart:
 
 def to_device(*parts: Any, device: torch.device | str) -> list[Any]:
     """Prompt and tail parts on a device, in one copy; pixels separately, unless `rge.data.loader.Loader` has copied them."""
-    names = [[item.name for item in fields(part) if item.name not in _ALONE] for part in parts]
-    on_host = [{name: getattr(part, name) for name in own} for part, own in zip(parts, names, strict=True)]
+    on_host = [
+        {item.name: getattr(part, item.name) for item in fields(part) if item.name not in _ALONE}
+        for part in parts
+    ]
     on_device = []
     for part, values in zip(parts, moved(on_host, device), strict=True):
         if isinstance(part, PromptPart):

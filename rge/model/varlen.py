@@ -149,8 +149,9 @@ def _attend_last_reference(
     # Heads of one key head become its queries, so that no key is repeated.
     q_BKGd = q_BHd.unflatten(1, (k_BCKd.shape[2], -1))
     k_BKCd, v_BKCd = k_BCKd.transpose(1, 2), v_BCKd.transpose(1, 2)
-    mask = seen_BC[:, None, None]
-    out = F.scaled_dot_product_attention(q_BKGd, k_BKCd, v_BKCd, attn_mask=mask, scale=scale)
+    out = F.scaled_dot_product_attention(
+        q_BKGd, k_BKCd, v_BKCd, attn_mask=seen_BC[:, None, None], scale=scale
+    )
     return out.flatten(1, 2)
 
 
@@ -220,12 +221,15 @@ def one_by_one(
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         plainly_causal = causal and window is None and q.shape[1] == k.shape[1]
         seen = None if plainly_causal else _seen(q.shape[1], k.shape[1], causal, window, q.device)
-        settings: dict[str, Any] = {
-            "is_causal": plainly_causal,
-            "scale": scale,
-            "enable_gqa": len(q) != len(k),
-        }
-        return F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=seen, **settings)[0]
+        return F.scaled_dot_product_attention(
+            q[None],
+            k[None],
+            v[None],
+            attn_mask=seen,
+            is_causal=plainly_causal,
+            scale=scale,
+            enable_gqa=len(q) != len(k),
+        )[0]
 
     return _each(attend, q_THd, k_UKd, v_UKd, runs)
 
@@ -245,10 +249,20 @@ def rounded(
     return _each(attend, q_THd, k_UKd, v_UKd, runs)
 
 
-def _each(attend: Callable, q_THd: Tensor, k_UKd: Tensor, v_UKd: Tensor, runs: Runs) -> Tensor:
+def _each(
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+    q_THd: Tensor,
+    k_UKd: Tensor,
+    v_UKd: Tensor,
+    runs: Runs,
+) -> Tensor:
     """`attend` of each sequence's states (H, T, d)."""
-    q_parts = q_THd.split(list(runs.q_lengths))
-    parts = zip(q_parts, *(states.split(list(runs.k_lengths)) for states in (k_UKd, v_UKd)), strict=True)
+    parts = zip(
+        q_THd.split(list(runs.q_lengths)),
+        k_UKd.split(list(runs.k_lengths)),
+        v_UKd.split(list(runs.k_lengths)),
+        strict=True,
+    )
     outputs = [attend(*(part.transpose(0, 1) for part in states)).transpose(0, 1) for states in parts]
     return torch.cat(outputs) if outputs else torch.zeros_like(q_THd)
 
@@ -265,7 +279,9 @@ def _seen(num_q: int, num_k: int, causal: bool, window: int | None, device: torc
     return seen
 
 
-def verify(kernel: Callable, states: Sequence[Tensor], runs: Runs, settings: dict, key: str) -> float:
+def verify(
+    kernel: Callable[..., Tensor], states: Sequence[Tensor], runs: Runs, settings: dict, key: str
+) -> float:
     """Hold an attention kernel against ordinary attention on given queries, keys and values; see `hold_against`."""
     words = f"{key}: flash attention", "ordinary attention", f"{key}=sdpa"
     tested, plain, usual = (partial(form, runs=runs, **settings) for form in (kernel, one_by_one, rounded))
@@ -332,8 +348,10 @@ def _irregular(like: Tensor) -> Tensor:
 
 def _apart(found: Sequence[Tensor], exact: Sequence[Tensor]) -> list[float]:
     """Relative differences."""
-    wide = ([part.detach().double() for part in parts] for parts in (found, exact))
-    return [float((a - b).norm() / b.norm().clamp(min=1e-12)) for a, b in zip(*wide, strict=True)]
+    pairs = zip(
+        (part.detach().double() for part in found), (part.detach().double() for part in exact), strict=True
+    )
+    return [float((ours - plain).norm() / plain.norm().clamp(min=1e-12)) for ours, plain in pairs]
 
 
 def _judge(equal: bool, found: str, what: str, other: str, avoid: str) -> None:

@@ -71,8 +71,10 @@ def sizes_of(tower: HubModel, grid: Tensor, device: torch.device) -> dict[str, A
     """
     config, merge, grid = tower.config, tower.spatial_merge_size, grid.cpu()
     boundaries = [get_vision_cu_seqlens(grid)]
-    place = get_vision_position_ids(grid, merge)
-    found: dict[str, Any] = {"position_ids": place, "cu_seqlens": boundaries[0]}
+    found: dict[str, Any] = {
+        "position_ids": get_vision_position_ids(grid, merge),
+        "cu_seqlens": boundaries[0],
+    }
     if hasattr(tower, "fullatt_block_indexes"):
         index, windows = get_vision_window_index(grid, merge, config.window_size, config.patch_size)
         boundaries.append(windows)
@@ -99,8 +101,9 @@ class _InGroups(fused.Faster):
 
     def forward(self, hidden_states, cu_seqlens, position_embeddings=None, spans=None, **kwargs):
         if self.config._attn_implementation != "sdpa":
-            kwargs["position_embeddings"] = position_embeddings
-            return super().forward(hidden_states, cu_seqlens, **kwargs)
+            return super().forward(
+                hidden_states, cu_seqlens, position_embeddings=position_embeddings, **kwargs
+            )
         family = sys.modules[next(kind for kind in type(self).__mro__ if kind in TOWERS).__module__]
         P, count = hidden_states.shape[0], len(cu_seqlens) - 1
         spans = spans or {count: moved(make_spans(cu_seqlens.diff().tolist()), cu_seqlens.device)}

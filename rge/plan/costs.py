@@ -527,13 +527,13 @@ def descriptors(num_workers: int) -> int:
 
 
 def step_seconds(
-    shapes: Shapes, load: Load, setup: Setup, flops: float, peak: float, bandwidth: float
+    shapes: Shapes, load: Load, setup: Setup, *, num_flops: float, peak: float, bandwidth: float
 ) -> float:
     """Seconds of a step: FLOPs at the achieved `peak` (FLOP/s), generation at the achieved `bandwidth` (bytes per second).
 
     Generation is bound by memory: a token reads all weights of the text model and the rows' keys and values.
     """
-    seconds = flops / peak
+    seconds = num_flops / peak
     if load.own:
         rows = load.queries * load.each
         passes = -(-rows // setup.rollout_rows)

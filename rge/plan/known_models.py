@@ -33,8 +33,8 @@ def outline(model: ModelConfig, init: str | None = None) -> tuple[HubModel, str]
         return skeleton(config), origin
     except UserError:
         raise
-    except Exception as error:
-        if model.scratch is None:
+    except Exception as error:  # of any type: transformers and the checks of its configs raise many for sizes
+        if model.scratch is None or init is not None:
             raise
         why = f"lacks {error}" if isinstance(error, KeyError) else f"makes no model: {error}"
         raise BackboneError(f"model.scratch {why}") from error
@@ -52,8 +52,10 @@ def _config(model: ModelConfig, init: str | None) -> tuple[Any, str]:
         return read_config(path, model.revision), path
     except BackboneError as error:
         if path not in TABLE:
-            problem, known_ids = str(error).splitlines()[0], ", ".join(TABLE)
-            raise BackboneError(f"{problem}; without the hub, shapes are known of: {known_ids}") from error
+            problem = str(error).splitlines()[0]
+            raise BackboneError(
+                f"{problem}; without the hub, shapes are known of: {', '.join(TABLE)}"
+            ) from error
     known = dict(TABLE[path])
     config = CONFIG_MAPPING[known.pop("model_type")](**known)
     return config, f"{path}, from the table in rge/plan/known_models.yaml"

@@ -167,7 +167,10 @@ def plan(
 
     def hours(utilisation: float) -> float:
         peak, bandwidth = (1e12 * utilisation * most for most in (options.peak_tflops, options.bandwidth_tbs))
-        return steps * costs.step_seconds(shapes, load, setup, way.num_flops, peak, bandwidth) / 3600
+        seconds = costs.step_seconds(
+            shapes, load, setup, num_flops=way.num_flops, peak=peak, bandwidth=bandwidth
+        )
+        return steps * seconds / 3600
 
     least, most = _utilisations(options)
     faster = fastest(recipe, shapes, load, base, options, room) if on_gpu and room.host != 0 else []

@@ -11,7 +11,7 @@ from rge.config import BACK_ENDS, UNSHARDED_ONLY, Recipe, RecipeError
 from rge.plan import costs
 from rge.plan.costs import ACTIVATIONS_OFF_BY, GIB, Load, Setup, Shapes
 from rge.plan.options import PlanOptions
-from rge.rl.reference import NOT_UNDER_ZERO3
+from rge.rl.reference import NOT_UNDER_ZERO3, has_copy
 
 
 class ImpossibleKeeping(RecipeError):
@@ -49,7 +49,9 @@ class Way:
             load,
             setup,
             num_flops,
-            costs.step_seconds(shapes, load, setup, num_flops, room.peak, room.bandwidth),
+            costs.step_seconds(
+                shapes, load, setup, num_flops=num_flops, peak=room.peak, bandwidth=room.bandwidth
+            ),
             costs.memory(shapes, load, setup) | {"reserved": room.reserved},
             costs.kept_bytes(shapes, load, setup)[1],
             costs.communication(shapes, load, setup),
@@ -107,8 +109,9 @@ def decided(recipe: Recipe, shapes: Shapes, load: Load, setup: Setup, room: Room
         return none, "one micro batch" if load.contrastive else "nothing is compared"
     if room.gpu is None:
         return none, "no GPU"
-    possible = (way for way in found if way is none or way.fits(room, surely=True))
-    best = min(possible, key=lambda way: way.seconds)
+    best = min(
+        (way for way in found if way is none or way.fits(room, surely=True)), key=lambda way: way.seconds
+    )
     if best is none:
         if load.own and recipe.rollout.prompt_pass == "once":
             raise ImpossibleKeeping(
@@ -134,19 +137,18 @@ def refused(recipe: Recipe, options: PlanOptions, back_end: str) -> str | None:
             f"{key}=ddp"
         )
     with_rl = "rl" in (options.for_, *recipe.stages())
-    has_copy = with_rl and recipe.rl.beta and recipe.rl.alpha_rl and recipe.model.lora is None
-    return NOT_UNDER_ZERO3 if has_copy and back_end == "zero3" else None
+    return NOT_UNDER_ZERO3 if with_rl and back_end == "zero3" and has_copy(recipe) else None
 
 
 def fastest(
     recipe: Recipe, shapes: Shapes, load: Load, setup: Setup, options: PlanOptions, room: Room
 ) -> list[Way]:
     """The three fastest settings that fit, one for each combination of checkpointing, keeping and encoding."""
-    train, rollout = (
-        replace(recipe.train, keep_activations="auto"),
-        replace(recipe.rollout, prompt_pass="auto"),
+    free = replace(
+        recipe,
+        train=replace(recipe.train, keep_activations="auto"),
+        rollout=replace(recipe.rollout, prompt_pass="auto"),
     )
-    free = replace(recipe, train=train, rollout=rollout)
     sizes = {1 << shift for shift in range(load.queries.bit_length())} | {setup.micro_queries}
     best: dict[tuple[bool, str, bool | None], Way] = {}
     others = () if options.num_gpus == 1 else BACK_ENDS

@@ -24,7 +24,7 @@ from rge.model.embedding_model import EmbeddingModel, Readout
 from rge.model.packing import Branch
 from rge.rl.policy import advantages, policy_loss, sampling_weights, standard_deviation
 from rge.rl.pool import Pool
-from rge.rl.reference import Reference, make_reference
+from rge.rl.reference import Reference, is_used, make_reference
 from rge.rl.rewards import Rollouts, evaluate, find_reward
 from rge.rollout.generate import Rationale
 
@@ -359,7 +359,7 @@ def make_reinforcement(
 ) -> Reinforcement:
     """The stage rl of a run; called before `embedder` is wrapped, since its weights are the reference's."""
     reference = None
-    if recipe.rl.beta and recipe.rl.alpha_rl:
+    if is_used(recipe):
         reference = make_reference(recipe, embedder, accelerator)
     reinforcement = Reinforcement(recipe, embedder, reference, folder)
     accelerator.register_for_checkpointing(reinforcement)

@@ -73,11 +73,21 @@ def make_reference(recipe: Recipe, embedder: EmbeddingModel, accelerator: Accele
     return Reference(kept, recipe.rl.temperature, recipe.train.micro_batch_size)
 
 
+def is_used(recipe: Recipe) -> bool:
+    """Whether the stage rl has a reference."""
+    return bool(recipe.rl.beta and recipe.rl.alpha_rl)
+
+
+def has_copy(recipe: Recipe) -> bool:
+    """Whether that is a copy of the weights, and not the model without adapters."""
+    return is_used(recipe) and recipe.model.lora is None
+
+
 def problems(recipe: Recipe, zero3: bool) -> Iterator[str]:
     """Why no reference can be kept."""
-    if not ("rl" in recipe.stages() and recipe.rl.beta and recipe.rl.alpha_rl):
+    if "rl" not in recipe.stages() or not is_used(recipe):
         return
-    if recipe.model.lora is None and zero3:
+    if zero3 and has_copy(recipe):
         yield NOT_UNDER_ZERO3
     if recipe.model.lora is not None and recipe.model.lora.modules_to_save:
         yield (

@@ -77,8 +77,9 @@ def caption(concept: int) -> str:
     """A unique set of words."""
     mixed = concept * 2654435761 % 2**32  # so that neighbours share no words
     digits = [mixed >> shift & 15 for shift in range(0, 32, 4)]
-    syllables = [f"{'bcdfghklmnprstvz'[digit]}{'aeiou'[digit % 5]}" for digit in digits]
-    return " ".join(f"{syllable}{place}x" for place, syllable in enumerate(syllables))
+    return " ".join(
+        f"{'bcdfghklmnprstvz'[digit]}{'aeiou'[digit % 5]}{place}x" for place, digit in enumerate(digits)
+    )
 
 
 def answer_to(concept: int, kind: int, num_concepts: int) -> int:
@@ -90,13 +91,16 @@ def write_library(folder: Path, num: int) -> None:
     """Parquet files of `PICTURES_A_FILE` pictures each."""
     concepts = max(1, num // A_CONCEPT)
     for first in range(0, num, PICTURES_A_FILE):
-        path = folder / f"{first // PICTURES_A_FILE:05d}.parquet"
+        path, numbers = (
+            folder / f"{first // PICTURES_A_FILE:05d}.parquet",
+            range(first, num)[:PICTURES_A_FILE],
+        )
         if path.is_file():
             continue
-        numbers = range(first, num)[:PICTURES_A_FILE]
+        pictures = [picture(number, number % concepts) for number in numbers]
         columns = {
             "id": [f"picture {number}" for number in numbers],
-            "image": pa.array([picture(number, number % concepts) for number in numbers], pa.binary()),
+            "image": pa.array(pictures, pa.binary()),
             "caption": [caption(number % concepts) for number in numbers],
         }
         with replacing(path) as waiting:
@@ -120,10 +124,12 @@ class World:
         right = answer_to(shown[0], int(_last(text, "query").split()[2]), self.num)
         if text.startswith(prompts.FILTER_TASK):
             valid = "yes" if _last(text, "target_desc") == caption(right) else "no"
-            judged = f"<input_desc>{shown[0]}</input_desc>", f"<is_valid>{valid}</is_valid>"
-        else:
-            judged = "<target_desc>t</target_desc>", f"<consistent>{shown[1] == right}</consistent>"
-        return chat("\n<reasoning>r</reasoning>\n".join(judged))
+            return chat(
+                f"<input_desc>{shown[0]}</input_desc>\n<reasoning>r</reasoning>\n<is_valid>{valid}</is_valid>"
+            )
+        return chat(
+            f"<target_desc>t</target_desc>\n<reasoning>r</reasoning>\n<consistent>{shown[1] == right}</consistent>"
+        )
 
     def _generate(self, concept: int, url: str) -> str:
         number = binascii.crc32(url.encode())
@@ -173,8 +179,10 @@ def measure(options: Options) -> dict:
     out = Path(options.out)
     write_library(out / "library", options.pictures)
     with served(max(1, options.pictures // A_CONCEPT)) as url:
-        about = {"base_url": url, "concurrency": options.concurrency}
-        models = {name: ModelConfig(name=name, **about) for name in ("writer", "judge")}
+        models = {
+            name: ModelConfig(name=name, base_url=url, concurrency=options.concurrency)
+            for name in ("writer", "judge")
+        }
         config = RmirConfig(
             out=str(out / "run"),
             library=LibraryConfig(path=str(out / "library")),
@@ -216,7 +224,9 @@ def tables(folder: Path, paper: int) -> list[str]:
     stages = stages_of(RmirConfig())
     runs = [run for run in runs if set(run["stages"]) == set(stages)]
     if len(runs) < 2:
-        raise UserError(f"table={folder}: growth needs two finished runs; there are {len(runs)}")
+        raise UserError(
+            f"table={folder}: two finished runs are needed to tell how time grows; there are {len(runs)}"
+        )
     sizes = [run["pictures"] for run in runs]
     head = [f"{size:,}: s | CPU s | MB" for size in sizes]
     lines = [

@@ -145,8 +145,9 @@ def long_setting(options: Sizes, sizes: dict | None = None) -> Setting:
         # Ragged, as real prompts are: the longest has `prompt_tokens`, the others up to 4 % less.
         wanted = options.prompt_tokens - (row % 4) * options.prompt_tokens // 100
         if wanted < base:
-            given = f"prompt_tokens={options.prompt_tokens}"
-            raise UserError(f"{given} is too few: picture and template take {base}")
+            raise UserError(
+                f"prompt_tokens={options.prompt_tokens} is too few: picture and template take {base}"
+            )
         queries.append(builder.build(Item(f"q{row}", " key" * (wanted - base + 1), ()), "query", [image]))
         picture = random_picture(rng, options.candidate_side_px)
         candidates.append(builder.build(Item(f"c{row}", None, ()), "candidate", [picture]))
@@ -267,9 +268,13 @@ def their_rollout(setting: Setting) -> list[list[int]]:
     """Own rationales, by transformers' `generate`; ids without ``<emb>``."""
     embedder, prompts = setting.embedder, setting.batch.queries
     inputs = stock_inputs(embedder, prompts, [[] for _ in prompts], padding_side="left")
-    ids = {"eos_token_id": embedder.emb_id, "pad_token_id": embedder.pad_id}
-    ids["suppress_tokens"] = embedder.suppressed_ids
-    config = GenerationConfig(max_new_tokens=setting.max_new_tokens, do_sample=False, **ids)
+    config = GenerationConfig(
+        max_new_tokens=setting.max_new_tokens,
+        do_sample=False,
+        eos_token_id=embedder.emb_id,
+        pad_token_id=embedder.pad_id,
+        suppress_tokens=embedder.suppressed_ids,
+    )
     # With gradient checkpointing, transformers would write without a cache.
     with eval_mode(embedder), stopping(embedder, setting.stop_B):
         written = embedder.model.generate(**inputs, generation_config=config)
@@ -499,14 +504,16 @@ def _count_3b(
         setting.embedder.model.resize_token_embeddings(text["vocab_size"], mean_resizing=False)
         setting.embedder.to(torch.bfloat16)  # half the memory; the counts do not depend on it
         print(
-            f"layers: {num_text} text, {windowed} windowed and {whole} global vision: {setting.note}",
+            f"{num_text} text, {windowed} windowed and {whole} global vision layers: {setting.note}",
             flush=True,
         )
         with Uncomputed():
             found.append(_gflop(setting.embedder, work_of(setting)))
     base, *others = found
-    more = [(num - 1, found) for num, found in zip(wanted, others, strict=True)]
-    return {name: gflop + sum(n * (one[name] - gflop) for n, one in more) for name, gflop in base.items()}
+    return {
+        name: gflop + sum((num - 1) * (more[name] - gflop) for num, more in zip(wanted, others, strict=True))
+        for name, gflop in base.items()
+    }
 
 
 def checkpoint_gradients(embedder: EmbeddingModel) -> None:

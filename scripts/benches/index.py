@@ -71,8 +71,9 @@ def _measured(folder: Path, options: Options, clustered: bool) -> dict[str, floa
         return answer
 
     with writing(folder):
-        made_by = {"checkpoint": "none", "checkpoint_hash": "0" * 64}
-        index = Index.create(folder, dimensions=options.dimensions, **made_by)
+        index = Index.create(
+            folder, checkpoint="none", checkpoint_hash="0" * 64, dimensions=options.dimensions
+        )
         timed(f"add all, {A_COMMIT} a commit", lambda: put(index, vector_ND))
         timed("merge small files", lambda: index.refresh(ann_from=options.rows + 1))
         found["exact_ms"], right = searched(index, query_QD, exact=True)

@@ -127,8 +127,9 @@ def count_captures(options: Options) -> list[dict[str, int]]:
         gpu.move(embedder)
         for number in range(3):
             gpu.phase = f"rollout {number}"
-            sizes = {"max_new_tokens": cap, "batch_size": options.batch}
-            generate(embedder, setting.batch.queries, given=given, **sizes)
+            generate(
+                embedder, setting.batch.queries, max_new_tokens=cap, batch_size=options.batch, given=given
+            )
             found.append({"captures": gpu.graphs[gpu.phase], "waits": gpu.of(gpu.waits, gpu.phase)})
         gpu.phase = "-"
     return found

@@ -68,8 +68,9 @@ def point(folder: str, size: int, micro_batch: int, first: int) -> dict[str, flo
     objective = Objective(1 / 11, 10 / 11, 0.03)
 
     def step(batch: Batch) -> None:
-        sizes = {"max_new_tokens": RATIONALE_TOKENS, "batch_size": micro_batch}
-        rationales = generate(embedder, batch.queries, **sizes)
+        rationales = generate(
+            embedder, batch.queries, max_new_tokens=RATIONALE_TOKENS, batch_size=micro_batch
+        )
         TrainingStep(embedder, embedder, objective, micro_batch)(batch, Rollout(rationales))
         embedder.zero_grad(set_to_none=True)
 

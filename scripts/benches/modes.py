@@ -36,8 +36,11 @@ def measure(options: Options) -> Rows:
     encoder = Embedder.from_pretrained(options.checkpoint)
     queries = read_pairs(options.set, options.limit).queries
     settings = encoder.settings
-    trained = {"latent": settings.think_tokens, "auto": settings.decides_itself}
-    trained["reasoning"] = settings.reasons != "none"
+    trained = {
+        "latent": settings.think_tokens,
+        "auto": settings.decides_itself,
+        "reasoning": settings.reasons != "none",
+    }
     modes = ["direct", *filter(trained.get, trained)]
 
     def ask(mode: str):

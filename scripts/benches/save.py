@@ -114,8 +114,9 @@ def _shard(rank: int, millions: float, folder: Path, back_end: str, port: int) -
 def _times(accelerator: Accelerator, layers: torch.nn.Module, optimizer, folder: Path) -> dict[str, float]:
     found: dict[str, float] = {}
     for kind in ("waited", "background"):
-        settings = {"keep_last": 2, "background": kind == "background"}
-        states = States(accelerator, layers, optimizer, folder / kind, **settings)
+        states = States(
+            accelerator, layers, optimizer, folder / kind, keep_last=2, background=kind == "background"
+        )
         alone = statistics.median(_busy(2.0))
         accelerator.wait_for_everyone()
         began = time.perf_counter()

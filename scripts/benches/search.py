@@ -51,8 +51,10 @@ def measure(options: Options) -> Rows:
         work["numpy"] = lambda: [_with_numpy(block_BD, candidate_CD, depth) for block_BD in blocks]
         work["torch"] = lambda: [_with_torch(block_BD, candidate_CD, depth) for block_BD in blocks]
     ranking = work["search"]()
-    drawn = (rng.choice(options.candidates, 12, replace=False) for _ in range(options.queries))
-    positives = [(np.sort(rows).astype(np.int32), np.ones(12)) for rows in drawn]
+    positives = [
+        (np.sort(rng.choice(options.candidates, 12, replace=False)).astype(np.int32), np.ones(12))
+        for _ in range(options.queries)
+    ]
     work["score"] = lambda: _score(ranking, positives, options.candidates)
     wall, cpu = ({name: min(x) for name, x in found.items()} for found in in_turns(work, options.repeats))
     return show({name: {"wall s": wall[name], "CPU s": cpu[name]} for name in work}, over="faiss")

@@ -38,7 +38,6 @@ from rge.common.options import one_of
 from rge.config import AtLeastOne
 
 SET = "data_prep/demo/data/test"
-Answered = tuple[float, np.ndarray] | None
 
 
 @dataclass(kw_only=True)
@@ -149,8 +148,9 @@ def _body(item: Any) -> bytes:
 def _server(checkpoint: Path, engine: str) -> Iterator[tuple[int, Callable[[], float]]]:
     """Its port, and its CPU time in seconds."""
     words = [f"checkpoint={checkpoint}", f"engine={engine}", "port=0", "access_log=false"]
-    command = [sys.executable, "-m", "rge", "serve", *words]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rge", "serve", *words], stdout=subprocess.PIPE, text=True
+    )
 
     def cpu() -> float:
         fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
@@ -170,9 +170,11 @@ def _server(checkpoint: Path, engine: str) -> Iterator[tuple[int, Callable[[], f
         process.communicate()
 
 
-async def _load(port: int, bodies: list[bytes], clients: int, limit_s: float) -> list[Answered]:
+async def _load(
+    port: int, bodies: list[bytes], clients: int, limit_s: float
+) -> list[tuple[float, np.ndarray] | None]:
     """Seconds and embedding of each request, in order; None if it failed."""
-    found: list[Answered] = [None] * len(bodies)
+    found: list[tuple[float, np.ndarray] | None] = [None] * len(bodies)
     left = iter(range(len(bodies)))
 
     async def client() -> None:
@@ -222,10 +224,10 @@ def _types(embedder: Any) -> Rows:
         scores = as_float(queries, kind) @ as_float(pool, kind).T
         ranked = np.argsort(-scores, axis=1, kind="stable")[:, :10]
         judged = [(own, row) for own, row in zip(right, ranked.tolist(), strict=True) if own]
-        found[kind] = {
-            f"recall@{k}": float(np.mean([len(own & {*row[:k]}) / min(len(own), k) for own, row in judged]))
-            for k in (1, 10)
-        }
+        recalls = [
+            np.mean([len(own & {*row[:k]}) / min(len(own), k) for own, row in judged]) for k in (1, 10)
+        ]
         kept = np.mean([len({*a} & {*b}) / 10 for a, b in zip(ranked, nearest, strict=True)])
-        found[kind] |= {"kept": float(kept), "bytes": size * pool.shape[1]}
+        found[kind] = {"recall@1": float(recalls[0]), "recall@10": float(recalls[1]), "kept": float(kept)}
+        found[kind]["bytes"] = size * pool.shape[1]
     return show(found)

@@ -294,7 +294,7 @@ def test_runs_of_different_queries_make_no_table(ablate, tmp_path):
         (["with.none=train.seed=5"], "train.seed=5 would make every seed of an arm the same run"),
         (["sweep=train.seed=[0,1]"], "train.seed=0 would make every seed of an arm the same run"),
         (["init=runs/nowhere/final"], "init=runs/nowhere/final does not exist; train it with"),
-        (["set=recipes"], "set=recipes has neither queries.parquet"),
+        (["set=recipes"], "set=recipes is no retrieval set"),
         (["recipe=qwen25vl_3b"], "set= must be given"),
         (["recipe=nothing"], "nothing.yaml does not exist: recipe must be one of "),
         (["nonsense"], "arguments must be key=value, got 'nonsense'"),

@@ -598,7 +598,7 @@ def test_a_machine_and_hours_by_hand():
     # Ten rationales of eight tokens, five at once: two passes of ten steps over 0.4 GB; 1 TFLOP at half of a TFLOP/s.
     load = Load(10, 0, 1, 1, 1, 8, 0, True, True, False, 0, 0)
     seconds = step_seconds(
-        shapes, load, Setup(dtype_bytes=2, rollout_rows=5), flops=1e12, peak=0.5e12, bandwidth=0.5e9
+        shapes, load, Setup(dtype_bytes=2, rollout_rows=5), num_flops=1e12, peak=0.5e12, bandwidth=0.5e9
     )
     assert seconds == pytest.approx(2 + 2 * 10 * 0.4 / 0.5)
 

@@ -10,9 +10,10 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -87,6 +88,7 @@ def load_suite(path: Path) -> Suite:
     Raises:
         UserError: the file is invalid, or a member's folder is missing or outside the suite.
     """
+    path = find_shipped(path)
     file = path / SUITE
     try:
         suite = Suite(**json.loads(file.read_text(encoding="utf-8")) | {"path": path})
@@ -316,31 +318,35 @@ def mean_of(parts: Sequence[Bootstrap]) -> Bootstrap:
 
 
 class Measuring(Protocol):
-    """Options of a command that measures: where it writes, and how it resamples."""
+    """Options of a command that measures: where it writes, and how it resamples; a dataclass that also has ``set``."""
 
+    __dataclass_fields__: ClassVar[dict[str, Any]]
     out: Path
     seed: int
     overwrite: bool
 
 
+Options = TypeVar("Options", bound=Measuring)
+
+
 def measure_members(
     suite: Suite,
-    options: Measuring,
-    measure: Callable[[str, Path, Path], Sequence[Path]],
+    options: Options,
+    measure: Callable[[str, Options], Sequence[Path]],
     *,
     title: str | None = None,
     more: Callable[[ByMember], Mapping[str, Any]] = lambda _: {},
 ) -> list[Path]:
     """Measure every member of a suite separately and join each condition's evaluations; returns the joint directories.
 
-    ``measure``: called with a member's name, set and output directory; returns the directories of its evaluations, which are
-    that directory or subfolders of it; conditions that some members lack are not joined. ``title``: printed if there is
-    only one condition; None prints no tables. ``more``: see `aggregate`.
+    ``measure``: called with a member's name and the options with its set and output directory; returns the directories of its
+    evaluations, which are that directory or subfolders of it; conditions that some members lack are not joined. ``title``:
+    printed if there is only one condition; None prints no tables. ``more``: see `aggregate`.
     """
     conditions: dict[str, dict[str, Path]] = {}
     for name in suite.members:
         out = options.out / "members" / name
-        for done in measure(name, suite.path / name, out):
+        for done in measure(name, replace(options, set=suite.path / name, out=out)):
             conditions.setdefault(os.path.relpath(done, out), {})[name] = done
     of_all = {condition: dirs for condition, dirs in conditions.items() if len(dirs) == len(suite.members)}
     for condition, dirs in of_all.items() if join().is_first else ():

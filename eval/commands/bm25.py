@@ -44,12 +44,8 @@ def bm25(options: Bm25Options) -> Path:
     """Rank, score and write, as `eval.commands.run` does for an embedder."""
     if is_suite(options.set):
         options.protocol()
-        cache = options.cache or options.out / ".cache"
-
-        def of_member(_: str, path: Path, out: Path) -> list[Path]:
-            return [bm25(replace(options, set=path, out=out, cache=cache))]
-
-        measure_members(load_suite(options.set), options, of_member, title="bm25")
+        shared = replace(options, cache=options.cache or options.out / ".cache")
+        measure_members(load_suite(options.set), shared, lambda _, of_member: [bm25(of_member)], title="bm25")
         return options.out
     protocol, wanted = options.prepared()
     wanted, unread = with_readable_content(wanted)

@@ -94,7 +94,7 @@ class Point:
         return {"name": self.name, "curve": self.curve, "at": self.at, **costs, **self.about}
 
 
-def budget(options: BudgetOptions, load: Callable[..., Embeds] | None = None) -> Path:
+def budget(options: BudgetOptions, load: Callable[[], Embeds] | None = None) -> Path:
     """Evaluate all points, print the table, write curves and page; returns ``out``. ``load``: see `eval.commands.run.run`."""
     _check(options)
     metric = options.metric or options.protocol().headline[0]
@@ -102,8 +102,8 @@ def budget(options: BudgetOptions, load: Callable[..., Embeds] | None = None) ->
     if suite:
         dirs = measure_members(
             load_suite(options.set),
-            options,
-            lambda _, path, out: _of_set(options.of_member(path, out), metric, load),
+            replace(options, cache=options.root),  # members share it
+            lambda _, of_member: _of_set(of_member, metric, load),
             more=lambda results: {"budget": _joined({name: one["budget"] for name, one in results.items()})},
         )
     else:
@@ -125,11 +125,11 @@ def budget(options: BudgetOptions, load: Callable[..., Embeds] | None = None) ->
     write_text(options.out / PLOT, as_file(content))
     write_tables(options.out / TABLE, pd.json_normalize(rows, sep=" "), formatted)
     if options.report:
-        write_page(options.out, [options.out], page="leaderboard" if suite else "set", metric=metric)
+        write_page(options.out, [options.out], metric)
     return options.out
 
 
-def _of_set(options: BudgetOptions, metric: str, load: Callable[..., Embeds]) -> list[Path]:
+def _of_set(options: BudgetOptions, metric: str, load: Callable[[], Embeds]) -> list[Path]:
     """Measure all points of one set and return the directories of their evaluations; none except in the first process."""
     condition = Condition("reasoning", "both", options.out / "reasoning", rerun_command("budget", options))
     session = Session(options, [condition], load)

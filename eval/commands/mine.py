@@ -38,7 +38,7 @@ class MineOptions(TableOptions):
     """Replace existing figures of another version of the table, or of another model."""
 
 
-def mine(options: MineOptions, load: Callable[..., Embeds] | None = None) -> Path:
+def mine(options: MineOptions, load: Callable[[], Embeds] | None = None) -> Path:
     """Import, check, evaluate, and return the page; problems of folder and table are all listed before anything is embedded."""
     source = options.src.resolve()
     out = options.out or source.with_name(f"{source.name}_eval")

@@ -118,9 +118,9 @@ def _rerank_suite(
     if not is_suite(path) or load_suite(path).members.keys() != of.keys():
         raise UserError(f"{path} is not the suite that {options.of} was measured on: pass set=DIR")
 
-    def of_member(name: str, path: Path, out: Path) -> list[Path]:
-        _rerank_set(replace(options, of=of[name], set=path, out=out), judge, answers)
-        return [out]
+    def rerank_member(name: str, of_member: RerankOptions) -> list[Path]:
+        _rerank_set(replace(of_member, of=of[name]), judge, answers)
+        return [of_member.out]
 
     def about(results: ByMember) -> dict[str, Any]:
         blocks = [member["rerank"] for member in results.values()]
@@ -129,7 +129,7 @@ def _rerank_suite(
         return {"rerank": blocks[0] | {"of": str(options.of), "num_pairs": total, "ms_mean": mean}}
 
     measure_members(
-        load_suite(path), options, of_member, title=f"top {options.top_n} of {options.of}", more=about
+        load_suite(path), options, rerank_member, title=f"top {options.top_n} of {options.of}", more=about
     )
 
 

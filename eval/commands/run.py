@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import chain, product
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
 from pydantic import Field
@@ -85,10 +85,6 @@ class RunOptions(ModelOptions, RewriteOptions, MeasureOptions):
         """Folder of cached embeddings and rewritten queries."""
         return self.cache or self.out / ".cache"
 
-    def of_member(self, path: Path, out: Path) -> Self:
-        """The options for one member of the suite; members share a cache."""
-        return replace(self, set=path, out=out, cache=self.root)
-
 
 @dataclass(frozen=True)
 class Condition:
@@ -100,39 +96,37 @@ class Condition:
     rerun_command: Mapping[str, Any]
 
 
-def run_command(options: RunOptions, load: Callable[..., Embeds] | None = None) -> list[Path]:
+def run_command(options: RunOptions, load: Callable[[], Embeds] | None = None) -> list[Path]:
     """Evaluate a set, or all members of a suite with one model, and write the page; returns the output directories.
 
-    ``load``: loads the encoder; default `eval.models.registry.load_model`.
+    ``load``: loads the encoder; default `eval.models.registry.ModelOptions.loader`.
     """
     if is_suite(options.set):
         _check(options)  # before the model is looked up; `run` checks a set's
         load = cache(load or options.loader())
         dirs = measure_members(
             load_suite(options.set),
-            options,
-            lambda _, path, out: run(options.of_member(path, out), load),
+            replace(options, cache=options.root),  # members share it
+            lambda _, of_member: run(of_member, load),
             title=options.query_mode[0],
         )
-        more = {"page": "leaderboard"}
     else:
         dirs = run(options, load)
-        more = {"page": "set", "metric": options.protocol().headline[0]}
     if options.report and join().is_first:
-        write_page(options.out, dirs, **more)
+        write_page(options.out, dirs, options.protocol().headline[0])
     return dirs
 
 
-def write_page(out: Path, dirs: Sequence[Path], **more: Any) -> None:
-    """Write ``report.html``; ``more``: further options of `eval.pages.report`."""
+def write_page(out: Path, dirs: Sequence[Path], metric: str) -> None:
+    """Write ``report.html``; ``metric``: that of a set's main table."""
     # not at the top: results record every loaded package, and pages do not change figures
     from eval.pages.report import ReportOptions, report
 
     print()
-    report(ReportOptions(runs=tuple(map(str, dirs)), out=out / "report.html", **more))
+    report(ReportOptions(runs=tuple(map(str, dirs)), out=out / "report.html", metric=metric))
 
 
-def run(options: RunOptions, load: Callable[..., Embeds] | None = None) -> list[Path]:
+def run(options: RunOptions, load: Callable[[], Embeds] | None = None) -> list[Path]:
     """Evaluate one set under all conditions, write the outputs, and return their directories; see `run_command`."""
     num = _check(options)
     conditions = [
@@ -190,7 +184,7 @@ class Session:
     """
 
     def __init__(
-        self, options: RunOptions, conditions: Sequence[Condition], load: Callable[..., Embeds] | None = None
+        self, options: RunOptions, conditions: Sequence[Condition], load: Callable[[], Embeds] | None = None
     ):
         process_group = join()
         protocol, whole = options.prepared()

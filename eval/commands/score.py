@@ -40,11 +40,12 @@ def score(options: ScoreOptions) -> Path:
     if is_suite(options.set):
         suite = load_suite(options.set)
         runs = _runs_of_members(options.run, suite.members)
-
-        def of_member(name: str, path: Path, out: Path) -> list[Path]:
-            return [score(replace(options, run=runs[name], set=path, out=out))]
-
-        measure_members(suite, options, of_member, title=str(options.run))
+        measure_members(
+            suite,
+            options,
+            lambda name, of_member: [score(replace(of_member, run=runs[name]))],
+            title=str(options.run),
+        )
         return options.out
     protocol, wanted = options.prepared()
     wanted, unread = with_readable_content(wanted)

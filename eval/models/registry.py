@@ -235,13 +235,19 @@ class ModelOptions:
             given = "neither" if self.model is None else f"{self.checkpoint} and {self.model}"
             raise UserError(f"give checkpoint=DIR or model=NAME, got {given}")
 
-    def loader(self) -> Callable[..., Embeds]:
-        """`load_model` with the options that do not depend on a set; a `UserError` if ``checkpoint`` is unfinished."""
+    def loader(self) -> Callable[[], Embeds]:
+        """`load_model` with these options; a `UserError` if ``checkpoint`` is unfinished."""
         if self.checkpoint is not None and self.adapter is None:
             read_settings(checkpoint_folder(self.checkpoint))
+        name = self.model if self.checkpoint is None else checkpoint_folder(self.checkpoint)
         of_vllm: dict[str, Any] = {"vllm_memory": self.vllm_memory, "vllm_rows": self.batch_size}
         return partial(
             load_model,
+            str(name),
+            device=self.device,
+            dtype=self.dtype,
+            max_new_tokens=self.max_new_tokens,
+            temperature=self.temperature,
             adapter=self.adapter,
             revision=self.revision,
             base=self.base,
@@ -250,21 +256,14 @@ class ModelOptions:
             **({} if self.engine == "own" else of_vllm),
         )
 
-    def load(self, wanted: RetrievalSet, load: Callable[..., Embeds] | None = None) -> Embeds:
+    def load(self, wanted: RetrievalSet, load: Callable[[], Embeds] | None = None) -> Embeds:
         """Load the embedder with the prompts that options and set require; ``load`` replaces `loader`."""
         verbatim = wanted.meta.get("prompts") == "verbatim"
         if verbatim and self.as_ != "release":
             raise UserError(
                 f"{wanted.path} was imported with verbatim=true: its texts contain picture placeholders, which only as=release supports"
             )
-        name = self.model if self.checkpoint is None else checkpoint_folder(self.checkpoint)
-        encoder = (load or self.loader())(
-            str(name),
-            device=self.device,
-            dtype=self.dtype,
-            max_new_tokens=self.max_new_tokens,
-            temperature=self.temperature,
-        )
+        encoder = (load or self.loader())()
         settings, given = encoder.settings, wanted.meta.get("instructions")
         if verbatim and given != settings.mmeb_instructions:
             raise UserError(

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pandas as pd
 import pytest
-from eval_fakes import FakeEncoder, loader, write_set
+from eval_fakes import FakeEncoder, write_set
 
 from eval.commands.run import RunOptions, run
 from eval.embedding.fill_cache import Embeds
@@ -68,7 +68,3 @@ def test_the_fake_and_the_protocol_have_the_real_signatures():
     ]  # a bar is ours
     assert list(inspect.signature(Embeds.encode).parameters) == real
     assert list(inspect.signature(FakeEncoder.encode).parameters) == real
-    asked = list(inspect.signature(loader(FakeEncoder())).parameters)
-    # The rest is of the loader that an evaluation builds (`eval.models.registry.ModelOptions.loader`), not of each call.
-    real = list(inspect.signature(Embedder.from_pretrained).parameters)
-    assert [name for name in real if name in asked] == asked

@@ -208,4 +208,4 @@ def test_engine_vllm_is_for_our_checkpoints_and_computes_no_row_alone(lively_pat
         checkpoint=checkpoint, set=set_dir, out=tmp_path / "out", engine="vllm", exact=True, limit=2
     )
     with pytest.raises(UserError, match="exact=true embeds every item alone"):
-        run(options, load=lambda name, **asked: Embedder.from_pretrained(name))
+        run(options, load=lambda: Embedder.from_pretrained(checkpoint))

@@ -137,6 +137,9 @@ def _of_set(options: BudgetOptions, metric: str, load: Callable[[], Embeds]) -> 
         raise UserError(
             "temperature= would sample the single rationale too: use draw_temperature= for the k= samples"
         )
+    for fusion in options.fuse if options.k else ():  # now, and not after all rationales are sampled
+        place = replace(condition, out=options.out / f"{fusion}-1")
+        session.check_out(place, {"budget": {"draw_temperature": options.draw_temperature}})
     draws = [
         session.embeddings.asking(seed=options.seed + number, temperature=options.draw_temperature)
         for number in range(options.k)

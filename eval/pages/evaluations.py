@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from eval.embedding.identity import OLD, old_results, set_mismatch
+from eval.embedding.identity import set_mismatch
 from eval.scoring.output_files import (
     PER_QUERY,
     RESULTS,
@@ -238,8 +238,6 @@ def caveats(results: Mapping[str, Any]) -> Iterator[str]:
         yield f"the ranking covers {100 * coverage:.4g} % of the queries"
     if limit := results["set"].get("limit"):
         yield f"only the first {limit:,} queries were evaluated"
-    if old_results(results):
-        yield f"this {OLD}"
 
 
 def check_finite(value: object, where: str) -> None:

@@ -147,6 +147,7 @@ class FakeEncoder(ThirdParty):
         )
 
 
-def loader(encoder: FakeEncoder):
-    """Stands for `eval.models.registry.ModelOptions.loader`."""
+def loader(encoder: FakeEncoder, **asked):
+    """Stands for `eval.models.registry.ModelOptions.loader`; ``asked``: `temperature` or `max_new_tokens` of the options."""
+    encoder.settings = encoder.settings.asking(**asked)
     return lambda: encoder

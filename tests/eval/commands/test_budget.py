@@ -119,6 +119,16 @@ def test_thresholds_of_a_checkpoint_that_was_trained_to_decide(set_dir, tmp_path
 
 
 @pytest.mark.slow
+def test_another_temperature_in_the_same_place_is_refused_before_anything_is_sampled(set_dir, tmp_path):
+    options = {"checkpoint": "fake", "set": set_dir, "out": tmp_path, "k": 1, "report": False}
+    budget(BudgetOptions(**options), loader(FakeEncoder()))
+    encoder = FakeEncoder()
+    with pytest.raises(UserError, match=r"budget.draw_temperature = 0.7, this one has 1.0"):
+        budget(BudgetOptions(**options, draw_temperature=1.0), loader(encoder))
+    assert not encoder.calls
+
+
+@pytest.mark.slow
 def test_a_model_that_decides_for_itself_is_held_against_chance_among_rationales_always_written(
     set_dir, tmp_path
 ):
@@ -210,7 +220,6 @@ def test_page_and_plot_show_every_point(done):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"temperature": 0.5}, "temperature= would sample the single rationale too"),
         ({"fuse": ("median",)}, "fuse must be one of mean, max, got 'median'"),
         ({"query_mode": ("direct",)}, "leave out query_mode="),
         ({"metric": "recall"}, "metric must be one of recall@1, .*, got 'recall'"),
@@ -220,6 +229,12 @@ def test_wrong_options_are_named(set_dir, tmp_path, change, message):
     options = {"checkpoint": "fake", "set": set_dir, "out": tmp_path / "out", "k": 1} | change
     with pytest.raises(UserError, match=message):
         budget(BudgetOptions(**options), loader(FakeEncoder()))
+
+
+def test_a_temperature_of_the_single_rationale_is_refused(set_dir, tmp_path):
+    options = BudgetOptions(checkpoint="fake", set=set_dir, out=tmp_path / "out", temperature=0.5)
+    with pytest.raises(UserError, match="temperature= would sample the single rationale too"):
+        budget(options, loader(FakeEncoder(), temperature=0.5))
 
 
 @pytest.mark.parametrize(

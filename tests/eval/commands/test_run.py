@@ -275,7 +275,7 @@ def test_another_cap_on_rationales_leaves_direct_embeddings_alone(set_dir, tmp_p
     conditions = {"cache": tmp_path / "cache", "query_mode": ("reasoning", "direct")}
     run(options(set_dir, tmp_path / "a", **conditions), loader(FakeEncoder()))
     encoder = FakeEncoder()
-    run(options(set_dir, tmp_path / "b", max_new_tokens=99, **conditions), loader(encoder))
+    run(options(set_dir, tmp_path / "b", max_new_tokens=99, **conditions), loader(encoder, max_new_tokens=99))
     assert {(side, mode) for side, mode, _ in encoder.calls} == {("query", "reasoning")}
 
 
@@ -392,7 +392,8 @@ def test_sampled_rationales_take_their_seed_from_the_options(set_dir, tmp_path, 
     for seed in (0, 0, 1):
         out = tmp_path / str(len(values))
         encoder = FakeEncoder(recipe={"loss": {"adaptive": {"share": 0.5}}})
-        run(options(set_dir, out, temperature=0.7, seed=seed, query_mode=(mode,)), loader(encoder))
+        asked = options(set_dir, out, temperature=0.7, seed=seed, query_mode=(mode,))
+        run(asked, loader(encoder, temperature=0.7))
         values.append(results_of(out)["micro"]["mrr"]["value"])
     assert values[0] == values[1] != values[2]
     assert results_of(tmp_path / "0")["decoding"]["temperature"] == 0.7

@@ -203,7 +203,7 @@ def iter_rows(
 
 def _objects(path: Path) -> list[dict[str, Any]]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
         raise ReleaseError(f"{path} cannot be read: {error}") from None
     if not isinstance(content, list) or not all(isinstance(row, dict) for row in content):

@@ -31,7 +31,7 @@ from rge.common.files import find_shipped, write_json
 from rge.common.images import ImageError, picture_bytes
 from rge.common.registry import PluginOptions
 from rge.common.schema import ImageRef, Item
-from rge.tables.rows import json_object, reading
+from rge.tables.rows import TableError, json_object, reading
 
 WARN = "TRAINED ON THE TEST"
 MIN_ID_LENGTH = 8
@@ -138,7 +138,8 @@ def audit_run(wanted: RetrievalSet, train: Sequence[str], recipe: Any) -> Audit 
         files = list(dict.fromkeys(files_in(recipe)))
     else:
         files = [Path(name) for name in train if name != "null"]
-    return audit_training(wanted, files) if files else None
+    lenient = isinstance(recipe, dict) and (recipe.get("data") or {}).get("on_bad") == "skip"
+    return audit_training(wanted, files, lenient=lenient) if files else None
 
 
 def files_in(recipe: Any) -> Iterator[Path]:
@@ -150,12 +151,13 @@ def files_in(recipe: Any) -> Iterator[Path]:
         yield find_shipped(recipe)
 
 
-def audit_training(wanted: RetrievalSet, files: Sequence[Path]) -> Audit:
+def audit_training(wanted: RetrievalSet, files: Sequence[Path], *, lenient: bool = False) -> Audit:
     """Count pictures and pairs of a set that also occur in training files.
 
-    ``files``: training records, see `rge.common.schema.Record`; other JSON lines are ignored.
+    ``files``: training records, see `rge.common.schema.Record`; other JSON lines are ignored. ``lenient``: also lines that are
+    not JSON, which training left out (``data.on_bad=skip``).
     """
-    seen = _seen(tuple(map(_stamp, files)))
+    seen = _seen(tuple(map(_stamp, files)), lenient)
     flags_of: dict[str, list[bool]] = {key: [] for key in COUNTED}
     further: dict[str, set[str]] = defaultdict(set)  # other names of a picture
     for picture, name in optional_rows(wanted.path / NAMES, "picture-id", "name"):
@@ -202,15 +204,15 @@ def _stamp(path: Path) -> tuple[Path, int, int]:
 
 
 @lru_cache(maxsize=1)
-def _seen(stamps: tuple[tuple[Path, int, int], ...]) -> _Seen:
+def _seen(stamps: tuple[tuple[Path, int, int], ...], lenient: bool) -> _Seen:
     """Content of files, given by path, size and time; cached, since all members of a suite are compared with the same files."""
     seen, digests = _Seen(), dict[str, str | None]()
     for path, *_ in stamps:
-        _read(path, seen, digests)
+        _read(path, seen, digests, lenient)
     return seen
 
 
-def _read(path: Path, seen: _Seen, digests: dict[str, str | None]) -> None:
+def _read(path: Path, seen: _Seen, digests: dict[str, str | None], lenient: bool) -> None:
     def names(image: Any, own: Any = None) -> set[str]:
         if not isinstance(image, str) or not image:
             return set()
@@ -219,7 +221,7 @@ def _read(path: Path, seen: _Seen, digests: dict[str, str | None]) -> None:
             digests[at] = _digest(at)
         return set(filter(None, (digests[at], _name(image), _coco(image), f"id:{own}" if own else None)))
 
-    for record in _records(path):
+    for record in _records(path, lenient):
         query, positives = record.get("query"), record.get("positives")
         if not isinstance(query, dict) or not isinstance(positives, list):
             continue
@@ -233,11 +235,15 @@ def _read(path: Path, seen: _Seen, digests: dict[str, str | None]) -> None:
             seen.answered.update(product(query_names, target))
 
 
-def _records(path: Path) -> Iterator[dict[str, Any]]:
-    with reading(str(path)), path.open(encoding="utf-8") as lines:
+def _records(path: Path, lenient: bool) -> Iterator[dict[str, Any]]:
+    with reading(str(path)), path.open("rb") as lines:  # of bytes, json reads a byte order mark too
         for number, line in enumerate(lines, 1):
-            if line.strip():
-                yield json_object(f"{path}, line {number}", line)
+            try:
+                if line.strip():
+                    yield json_object(f"{path}, line {number}", line)
+            except TableError:
+                if not lenient:
+                    raise
 
 
 def _names(item: Item, *, own_id: bool = True) -> set[str]:

@@ -133,6 +133,11 @@ def _of_set(options: BudgetOptions, metric: str, load: Callable[[], Embeds]) -> 
     """Measure all points of one set and return the directories of their evaluations; none except in the first process."""
     condition = Condition("reasoning", "both", options.out / "reasoning", rerun_command("budget", options))
     session = Session(options, [condition], load)
+    protocol, wanted = session.measurement.protocol, session.measurement.wanted
+    if metric not in (known := dict.fromkeys((*protocol.names(wanted), *protocol.headline))):
+        raise UserError(
+            f"metric must be one of {', '.join(known)}, or one that metrics= adds, got {metric!r}"
+        )
     if session.embeddings.samples:
         raise UserError(
             "temperature= would sample the single rationale too: use draw_temperature= for the k= samples"

@@ -105,7 +105,10 @@ class Evaluation:
 
 
 def read_evaluations(dirs: Sequence[Path], baselines: Mapping[str, Path]) -> list[Evaluation]:
-    """Read evaluation directories, or those in them, in the order of the table: ablations, direct, baselines, reasoning."""
+    """Read evaluation directories, or those in them, in the order of the table: ablations, direct, baselines, reasoning.
+
+    Evaluations of another checkpoint than the featured one are baselines too.
+    """
     directories = dict.fromkeys(path for directory in dirs for path in expand(directory))
     evaluations = list(map(read_evaluation, directories))
     counts = Counter(one.label for one in evaluations)
@@ -115,17 +118,26 @@ def read_evaluations(dirs: Sequence[Path], baselines: Mapping[str, Path]) -> lis
         else replace(one, label=f"{one.label} · {one.directory.parent.name}/{one.directory.name}")
         for one in evaluations
     ]
+    known = featured(evaluations).results.get("checkpoint_hash")
+    evaluations = [
+        one if one.results.get("checkpoint_hash") in (None, known) else _as_baseline(one, one.label)
+        for one in evaluations
+    ]
     for label, directory in baselines.items():
         inner = expand(directory)
         one = read_evaluation(
             inner[0] if len(inner) == 1 else directory
         )  # of several, its message lists the names
-        note = f"other checkpoint, {one.label.lower()}"
-        evaluations.append(replace(one, label=label, note=note, order=_BASELINE_ORDER, is_baseline=True))
+        evaluations.append(_as_baseline(one, label))
     (label, num) = Counter(one.label for one in evaluations).most_common(1)[0]
     if num > 1:
         raise UserError(f"labels of evaluations must be unique, got {label!r} twice")
     return sorted(evaluations, key=lambda one: one.order)
+
+
+def _as_baseline(one: Evaluation, label: str) -> Evaluation:
+    note = f"other checkpoint, {one.label.lower()}"
+    return replace(one, label=label, note=note, order=_BASELINE_ORDER, is_baseline=True)
 
 
 def expand(directory: Path) -> list[Path]:

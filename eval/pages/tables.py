@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from eval.benchmarks.registry import BENCHMARKS, protocol_for
 from eval.pages.evaluations import Evaluation, Figure
 from eval.pages.wording import Scale, percent, slice_label, slice_order
-from eval.scoring.metrics import metric_words, random_floor
-from eval.scoring.output_files import judged_rows
+from eval.scoring.metrics import metric_words
+from eval.scoring.protocol import Protocol
+from eval.scoring.search import Ranking
 from eval.sets.retrieval_set import RetrievalSet
 from rge.stats.intervals import OF_DIFFERENCES, cluster_bootstrap, figures, index_of
 
@@ -97,7 +99,10 @@ def _chance(
     """Expected figures of a random ranking in each column; empty if unknown."""
     if floor is None:
         return []
-    figures = [None if c.rows_Q is None else Figure(float(np.nanmean(floor[c.rows_Q]))) for c in columns]
+    of_column = (None if c.rows_Q is None else floor[c.rows_Q & np.isfinite(floor)] for c in columns)
+    figures = [
+        Figure(float(values.mean())) if values is not None and len(values) else None for values in of_column
+    ]
     if columns[0].name is None:  # recorded in results.json, unlike those of slices
         figures[0] = main.figure("random", metric)
     return figures
@@ -127,13 +132,21 @@ def _slices(evaluations: Sequence[Evaluation], main: Evaluation) -> dict[str, li
 
 
 def random_floors(main: Evaluation, loaded: RetrievalSet, metric: str) -> np.ndarray | None:
-    """Expected value of the metric under a random ranking, for each query of the evaluation; None if unknown."""
+    """Expected value of the metric under a random ranking, for each query of the evaluation; None if unknown.
+
+    NaN for queries without a value, see `Protocol.without`.
+    """
+    results = main.results
     if main.figure("random", metric) is None:
         return None
-    judged = judged_rows(loaded, np.full((len(loaded.queries), 1), -1))
-    depth = int(main.results.get("depth") or len(loaded.corpus_ids))
-    floors = pd.Series(random_floor(metric, judged, loaded.pool_sizes(), depth=depth), loaded.query_ids)
-    return floors.reindex(main.per_query.index).to_numpy()
+    protocol = Protocol(metrics=(metric,))
+    if (benchmark := str(results.get("benchmark"))) in BENCHMARKS:
+        protocol = protocol_for(benchmark, results["profile"], loaded, [metric])
+    empty = np.full((len(loaded.queries), 1), -1, np.int32)
+    depth = int(results.get("depth") or len(loaded.corpus_ids))
+    scored = protocol.score(protocol.prepare(loaded), Ranking(empty, np.full(empty.shape, -np.inf), depth))
+    floors = pd.Series(scored.random_QM[:, scored.names.index(metric)], loaded.query_ids)
+    return floors.reindex(main.per_query.index).where(main.per_query[metric].notna()).to_numpy()
 
 
 def _gains(

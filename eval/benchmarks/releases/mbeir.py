@@ -184,7 +184,7 @@ def _query(row: Row, task: str, prompts: dict[tuple[str, ...], str], pictures: P
 
 def _right(path: Path) -> dict[str, list[str]]:
     right: dict[str, list[str]] = defaultdict(list)
-    for number, line in enumerate(existing(path, REPOSITORY).read_text("utf-8").splitlines(), 1):
+    for number, line in enumerate(existing(path, REPOSITORY).read_text("utf-8-sig").splitlines(), 1):
         parts = line.split()
         if len(parts) not in (4, 5):
             raise ReleaseError(f"{path}, line {number}: expected qid, 0, did and relevance, got {line!r}")

@@ -175,10 +175,10 @@ def _import_documents(name: str, options: Mmeb2Options, about: dict[str, str]) -
             raise row.error(f"query {query!r} has no judgement above 0; the released code fails on it too")
         queries.append(Query(query, f"{ASKED} {row.value('query')}", group=query))
         qrels += right
+    pictures = Pictures(options.src / name, options.src, hint="it is not in the table either")
     corpus = (
-        Candidate(row.id("corpus-id"), SHOWN, image["bytes"] if isinstance(image, dict) else image)
+        Candidate(row.id("corpus-id"), SHOWN, pictures.find(row.value("image"), row.where))
         for row in read_rows(files("corpus"))
-        for image in [row.value("image")]
     )
     options.write(name, meta=_meta(name, options) | about, queries=queries, corpus=corpus, qrels=qrels)
 

@@ -70,7 +70,9 @@ def import_pinpoint(options: PinpointOptions) -> RetrievalSet:
     table, index_file = (
         existing(options.src / name, "pinterest/pinpoint-dataset") for name in (TABLE, INDEX)
     )
-    index = dict.fromkeys(line.strip() for line in index_file.read_text("utf-8").splitlines() if line.strip())
+    index = dict.fromkeys(
+        line.strip() for line in index_file.read_text("utf-8-sig").splitlines() if line.strip()
+    )
     pictures = Pictures(
         options.images or options.src / "images", options.src,
         hint="download it with the release's tools, then pass images=DIR",

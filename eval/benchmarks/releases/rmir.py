@@ -177,8 +177,8 @@ def _drafted(
     """The queries with their judgements, from the rows themselves and from the tables ``judged`` and ``wrong``."""
     draft, gains_of = Draft(pool), read_qrels([judged]) if judged else {}
     wrong_of: dict[str, set[str]] = defaultdict(set)
-    for row in iter_rows(wrong) if judged and wrong else ():
-        wrong_of[row.id("query-id")].add(row.id("corpus-id"))
+    for row in iter_rows(wrong) if wrong else ():
+        wrong_of[row.id("query-id", "query_id")].add(row.id("corpus-id", "corpus_id"))
     for row in rows:
         own, right, negatives = (
             list(map(_name, as_list(row.get(key)))) for key in ("image", "positives", "negatives")

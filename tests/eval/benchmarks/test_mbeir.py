@@ -111,8 +111,12 @@ def test_queries_and_pools_as_the_released_loader_shows_them(release, tmp_path):
     other = import_mbeir(MbeirOptions(release, tmp_path / "third", tasks=("oven_task6",), instructions="3"))
     assert load_set(tmp_path / "third" / other[0]).queries[0].instruction == "Third!"
     import_mbeir(MbeirOptions(release, tmp_path / "bare", tasks=("oven_task6",), instructions="none"))
-    bare = load_set(tmp_path / "bare/oven_task6").queries[0]
-    assert (bare.instruction, bare.text) == (None, "What is 0.")
+    bare = load_set(tmp_path / "bare/oven_task6")
+    assert (bare.queries[0].instruction, bare.queries[0].text) == (None, "What is 0.")
+    marked = release / "qrels/test/mbeir_oven_task6_test_qrels.txt"
+    marked.write_text(marked.read_text(), "utf-8-sig")  # as Windows saves it: the first judgement counts too
+    import_mbeir(MbeirOptions(release, tmp_path / "marked", tasks=("oven_task6",)))
+    assert load_set(tmp_path / "marked/oven_task6").fingerprint == bare.fingerprint
 
 
 def released_scores(release, task, ranked):

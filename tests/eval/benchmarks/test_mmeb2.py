@@ -113,6 +113,13 @@ def test_documents_have_the_released_texts_and_judgements(tmp_path):
         for rows, gains in found.positives
     ]
     assert judged == [{"p1": 2, "p2": 1}, {"p3": 1}]  # the higher of two judgements counts, 0 is none
+    corpus = next((src / "VisRAG_ArxivQA/corpus").iterdir())
+    pages = pd.read_parquet(corpus)
+    pages.assign(image=[{"bytes": None, "path": "gone.png"}] * len(pages)).to_parquet(corpus)
+    with pytest.raises(
+        UserError, match="row 1: picture 'gone.png' is not below"
+    ):  # no page without its picture
+        import_mmeb2(Mmeb2Options(src, tmp_path / "gone", part="visdoc", sets=("VisRAG_ArxivQA",)))
     no_judgement = documents(
         tmp_path / "other", "VisRAG_ArxivQA", "train", judged=[("1", "p1", 1), ("2", "p4", 0)]
     )

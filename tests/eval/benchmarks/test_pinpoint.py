@@ -11,6 +11,8 @@ from eval_fakes import picture
 from eval.__main__ import main
 from eval.benchmarks.releases.pinpoint import PinpointOptions, import_pinpoint
 from eval.commands.score import ScoreOptions, score
+from eval.pages.evaluations import read_evaluation
+from eval.pages.tables import main_table, random_floors
 from rge.common.errors import UserError
 
 INDEX = [f"sig{letter}" for letter in "abcdefghij"]
@@ -70,7 +72,7 @@ def release(tmp_path_factory):
     (src / "images").mkdir()
     for number, name in enumerate(INDEX):
         (src / "images" / f"{name}.jpg").write_bytes(picture(number))
-    (src / "index_signatures.txt").write_text("\n".join(INDEX) + "\n")
+    (src / "index_signatures.txt").write_text("\n".join(INDEX) + "\n", "utf-8-sig")
     rows = [row | {"query_id": str(row["query_id"])} for row in ROWS]
     pd.DataFrame(rows).to_parquet(src / "pinpoint_licensed.parquet")
     return src
@@ -222,6 +224,21 @@ def test_queries_without_a_ranking(release, wanted, tmp_path):
     assert official["coverage"] == 0.75
     clean, _ = scored(release, tmp_path, "clean", ranking, allow_missing=True)
     assert clean["micro"]["map_capped@10"]["value"] == pytest.approx((1 / 2 + 1 / 2 + 1 + 0) / 4)
+
+
+@pytest.mark.parametrize("profile", ["clean", "official"])
+def test_a_page_has_the_floors_of_the_protocol(release, wanted, tmp_path, profile):
+    """Official divides by repeated positives and leaves out queries without a ranking; row 4 has no negatives."""
+    ranking = {query: names for query, names in RANKING.items() if query != "00003"}
+    results, _ = scored(release, tmp_path, profile, ranking, allow_missing=True)
+    run = read_evaluation(tmp_path / profile)
+    floors = {metric: random_floors(run, wanted, metric) for metric in results["random"]}
+    for metric, floor in floors.items():
+        assert np.nanmean(floor) == pytest.approx(results["random"][metric])
+    if profile == "clean":
+        table, _ = main_table([run], run, "negative_recall@10", floors["negative_recall@10"])
+        assert [heading for heading, _ in table.columns] == ["All queries", "One image", "Two images"]
+        assert [row.figures[2] for row in table.rows] == [None, None]
 
 
 def test_official_removes_negatives_from_all_that_is_listed(release, wanted):

@@ -106,6 +106,9 @@ def test_positives_beside_the_queries(release):
     assert [item.images for item in wanted.corpus_items()] == [(picture(n),) for n in range(8)]
     assert wanted.meta["benchmark"] == "rmir"
     assert wanted.negatives is None
+    jsonl(release / "src" / "negatives.jsonl", [{"query_id": "a", "corpus_id": POOL[7]}])
+    wanted = import_rmir(options(release, overwrite=True))
+    assert [[POOL[row] for row in rows] for rows in wanted.negatives] == [[POOL[7]], [], []]
 
 
 def test_judgements_in_either_place_give_the_same_set(release):
@@ -348,7 +351,7 @@ def test_visual_genome_pictures_are_found_in_training_files_under_cocos_name(rel
     jsonl(release / "src" / "corpus.jsonl", [{"id": name} for name in [*POOL, OWN[0]]])
     info = json.loads((release / "image_data.json").read_text())
     info[0]["coco_id"], info[1]["coco_id"] = 391895, None
-    (release / "image_data.json").write_text(json.dumps(info))
+    (release / "image_data.json").write_text(json.dumps(info), "utf-8-sig")
     wanted = import_rmir(options(release))
     train = release / "train"
     train.mkdir()

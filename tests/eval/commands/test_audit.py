@@ -9,7 +9,7 @@ from eval_fakes import FakeEncoder, loader, picture, write_set
 from eval.__main__ import main
 from eval.benchmarks.suite import write_suite
 from eval.commands import audit as audit_module
-from eval.commands.audit import WARN, AuditOptions, audit_command, audit_training, files_in
+from eval.commands.audit import WARN, AuditOptions, audit_command, audit_run, audit_training, files_in
 from eval.commands.run import RunOptions, run, run_command
 from eval.sets.retrieval_set import load_set
 from rge.common.errors import UserError
@@ -95,6 +95,23 @@ def test_a_run_warns_in_results_and_on_stderr(set_dir, tmp_path, capsys):
     err = capsys.readouterr().err
     assert "WARNING: query_mode=reasoning, but" in err
     assert f"WARNING: {WARN}: 2 of 24" in err
+
+
+@pytest.mark.parametrize("on_bad", ["stop", "skip"])
+def test_a_file_that_training_read_is_audited(set_dir, tmp_path, on_bad):
+    """With a byte order mark; a broken line only if training left it out."""
+    path = train_file(tmp_path / "train" / "a.jsonl", image=picture(1000), text="x", target=picture(9999))
+    records = path.read_bytes()
+    path.write_bytes(b"\xef\xbb\xbf" + records)
+    recipe = {"data": {"on_bad": on_bad}, "joint": {"sources": [{"path": str(path)}]}}
+    wanted = load_set(set_dir)
+    assert shared(audit_run(wanted, ("auto",), recipe))["query_images"] == 2
+    path.write_bytes(b'{"id": "caf\xe9"}\n{cut\n' + records)
+    if on_bad == "skip":
+        assert shared(audit_run(wanted, ("auto",), recipe))["query_images"] == 2
+    else:
+        with pytest.raises(UserError, match="line 1: not valid JSON"):
+            audit_run(wanted, ("auto",), recipe)
 
 
 def test_no_training_files_no_audit(set_dir, tmp_path):

@@ -227,8 +227,10 @@ def test_page_and_plot_show_every_point(done):
 )
 def test_wrong_options_are_named(set_dir, tmp_path, change, message):
     options = {"checkpoint": "fake", "set": set_dir, "out": tmp_path / "out", "k": 1} | change
+    encoder = FakeEncoder()
     with pytest.raises(UserError, match=message):
-        budget(BudgetOptions(**options), loader(FakeEncoder()))
+        budget(BudgetOptions(**options), loader(encoder))
+    assert not encoder.calls
 
 
 def test_a_temperature_of_the_single_rationale_is_refused(set_dir, tmp_path):

@@ -940,6 +940,12 @@ def test_two_checkpoints_among_the_runs_are_told_apart(world):
     rows = [n["text"] for n in Page(out.read_text()).all("th", scope="row")]
     assert any(row.startswith("Direct · out/direct-both") for row in rows)
     assert any(row.startswith("Direct · none/direct-both") for row in rows)
+    edit(world / "none/direct-both", lambda results: results.update(checkpoint_hash="bad"))
+    runs = [world / "out/reasoning-both", world / "none/direct-both"]
+    page = write_report(runs, world / "r.html", examples=2).read_text(encoding="utf-8")
+    assert "other checkpoint, direct" in page
+    assert "same checkpoint" not in page
+    assert "Gain over Direct" in page
 
 
 # --- command --------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from eval.embedding.shards import Cache, covered, write_shard
 from rge.checkpoints.settings import Settings
 from rge.common.commands import progress_bar
 from rge.common.errors import UserError
+from rge.common.images import ImageError, load_image
 from rge.common.modes import Mode
 from rge.common.schema import Encoded, Item
 
@@ -80,7 +81,7 @@ def fill(
     size nor resuming changes the samples. None for greedy decoding. The first process shows the progress of all.
 
     Raises:
-        UserError: an embedding is not finite or not of unit norm.
+        UserError: an embedding is not finite or not of unit norm, or a picture cannot be decoded.
     """
     # The first process decides what is missing, so that a shard just written by another does not shift the assignment.
     done = process_group.once(lambda: covered(cache))
@@ -99,14 +100,17 @@ def fill(
             if number % process_group.size != process_group.rank:
                 continue
             ids = [item.id for item in batch]
-            encoded = encoder.encode(
-                batch,
-                side=side,
-                mode=mode,
-                batch_size=batch_size,
-                seeds=_seeds(seed, ids),
-                on_progress=bar.update,
-            )
+            try:
+                encoded = encoder.encode(
+                    batch,
+                    side=side,
+                    mode=mode,
+                    batch_size=batch_size,
+                    seeds=_seeds(seed, ids),
+                    on_progress=bar.update,
+                )
+            except ImageError as error:
+                raise _named(error, batch, side) from None
             check_embeddings(encoded.embeddings, ids, side)
             write_shard(cache, start, encoded)
             count_all()
@@ -114,6 +118,18 @@ def fill(
             time.sleep(POLL_S)  # if a process dies, the launcher stops this one
             count_all()
     process_group.once(lambda: None)
+
+
+def _named(error: ImageError, batch: Sequence[Item], side: Side) -> UserError:
+    """The error with the id of the first item that causes it, since a set's pictures are mostly bytes without a name."""
+    for item in batch:
+        try:
+            list(map(load_image, item.images))
+        except ImageError as of_item:
+            return UserError(
+                f"{side} {item.id!r}: {of_item} (rge eval check set=DIR lists all such pictures)"
+            )
+    return error
 
 
 def check_embeddings(embeddings_ND: np.ndarray, ids: Sequence[str], side: str) -> None:

@@ -19,6 +19,7 @@ from eval.embedding.fill_cache import (
 from eval.embedding.shards import Cache, cache_key, encoder_key, open_cache, read
 from rge.common.errors import UserError
 from rge.common.files import replacing, write_bytes
+from rge.common.images import load_image
 from rge.common.schema import Encoded, Item
 
 ITEMS = [Item(f"i{number:03d}", f"text {number}") for number in range(50)]
@@ -260,6 +261,17 @@ def test_unusable_embeddings_stop_the_run_and_are_not_kept(tmp_path, damage, mes
     with pytest.raises(UserError, match=message):
         encode(tmp_path, Broken(damage))
     assert not list(tmp_path.glob("*/*.parquet"))
+
+
+def test_a_picture_that_cannot_be_decoded_is_named_by_its_item(tmp_path):
+    class Decoding(FakeEncoder):
+        def encode(self, items, **options):
+            for item in reversed(items):  # as an encoder that sorts by length
+                list(map(load_image, item.images))
+            return super().encode(items, **options)
+
+    with pytest.raises(UserError, match="query 'i003': picture <4 bytes> cannot be decoded.*rge eval check"):
+        encode(tmp_path, Decoding(), [Item(f"i{n:03d}", "a", (b"none",) * (n > 2)) for n in range(16)])
 
 
 def unit(rng, rows):

@@ -154,7 +154,11 @@ def _rerank_set(options: RerankOptions, judge: Callable[[], DescriptionJudge], a
     measurement.check_out(options.out, determined)
     loaded, process_group = judge(), join()
     measurement.check_out(options.out, {"rerank.judge": loaded.name})
-    rationales = pd.read_parquet(options.of / PER_QUERY).set_index("query_id")["rationale"].dropna()
+    first, about = options.of, old
+    while about.get("rerank"):  # whose output has no rationales
+        first = Path(about["rerank"]["of"])
+        about = read_results(first)
+    rationales = pd.read_parquet(first / PER_QUERY).set_index("query_id")["rationale"].dropna()
     asked = wanted.query_items(old.get("query_modality") or "both")  # without what the embedder did not see
     texts = [Item(query.id, text=rationales.get(query.id) or query.text) for query in asked]
     judged = rerank(

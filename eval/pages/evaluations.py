@@ -72,8 +72,9 @@ class Evaluation:
 
     @property
     def mode(self) -> tuple[str, str]:
-        """Query mode and query modality; both ``None`` for an external ranking."""
-        return str(self.results.get("query_mode")), str(self.results.get("query_modality"))
+        """Query mode and query modality; both ``None`` for a ranking that is not the embedder's own: external or reranked."""
+        known = {} if "rerank" in self.results else self.results
+        return str(known.get("query_mode")), str(known.get("query_modality"))
 
     @property
     def reported_by(self) -> list[str]:
@@ -170,6 +171,12 @@ def read_evaluation(directory: Path) -> Evaluation:
         condition = (str(mode), str(results.get("query_modality") or "both"))
         unknown = (_FOREIGN_ORDER, " · ".join(condition), "see the end of the page")
         order, label, note = _NAMES.get(condition, unknown)
+    if judged := results.get("rerank"):
+        order, label, note = (
+            _FOREIGN_ORDER,
+            f"{label}, reranked",
+            f"top {judged['top_n']} reordered by a judge",
+        )
     per_query = _per_query(directory / PER_QUERY)
     return Evaluation(directory, label, note, order, False, results, per_query)
 

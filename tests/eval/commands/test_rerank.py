@@ -227,6 +227,12 @@ def test_the_command_reranks_a_finished_evaluation(tmp_path, monkeypatch):
     assert after["rerank"]["top_n"] == 60
     assert after["rerank"]["num_pairs"] == 24 * 60
     assert after["query_mode"] == "reasoning"
+    told = Knows({})
+    told.describe = lambda texts, answers: told.asked.extend(texts) or texts
+    monkeypatch.setattr(module, "DescriptionJudge", lambda *_, **__: told)
+    rerank_command(RerankOptions(of=tmp_path / "judged", out=tmp_path / "again", judge="x", top_n=2))
+    assert [text.text for text in told.asked] == [f"because of {text.id}" for text in told.asked]
+    monkeypatch.setattr(module, "DescriptionJudge", lambda *_, **__: Knows({}))
     with pytest.raises(UserError, match="already holds an evaluation with rerank.top_n = 60"):
         rerank_command(RerankOptions(**options, top_n=5))
     other = Knows({})

@@ -948,6 +948,20 @@ def test_two_checkpoints_among_the_runs_are_told_apart(world):
     assert "Gain over Direct" in page
 
 
+def test_a_reranked_evaluation_is_not_the_embedder_s_own(world):
+    edit(
+        world / "out/direct-both",
+        lambda results: results.update(query_mode="reasoning", rerank={"top_n": 20}),
+    )
+    runs = [world / "out/direct-both", world / "out/reasoning-both"]
+    page = Page(write_report(runs, world / "r.html", examples=2).read_text(encoding="utf-8"))
+    rows = [" ".join(node["text"].split()) for node in page.all("th", scope="row")]
+    assert any(row.startswith("Reasoning, reranked top 20 reordered by a judge") for row in rows)
+    assert "Reasoning writes a rationale first" in rows
+    own = json.loads((world / "out/reasoning-both/results.json").read_text())["micro"]["recall@1"]["value"]
+    assert f"{shown(own)}" in page.all("p", cls="verdict")[0]["text"]
+
+
 # --- command --------------------------------------------------------------------------------------------------------
 
 

@@ -115,6 +115,10 @@ def _mmeb(options: ExportOptions, results: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mteb(options: ExportOptions, results: dict[str, Any]) -> dict[str, Any]:
+    if results.get("suite"):
+        raise UserError(
+            f"{options.eval} is of a suite, and a TaskResult of one set: export those in its members/"
+        )
     if options.main not in results["micro"]:
         raise UserError(f"main must be one of {', '.join(results['micro'])}, got {options.main!r}")
     values = {name: round(value, 5) for name, value in _values(results["micro"]).items()}

@@ -53,6 +53,9 @@ def test_mteb(done, tmp_path):
     assert (content["task_name"], content["model_name"]) == ("fake", "me")
     with pytest.raises(UserError, match="main must be one of recall@1"):
         export(ExportOptions("mteb", done, tmp_path / "m.json", main="ndcg@11"))
+    (tmp_path / "results.json").write_text(json.dumps(results | {"suite": "domain"}))
+    with pytest.raises(UserError, match="is of a suite, .* export those in its members/"):
+        export(ExportOptions("mteb", tmp_path, tmp_path / "s.json"))
 
 
 def test_tables_for_papers_and_for_programs(done, tmp_path):

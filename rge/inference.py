@@ -238,11 +238,9 @@ class Inference:
     ) -> list[Rationale]:
         """Generated rationales; with their states, unless vLLM wrote them."""
         generation = settings.generation
-        min_new_tokens, direct_above = generation.min_new_tokens, None
+        min_new_tokens, direct_above = settings.min_rationale_tokens, None
         if mode == "auto":
-            direct_above = generation.direct_above
-        elif settings.decides_itself:
-            min_new_tokens = max(min_new_tokens, 1)  # mode=reasoning must not answer directly
+            min_new_tokens, direct_above = generation.min_new_tokens, generation.direct_above
         if self.engine is not None:
             if min_new_tokens or direct_above is not None:
                 raise UserError(

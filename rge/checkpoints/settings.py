@@ -109,6 +109,11 @@ class Settings(_Frozen):
         loss = self.recipe.get("loss") or {}
         return bool((loss.get("adaptive") or {}).get("share"))
 
+    @property
+    def min_rationale_tokens(self) -> int:
+        """``<emb>`` is suppressed before this many tokens in the mode ``reasoning``, which must not answer directly."""
+        return max(self.generation.min_new_tokens, int(self.decides_itself))
+
     def check_mode(self, mode: str) -> None:
         """Raise UserError for a mode that it was not trained for."""
         if self.modes is not None and mode not in self.modes:

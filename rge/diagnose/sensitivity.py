@@ -81,9 +81,16 @@ def _written(
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Embeddings (Q, D) after rationales by condition, and statistics of the rationales."""
     embedder, builder = encoder.model, encoder.builder
-    cap = encoder.settings.generation.max_new_tokens
+    settings = encoder.settings
     with progress_bar(total=len(prompts), desc="writing", unit="query") as bar:
-        own = generate(embedder, prompts, max_new_tokens=cap, batch_size=batch_size, on_progress=bar.update)
+        own = generate(
+            embedder,
+            prompts,
+            max_new_tokens=settings.generation.max_new_tokens,
+            min_new_tokens=settings.min_rationale_tokens,
+            batch_size=batch_size,
+            on_progress=bar.update,
+        )
     ids = [list(rationale.ids) for rationale in own]
     stop = embedder.processor.tokenizer(".", add_special_tokens=False).input_ids
     conditions: dict[str, list[list[int]]] = {

@@ -196,6 +196,23 @@ def test_sensitivity_sees_that_a_rationale_does_not_matter(checkpoint, records, 
     assert found["verdict"].startswith("no effect of the rationale is seen")
 
 
+def test_own_rationales_of_a_checkpoint_that_decides_are_those_of_reasoning_mode(checkpoint, records):
+    """By itself it would answer with ``<emb>`` alone, which is the condition ``none``."""
+    settings = json.loads((checkpoint / "rge.json").read_text())
+    settings["recipe"]["loss"]["adaptive"]["share"] = 0.5
+    (checkpoint / "rge.json").write_text(json.dumps(settings))
+    encoder = Embedder.from_pretrained(checkpoint)
+    head = encoder.model.model.get_output_embeddings()
+    with torch.no_grad():
+        head.weight[encoder.model.emb_id] *= 10.0
+    pairs = read_pairs(records, 12)
+    prompts = [encoder.builder.build(item, "query") for item in pairs.queries]
+    assert not all(one.ids for one in generate(encoder.model, prompts, max_new_tokens=8, batch_size=7))
+    encoded = encoder.encode(pairs.queries, side="query", mode="reasoning")
+    found = sensitivity.sensitivity(encoder, pairs, batch_size=7)
+    assert found["rationale_tokens"] == pytest.approx(float(np.mean(encoded.num_rationale_tokens)))
+
+
 THINKS = 3
 
 

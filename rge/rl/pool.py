@@ -23,7 +23,7 @@ from rge.distributed import collectives as dist
 from rge.model.embedding_model import EmbeddingModel
 from rge.model.packing import Branch
 from rge.model.prompts import PromptBuilder
-from rge.rl.reference import eval_mode
+from rge.rl.reference import eval_mode, without_pictures
 from rge.tables.rows import table_rows
 
 CORPUS = "corpus.parquet"
@@ -64,7 +64,8 @@ class Pool:
         bounds = [count * number // world_size for number in range(world_size + 1)]
         sizes = [end - start for start, end in zip(bounds, bounds[1:], strict=False)]
         embedder, direct, parts = self.embedder, [Branch([self.embedder.emb_id], read_state=True)], []
-        with eval_mode(embedder):
+        # Features kept until the step's end would be those of the whole pool.
+        with eval_mode(embedder), without_pictures(embedder):
             # With sharded parameters every forward is collective: each process must run equally many.
             for start in range(bounds[rank], bounds[rank] + max(sizes), self.micro_batch_size):
                 chosen = self.targets[start : min(start + self.micro_batch_size, bounds[rank + 1])]
@@ -144,7 +145,10 @@ def _of_corpus(folder: Path) -> Iterator[Target]:
 
 
 def check_pool(recipe: Recipe, sources: Mapping[str, Records]) -> str | None:
-    """A warning if some of training's queries have no right answer in the pool; UserError if none has, or it is unreadable."""
+    """A warning if some of training's queries have no right answer in the pool; UserError if none has, or it is unreadable.
+
+    A stream's queries are unknown.
+    """
     if recipe.rl.candidates == "batch":
         return None
     path = pool_path(recipe)
@@ -152,9 +156,9 @@ def check_pool(recipe: Recipe, sources: Mapping[str, Records]) -> str | None:
     sampled: list[Record] = []
     for source in recipe.rl.sources:
         records = sources.get(source.key or "")
-        if records is not None:
-            number = min(len(records), LOOKED_AT)
-            sampled += [records[len(records) * place // number] for place in range(number)]
+        if records is not None and records.size is not None:
+            number = min(records.size, LOOKED_AT)
+            sampled += [records[records.size * place // number] for place in range(number)]
     missing = [record for record in sampled if not any(identity(each) in pool for each in record.positives)]
     if not missing:
         return None

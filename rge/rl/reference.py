@@ -41,7 +41,7 @@ class Reference:
         branches = [Branch([*one.ids, embedder.emb_id], sampled=True) for one in rationales]
         rows = [branches[start : start + num_each] for start in range(0, len(branches), num_each)]
         plain = without_adapters(embedder.model) if has_adapters(embedder.model) else nullcontext()
-        with eval_mode(embedder), _without_pictures(embedder), plain:
+        with eval_mode(embedder), without_pictures(embedder), plain:
             for start in range(0, len(prompts), self.micro_batch_size):
                 chosen = slice(start, start + self.micro_batch_size)
                 packed = embedder.pack(prompts[chosen], rows[chosen], self.temperature)
@@ -50,8 +50,8 @@ class Reference:
 
 
 @contextmanager
-def _without_pictures(embedder: EmbeddingModel) -> Iterator[None]:
-    """Without the picture features of the current step."""
+def without_pictures(embedder: EmbeddingModel) -> Iterator[None]:
+    """Without the picture features of the current step, and without adding to them."""
     pictures, embedder.pictures = embedder.pictures, None
     try:
         yield

@@ -14,7 +14,8 @@ from rge.common.errors import UserError
 from rge.common.schema import Target
 from rge.config import LossConfig, Recipe, RLConfig, RolloutConfig, SourceConfig, TrainConfig
 from rge.data.collate import target_item
-from rge.data.sources import RecordFile, identity
+from rge.data.sources import RecordFile, Records, identity
+from rge.model.embedding_model import PictureMemory
 from rge.model.packing import Branch
 from rge.model.prompts import PromptBuilder
 from rge.objective import Objective
@@ -139,6 +140,15 @@ def records(tmp_path, picture):
     return path
 
 
+def test_a_frozen_towers_features_of_the_pool_are_not_kept(lively, make_batch, records, tmp_path):
+    """A step keeps those of its own pictures; of a pool they would fill the device."""
+    lively.pictures = PictureMemory()
+    lively.pictures.open()
+    batch = make_batch(PromptBuilder(lively.processor))
+    Reinforcement(recipe_of(records), lively, None, tmp_path).begin(batch, two_each(batch), False)
+    assert not lively.pictures._known
+
+
 def test_records_and_corpora_are_pools(records, corpus, tmp_path, picture):
     assert [target.id for target in read_pool(records)] == ["key", "n0", "n1"]
     assert read_pool(records)[0].image == str(tmp_path / "key.png")
@@ -188,4 +198,6 @@ def test_a_pool_without_the_right_answers_is_found_before_anything_runs(records,
     records.write_text("\n".join([lines[0], lines[1].replace('"id": "key"', '"id": "lock"')]) + "\n")
     opened[source.key] = RecordFile(records)
     assert "1 of 2 queries have no right answer in the pool" in checked(["key"])
+    opened[source.key] = Records()  # a stream, whose queries are not known before they are drawn
+    assert checked(["x"]) is None
     assert check_pool(SimpleNamespace(rl=SimpleNamespace(candidates="batch")), {}) is None

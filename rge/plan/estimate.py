@@ -1,9 +1,11 @@
 """The estimate in training's banner: steps, records, memory and time."""
 
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 
@@ -70,7 +72,8 @@ class Plans:
     def _plan(self, name: str, options: PlanOptions) -> Plan:
         stage: StageConfig = getattr(self.recipe, name)
         # If a source was not laid out, such as a stream, plan the largest that the recipe allows.
-        longest = _longest([self._layouts.get(source.key) for source in stage.sources if source.key])
+        layouts = [self._layouts.get(source.key) for source in stage.sources if source.key]
+        longest = _longest(layouts, -(-stage.batch_size // options.num_gpus))
         options = replace(options, for_=name, steps=self.num_steps[name])  # type: ignore[arg-type]
         return plan(self.recipe, self._model, options, longest, on_gpu=self.gib is not None)
 
@@ -165,8 +168,11 @@ def _estimated(plans: Plans, name: str, figures: Plan) -> Iterator[str]:
             )
 
 
-def _longest(layouts: Sequence[Layout | None]) -> dict[str, int] | None:
-    """Maximum of each size over the records of several sources; None if one of them was not laid out."""
+def _longest(layouts: Sequence[Layout | None], queries: int) -> dict[str, int] | None:
+    """Maximum of each size over the records of several sources; None if one of them was not laid out.
+
+    Positives per query are those of as many `queries` with the most.
+    """
     known = [layout for layout in layouts if layout is not None]
     if len(known) < len(layouts):
         return None
@@ -174,7 +180,10 @@ def _longest(layouts: Sequence[Layout | None]) -> dict[str, int] | None:
     most = {
         name: max((int(layout.column(name).max(initial=0)) for layout in known), default=0) for name in names
     }
-    return most | {"rationale": max(most["rationale"] - 1, 1)}  # without `<emb>`
+    targets = [layout.column("prompts") - 1 - layout.column("negatives") for layout in known]
+    largest_N = np.sort(np.concatenate(targets))[-queries:]
+    positives = math.ceil(largest_N.sum() / max(len(largest_N), 1))
+    return most | {"rationale": max(most["rationale"] - 1, 1), "positives": positives}  # without `<emb>`
 
 
 def _duration(hours: float) -> str:

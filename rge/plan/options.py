@@ -41,6 +41,8 @@ class PlanOptions:
     """Pictures per query."""
     candidate_pictures: Count = 1
     """Pictures per candidate."""
+    positives: AtLeastOne = 1
+    """Positives per query, with data.positives=all."""
     text_tokens: Count = 64
     """Tokens of a prompt, besides pictures and template."""
     template_tokens: Count = 24

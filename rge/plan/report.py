@@ -29,7 +29,7 @@ LESS = (
 
 
 Longest = Mapping[str, int] | None
-"""Tokens of the largest prompts, of their pictures and rationales, if the records are known."""
+"""Tokens of the largest prompts, of their pictures and rationales, and positives per query, if the records are known."""
 
 Section = tuple[str, dict[str, str]]
 """Title and lines of the report."""
@@ -243,13 +243,15 @@ def load_of(recipe: Recipe, shapes: Shapes, options: PlanOptions, longest: Longe
     objective = Objective.of(recipe, options.for_)
     rationale = options.rationale_tokens or recipe.rollout.max_new_tokens
     if longest is None:
-        longest = _largest(recipe, shapes, options) | {"rationale": rationale}
+        longest = _largest(recipe, shapes, options)
+        longest |= {"rationale": rationale, "positives": options.positives}
     targets, states = objective.lm_targets, [*objective.states]
+    positives = longest["positives"] if recipe.data.positives == "all" else 1
     latents = sum(name in ("latent", "think") for name in (objective.anchor, *states, *targets))
     beside = len(states) + ("direct" in targets) + latents * recipe.model.think_tokens
     return Load(
         queries=queries,
-        candidates=queries * (1 + recipe.data.max_negatives) * objective.needs_candidates,
+        candidates=queries * (positives + recipe.data.max_negatives) * objective.needs_candidates,
         chunks=-(-queries // recipe.train.micro_batch_size),
         prompt=longest["query"],
         candidate=longest["candidate"],
@@ -340,7 +342,7 @@ def reserved(recipe: Recipe, options: PlanOptions, *, on_gpu: bool = True) -> fl
 
 def engine_bytes(recipe: Recipe, options: PlanOptions) -> float:
     """GPU memory of vLLM's engine if it generates the rationales."""
-    writes = recipe.rollout.backend == "vllm" and options.for_ != "cold_start"
+    writes = recipe.rollout.backend == "vllm" and Objective.of(recipe, options.for_).needs_rollout
     return writes * recipe.rollout.vllm_memory * options.gpu_gib * GIB
 
 

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -30,6 +31,7 @@ from rge.config import (
     load_recipe,
 )
 from rge.data.collate import StepBatches, flatten
+from rge.data.layout import COLUMNS, Layout
 from rge.data.loader import Loader
 from rge.data.mixture import Mixture
 from rge.data.sources import RecordFile
@@ -46,6 +48,7 @@ from rge.model.families import FAMILIES, family_of
 from rge.model.packing import Branch, pack_prompts, pack_tails, to_device
 from rge.model.prompts import Prompt, PromptBuilder
 from rge.objective import Objective
+from rge.plan import estimate
 from rge.plan import report as plan
 from rge.plan.__main__ import main
 from rge.plan.costs import (
@@ -718,17 +721,29 @@ def test_the_features_of_a_placeholder_are_as_wide_as_planned(lively, picture):
     assert features.shape[1] == cost_of_picture(lively.model, 0).feature
 
 
-def test_an_engine_of_vllm_takes_its_share():
-    totals = {}
-    for stage in ("joint", "cold_start"):
-        for backend in ("own", "vllm"):
-            # Without graphs, whose buffers our own rollout alone has.
-            arguments = [f"rollout.backend={backend}", "rollout.vllm_memory=0.25", "model.cuda_graphs=false"]
-            recipe = load_recipe(["recipe=qwen25vl_3b", *arguments])
-            options = PlanOptions(gpu_gib=40, for_=stage)
-            totals[stage, backend] = plan.plan(recipe, plan.outline(recipe.model)[0], options).memory_total
-    assert totals["joint", "vllm"] == totals["joint", "own"] + 10 * 2**30
-    assert totals["cold_start", "vllm"] == totals["cold_start", "own"]
+@pytest.mark.parametrize(
+    ("stage", "anchor", "gib"), [("joint", "self", 10), ("joint", "none", 0), ("cold_start", "self", 0)]
+)
+def test_an_engine_of_vllm_takes_its_share_where_rationales_are_written(stage, anchor, gib):
+    totals = []
+    for backend in ("own", "vllm"):
+        # Without graphs, whose buffers our own rollout alone has.
+        arguments = [f"rollout.backend={backend}", "rollout.vllm_memory=0.25", "model.cuda_graphs=false"]
+        recipe = load_recipe(["recipe=qwen25vl_3b", f"loss.anchor={anchor}", *arguments])
+        options = PlanOptions(gpu_gib=40, for_=stage)
+        totals.append(plan.plan(recipe, plan.outline(recipe.model)[0], options).memory_total)
+    assert totals[1] == totals[0] + gib * 2**30
+
+
+@pytest.mark.parametrize(("positives", "of_records", "asked"), [("draw", 1, 1), ("all", 4, 3)])
+def test_all_positives_are_candidates_where_all_are_used(positives, of_records, asked):
+    recipe = load_recipe(["recipe=qwen25vl_3b", f"data.positives={positives}", "data.max_negatives=2"])
+    shapes, options = shapes_of(plan.outline(recipe.model)[0], 784), PlanOptions(num_gpus=256, positives=3)
+    assert plan.load_of(recipe, shapes, options).candidates == 2 * (asked + 2)
+    sizes_NK = np.ones((5, len(COLUMNS)), dtype=np.int64)
+    sizes_NK[:, COLUMNS.index("prompts")] = [3, 4, 7, 3, 3]  # the query, one negative, and the positives
+    longest = estimate._longest([Layout(sizes_NK[:2], np.arange(2)), Layout(sizes_NK[2:], np.arange(3))], 2)
+    assert plan.load_of(recipe, shapes, options, longest).candidates == 2 * (of_records + 2)
 
 
 def test_an_engine_that_sleeps_is_not_beside_the_backward():

@@ -194,9 +194,8 @@ class CheckpointManager:
         values = dist.from_main(saved) | {step: sign * figures[self.metric]}
         values = {at: math.inf if math.isnan(value) else value for at, value in values.items()}
         ranked = sorted(values, key=lambda at: (values[at], at))  # best first; of equals the earlier
-        if step not in ranked[:keep]:
-            return
-        self._export(self.folder / "best" / step_name(step), step)
+        if step in ranked[:keep]:
+            self._export(self.folder / "best" / step_name(step), step)
         if self.accelerator.is_main_process:
             for old in ranked[keep:]:
                 discard(self.folder / "best" / step_name(old))

@@ -5,10 +5,12 @@ import shutil
 
 import pytest
 import torch
+from accelerate import Accelerator
 from family_models import PHOTOS, every_family
 from qwen_vl_utils import process_vision_info
 from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
 
+from rge.checkpoints.checkpoint_manager import CheckpointManager
 from rge.checkpoints.description import model_card, training_data
 from rge.checkpoints.export import (
     checkpoint_hash,
@@ -41,6 +43,33 @@ def items(picture, tmp_path):
         Item("2", "open a locked chick"),
         Item("3", "key"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("keep", "step", "loss", "left"),
+    [
+        (3, 9, 0.1, {2: 0.4, 6: 0.2, 9: 0.1}),
+        (1, 9, 0.5, {6: 0.2}),  # resumed with a smaller keep_best
+        (2, 6, 0.9, {2: 0.4, 4: 0.6}),  # after a kill measured again, on other processes: another figure
+    ],
+)
+def test_only_the_best_checkpoints_are_left(tmp_path, monkeypatch, keep, step, loss, left):
+    def kept(number: int, value: float) -> None:
+        folder = tmp_path / "best" / f"step_{number:08d}"
+        folder.mkdir(parents=True, exist_ok=True)
+        content = {"step": number, "validation": {"val_loss": value}}
+        (folder / "rge.json").write_text(json.dumps(content))
+
+    for number, value in ((2, 0.4), (4, 0.6), (6, 0.2)):
+        kept(number, value)
+    manager = CheckpointManager.__new__(CheckpointManager)
+    manager.folder, manager.metric, manager.accelerator = tmp_path, "val_loss", Accelerator()
+    manager.recipe = load_recipe(["recipe=demo", f"validation.keep_best={keep}"])
+    monkeypatch.setattr(manager, "_measured_alike", lambda settings, path: True)
+    monkeypatch.setattr(manager, "_export", lambda path, number: kept(number, loss))
+    manager._keep_if_best(step, {"val_loss": loss})
+    found = [json.loads(path.read_text()) for path in (tmp_path / "best").glob("*/rge.json")]
+    assert {one["step"]: one["validation"]["val_loss"] for one in found} == left
 
 
 # 2 kB stops a config or the weights, 150 kB lets those pass and stops rge.json's neighbours or nothing.

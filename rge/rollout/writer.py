@@ -319,29 +319,31 @@ def sample_seeds(seed: int, count: int) -> list[int]:
 def rollout_report(rollout: Rollout, seconds: float, device: torch.device) -> dict[str, float]:
     """Share of forced stops, mean length and speed of a step's rationales over all ranks.
 
-    Lengths are of what the step was trained with, reused rationales included; speed is of what was written in it.
+    Lengths are of what the step was trained with, reused and oracle rationales included; forced stops and ages are of what the
+    model wrote, speed is of what it wrote in this step.
     """
     if not (rationales := rollout.rationales):  # the objective needs none
         return {}
     reasoned = [rationale for rationale in rationales if not rationale.direct and not rationale.given]
-    new = [rationale for rationale in reasoned if not rationale.age and not rationale.oracle]
+    own = [rationale for rationale in reasoned if not rationale.oracle]
     local = [
         len(rationales),
         len(reasoned),
+        len(own),
         sum(len(rationale.ids) for rationale in reasoned),
-        sum(rationale.forced for rationale in reasoned),
-        sum(rationale.age for rationale in reasoned),
-        sum(len(rationale.ids) for rationale in new),
+        sum(rationale.forced for rationale in own),
+        sum(rationale.age for rationale in own),
+        sum(len(rationale.ids) for rationale in own if not rationale.age),
         sum(rationale.oracle for rationale in rationales),
         sum(rationale.direct for rationale in rationales),
         sum(not rationale.given for rationale in rationales),
     ]
     sums = dist.sum_over_ranks(local, device)
-    count, num_reasoned, tokens, forced, age, new_tokens, oracle, direct, anchors = sums
+    count, num_reasoned, num_own, tokens, forced, age, new_tokens, oracle, direct, anchors = sums
     return {
-        "forced_rate": forced / max(num_reasoned, 1),
+        "forced_rate": forced / max(num_own, 1),
         "rationale_tokens_mean": tokens / max(num_reasoned, 1),
-        "rationale_age_mean": age / max(num_reasoned, 1),
+        "rationale_age_mean": age / max(num_own, 1),
         "direct_rate": direct / count,
         "oracle_rate": oracle / anchors,
         "tokens_per_s": new_tokens / max(seconds, 1e-9),

@@ -235,6 +235,15 @@ def test_direct_queries_are_drawn_and_not_written(lively, batch):
     assert_same_step(do_step(lively, batch, by_hand), whole)
 
 
+def test_forced_stops_and_ages_are_of_what_the_model_wrote(lively):
+    """With anchor=mix a model that never ends a rationale has a rate of 1, whatever the oracle's share."""
+    cut = Rationale((5, 6), True, None, 0.0, age=2)
+    given = Rationale((5,), False, None, 0.0, oracle=True)
+    report = rollout_report(Rollout([cut, given, given, cut]), 1.0, lively.device)
+    names = ("forced_rate", "rationale_age_mean", "rationale_tokens_mean", "oracle_rate", "tokens_per_s")
+    assert [report[name] for name in names] == [1.0, 2.0, 1.5, 0.5, 0.0]
+
+
 @pytest.mark.slow
 def test_a_mix_of_anchors_is_the_step_of_either_where_it_stands(lively, batch):
     mix = LossConfig(anchor="mix", oracle_share=0.5)

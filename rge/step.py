@@ -149,9 +149,9 @@ class _Forward:
         self.embedder, self.objective, self.batch, self.rollout = embedder, objective, batch, rollout
         self.rationales = rollout.rationales or ()
         self.micro_batch_size = micro_batch_size
-        shares = dist.gather_sizes(len(batch.queries), embedder.device)
-        self.num_queries = sum(shares)  # of all ranks
-        self.chunks = chunks_of(batch, shares, micro_batch_size)  # the same number on every rank
+        self.shares = dist.gather_sizes(len(batch.queries), embedder.device)  # queries of each rank
+        self.num_queries = sum(self.shares)
+        self.chunks = chunks_of(batch, self.shares, micro_batch_size)  # the same number on every rank
         self.num_each = objective.num_states(batch, self.rationales)  # states per query that InfoNCE uses
         self._encoded: list[EncodedPrompts] = []
         if rollout.encoded is not None:
@@ -247,7 +247,9 @@ class _Forward:
         compared = Comparison(contrast, int(negative_BC.sum()), int((negative_BC & labelled_BC).sum()))
         if objective.adaptive is not None:
             assert contrast.lead_B is not None
-            easy_B = easy_queries(contrast.lead_B, objective.adaptive, self.rollout.easy_share)
+            leads = dist.gather_rows(contrast.lead_B, self.shares)
+            easy = easy_queries(leads, objective.adaptive, self.rollout.easy_share)
+            easy_B = easy.split(self.shares)[dist.rank()]
             labels = objective.num_lm_tokens(batch, easy_B.tolist())
             (compared.lm_tokens,) = dist.sum_over_ranks([labels], device)
             contrast.figures["easy_rate"] = easy_B.sum(), 1
@@ -410,14 +412,14 @@ class _Share:
         return report
 
 
-def easy_queries(lead_B: Tensor, adaptive: AdaptiveConfig, most: float) -> Tensor:
-    """(B,) bool: the queries whose direct state leads by the margin, largest leads first, within the shares."""
-    count = len(lead_B)
-    wanted = int((lead_B > adaptive.margin).sum())
+def easy_queries(leads: Tensor, adaptive: AdaptiveConfig, most: float) -> Tensor:
+    """Bool: which of all ranks' queries have a direct state that leads by the margin, largest leads first, within the shares."""
+    count = len(leads)
+    wanted = int((leads > adaptive.margin).sum())
     wanted = min(max(wanted, math.ceil(min(adaptive.floor, most) * count)), int(most * count))
-    easy_B = torch.zeros_like(lead_B, dtype=torch.bool)
-    easy_B[lead_B.topk(wanted).indices] = True
-    return easy_B
+    easy = torch.zeros_like(leads, dtype=torch.bool)
+    easy[leads.topk(wanted).indices] = True
+    return easy
 
 
 def candidate_masks(batch: Batch, identity_C: Tensor, offset: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from paths import WORKERS
 
-from rge.config import LossConfig, Recipe, RewardConfig, RLConfig, RolloutConfig, TrainConfig
+from rge.config import AdaptiveConfig, LossConfig, Recipe, RewardConfig, RLConfig, RolloutConfig, TrainConfig
 from rge.distributed import collectives as dist
 from rge.distributed import launch
 from rge.model.backbone import load_backbone
@@ -75,12 +75,15 @@ RL_NAMES = ["rl dapo-100", *(f"rl {loss_type}-2" for loss_type in ("grpo", "dr_g
 RL_NAMES += ["rl dapo with kl-100", "rl dapo with kl-2", "rl dapo with a pool-2"]
 NAMES += RL_NAMES
 NAMES += ["both states-100", "both states-2", "three states-100", "three states-2"]
+NAMES += ["adaptive states-100", "adaptive states-2"]
 NAMES += ["mixed-self-keep-2", "mixed-self-once-keep-2", "mixed-none-keep-2", "rl dapo-keep-2"]
 NAMES += ["mixed-self-once-100", "one rank without pictures-self-once-100"]  # two forwards, one backward
 
 
 THREE = {"direct": 0.2, "latent": 0.3}
 """Shares of the states beside the anchor's."""
+EASY = 0.5
+"""Of the batch's ten queries, not of the five of each process."""
 
 
 @pytest.fixture(scope="module")
@@ -158,10 +161,12 @@ def cases(paired, lively_path, make_batch, roll_out, without_negatives, longer_r
             objective = Objective.of(rl, "rl")
             rationales = [sampled(embedder, batch) for batch in batches]
         elif layout.endswith(" states"):
-            states, think_lm = ({"direct": 0.3}, 0.0) if layout == "both states" else (THREE, 0.4)
+            states, think_lm = (THREE, 0.4) if layout == "three states" else ({"direct": 0.3}, 0.0)
+            adaptive = AdaptiveConfig(share=0.5, margin=-3.0) if layout == "adaptive states" else None
             objective = Objective(
-                1 / 11, 10 / 11, 0.07, states=states, align=0.2, align_temperature=0.2, think_lm=think_lm
-            )
+                1 / 11, 10 / 11, 0.07, states=states, align=0.2, align_temperature=0.2, adaptive=adaptive,
+                think_lm=think_lm,
+            )  # fmt: skip
             given = [embedder.given[name] for name in states]
             settings = {"max_new_tokens": 12, "batch_size": 8, "given": given}
             rationales = [generate(embedder, batch.queries, **settings) for batch in batches]
@@ -178,6 +183,7 @@ def cases(paired, lively_path, make_batch, roll_out, without_negatives, longer_r
             "micro_batch_size": micro,
             "once": "-once-" in name,
             "keep": "device" if "-keep-" in name else "none",
+            "easy_share": EASY * (objective.adaptive is not None),
             "rl": rl,
         }
     torch.save(cases, paired["folder"] / "cases.pt")
@@ -204,10 +210,13 @@ def test_a_step_on_two_processes_equals_one(cases, lively_path, backbone_of, nam
             reference = Reference(moved, 1.0, micro_batch_size=100)
         stage = Reinforcement(case["rl"], lively, reference, cases["folder"])
         credit = stage.begin(whole, rationales, False)
-    report = TrainingStep(lively, lively, case["objective"], 100)(whole, Rollout(rationales), credit)
+    rollout = Rollout(rationales, easy_share=case["easy_share"])
+    report = TrainingStep(lively, lively, case["objective"], 100)(whole, rollout, credit)
     assert first["report"] == second["report"]
     # A policy's loss at its writing is the mean of advantages, nearly nothing.
     assert first["report"] == pytest.approx(report, rel=1e-5, abs=1e-6 if credit else None)
+    if case["objective"].adaptive is not None:
+        assert report["easy_rate"] == EASY
     if case["objective"].alpha_con > 0:
         # Counted by hand: the first rank's queries have 4 labelled negatives, the second's none, 10 queries in all.
         assert first["report"]["labelled_negatives_mean"] == 4 / 10

@@ -568,7 +568,7 @@ def communication(shapes: Shapes, load: Load, setup: Setup) -> float:
 
 
 def num_parameters(model: HubModel, settings: ModelConfig) -> tuple[int, int]:
-    """All parameters, and those with a gradient: with adapters theirs, the `<emb>` row and `modules_to_save`.
+    """All parameters, and those with a gradient: with adapters theirs, the rows of new tokens and `modules_to_save`.
 
     AdapterError: `model.lora` names a layer or module that the model lacks.
     """
@@ -578,4 +578,8 @@ def num_parameters(model: HubModel, settings: ModelConfig) -> tuple[int, int]:
     layers, whole = trained_parts(model, lora)
     shapes = [model.get_parameter(f"{name}.weight").shape for name in layers]
     adapters = sum(lora.rank * sum(shape) + lora.dora * shape[0] for shape in shapes)
-    return total, adapters + model.config.get_text_config().hidden_size + sum(map(_size, whole.values()))
+    matrices = {id(module.weight) for module in (model.get_input_embeddings(), model.get_output_embeddings())}
+    rows = (1 + settings.think_tokens) * len(matrices)  # a tied matrix is one
+    return total, adapters + rows * model.config.get_text_config().hidden_size + sum(
+        map(_size, whole.values())
+    )

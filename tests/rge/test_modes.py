@@ -26,6 +26,7 @@ from rge.config import (
     AdaptiveConfig,
     LoraConfig,
     LossConfig,
+    ModelConfig,
     RecipeError,
     RolloutConfig,
     StatesConfig,
@@ -33,10 +34,11 @@ from rge.config import (
 )
 from rge.losses import alignment, lead_over_negatives
 from rge.model.adapters import add_adapters, merged_weights, without_adapters
-from rge.model.backbone import BackboneError, add_tokens, load_backbone
+from rge.model.backbone import BackboneError, add_tokens, load_backbone, skeleton
 from rge.model.embedding_model import EmbeddingModel, encode_prompts
 from rge.model.prompts import PromptBuilder
 from rge.objective import Objective
+from rge.plan.costs import num_parameters
 from rge.rollout.generate import generate
 from rge.rollout.writer import Rollout, Writer, easy_share
 from rge.step import TrainingStep, candidate_masks
@@ -427,9 +429,12 @@ def test_adapters_train_the_rows_of_think_tokens(lively, untied, make_batch, kin
     plain = {name: value.clone() for name, value in embedder.model.state_dict().items()}
     settings = LoraConfig(rank=2, alpha=4, targets=["q_proj"])
     add_adapters(embedder.model, settings, embedder.emb_id, embedder.given["latent"])
+    trained = [parameter for parameter in embedder.parameters() if parameter.requires_grad]
+    planned = ModelConfig(lora=settings, think_tokens=2)
+    assert num_parameters(skeleton(embedder.model.config), planned)[1] == sum(one.numel() for one in trained)
     batch = make_batch(PromptBuilder(embedder.processor))
     TrainingStep(embedder, embedder, objective_of("latent", {}), 100)(batch)
-    torch.optim.SGD([p for p in embedder.parameters() if p.requires_grad], lr=0.5).step()
+    torch.optim.SGD(trained, lr=0.5).step()
     merged = merged_weights(embedder.model)
     assert merged.keys() == plain.keys()
     for name in ("model.language_model.embed_tokens.weight", "lm_head.weight"):

@@ -11,7 +11,7 @@ from typing import Any
 
 from PIL import ExifTags, Image
 
-from rge.common.images import ImageError, load_image
+from rge.common.images import ImageError, load_image, open_picture
 
 JPEG_QUALITY = 95
 """Of JPEGs that are re-encoded because they must be rotated."""
@@ -32,7 +32,7 @@ def without_metadata(data: bytes) -> bytes:
         ImageError: it cannot be decoded.
     """
     try:
-        with Image.open(io.BytesIO(data)) as image:
+        with open_picture(data) as image:
             kind = "JPEG" if image.format == "MPO" else str(image.format)
             is_rotated = image.getexif().get(ExifTags.Base.Orientation, 1) not in (0, 1)
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:

@@ -103,6 +103,16 @@ def test_other_formats_become_png(kind):
     assert np.array_equal(pixels(clean), pixels(data))
 
 
+def test_a_heic_becomes_png_in_a_process_that_has_read_none(monkeypatch):
+    pillow_heif = pytest.importorskip("pillow_heif")
+    held = io.BytesIO()
+    pillow_heif.from_pillow(noise()).save(held, quality=95)
+    monkeypatch.setattr(Image, "ID", [name for name in Image.ID if name != "HEIF"])
+    clean = without_metadata(held.getvalue())
+    assert Image.open(io.BytesIO(clean)).format == "PNG"
+    assert np.array_equal(pixels(clean), pixels(held.getvalue()))
+
+
 def test_broken_containers_are_written_anew_or_refused(tmp_path: Path):
     data = encoded(noise(), "JPEG", exif=exif())
     garbage = data[:2] + b"\xff\xe1\x00\x01" + data[2:]  # a part shorter than its own length field

@@ -39,9 +39,8 @@ def near_duplicates(hashes: list[str], max_distance: int) -> list[int | None]:
     rows = np.array(sorted(first.values()), dtype=np.int64)
     if max_distance == 0 or len(rows) < 2:
         return found
-    bits = np.frombuffer(bytes.fromhex("".join(hashes[row] for row in rows)), dtype=np.uint8).reshape(-1, 8)
     near: dict[int, list[int]] = {}
-    for earlier, later in _near_pairs(bits, max_distance):
+    for earlier, later in _near_pairs([hashes[row] for row in rows], max_distance):
         near.setdefault(int(later), []).append(int(earlier))
     gone: set[int] = set()
     for later in sorted(near):
@@ -53,10 +52,22 @@ def near_duplicates(hashes: list[str], max_distance: int) -> list[int | None]:
     return [found[target] if target is not None and found[target] is not None else target for target in found]
 
 
-def _near_pairs(bits_NB: np.ndarray, max_distance: int) -> set[tuple[int, int]]:
+def num_repeats(hashes: list[str], others: list[str], max_distance: int) -> int:
+    """Number of pictures whose hash is within the distance of any of the others' hashes, whether these repeat each other or not."""
+    distinct = list(dict.fromkeys([*others, *hashes]))
+    repeats = set(others)
+    start = len(repeats)
+    near = {distinct[later] for earlier, later in _near_pairs(distinct, max_distance) if earlier < start <= later}
+    return sum(name in repeats or name in near for name in hashes)
+
+
+def _near_pairs(hashes: list[str], max_distance: int) -> set[tuple[int, int]]:
     """Pairs of rows within the distance, the earlier first."""
     import faiss
 
+    if not hashes:
+        return set()
+    bits_NB = np.frombuffer(bytes.fromhex("".join(hashes)), dtype=np.uint8).reshape(-1, 8)
     # Pigeonhole principle: near hashes agree in at least one of max_distance + 1 bands, so exact lookups of bands suffice.
     num_bands = max_distance + 1
     index = faiss.IndexBinaryMultiHash(NUM_BITS, num_bands, NUM_BITS // num_bands)

@@ -17,7 +17,7 @@ from data_prep.rmir import arithmetic as maths
 from data_prep.rmir import decisions, frames
 from data_prep.rmir.decisions import candidates_by_query
 from data_prep.rmir.pictures.indices import Index, caption_index, image_index
-from data_prep.rmir.pictures.near_duplicates import near_duplicates
+from data_prep.rmir.pictures.near_duplicates import num_repeats
 from data_prep.rmir.results.agreement import defined, panel_statistics
 from data_prep.rmir.run import Row, Run
 
@@ -201,8 +201,7 @@ def overlap(run: Run) -> dict[str, int]:
     }
     seen = sorted(roles["test", "inputs"] | roles["test", "answers"])
     trained = sorted((roles["train", "inputs"] | roles["train", "answers"]) - set(seen))
-    repeats = near_duplicates([images[name]["phash"] for name in [*seen, *trained]], SUSPECT_BITS)
-    report["train inputs or answers that nearly repeat a test picture"] = sum(
-        of is not None and of < len(seen) for of in repeats[len(seen) :]
-    )
+    hashes, of_test = ([images[name]["phash"] for name in names] for names in (trained, seen))
+    repeats = num_repeats(hashes, of_test, SUSPECT_BITS)
+    report["train inputs or answers that nearly repeat a test picture"] = repeats
     return report

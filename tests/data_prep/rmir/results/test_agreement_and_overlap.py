@@ -14,7 +14,7 @@ from data_prep.rmir.config import IndexSpec, load_config
 from data_prep.rmir.pictures.encoders import HashingEncoder, PixelEncoder
 from data_prep.rmir.pictures.indices import Index
 from data_prep.rmir.pictures.library import look
-from data_prep.rmir.pictures.near_duplicates import near_duplicates, phash
+from data_prep.rmir.pictures.near_duplicates import near_duplicates, num_repeats, phash
 from data_prep.rmir.results import audit, review
 from data_prep.rmir.results.agreement import fleiss_kappa, panel_statistics
 from data_prep.rmir.run import Run
@@ -140,6 +140,10 @@ def test_repeats_are_those_of_a_plain_search():
         found = near_duplicates(names, most)
         assert [of is None for of in found] == [of is None for of in plain]
         assert all(of is None or distance(names[row], names[of]) <= most for row, of in enumerate(found))
+        first, others = names[:100], names[100:]
+        near_any = [any(distance(name, other) <= most for other in others) for name in first]
+        assert num_repeats(first, others, most) == sum(near_any)
+    assert num_repeats([], [], 4) == num_repeats([], names, 4) == num_repeats(names, [], 4) == 0
 
 
 def test_near_duplicates_leave_the_library_and_are_counted(tmp_path, photo):
@@ -318,6 +322,12 @@ def test_what_the_sets_share(finished):
             image["phash"] = flip(next(row["phash"] for row in images if row["id"] == "b"), 5)
     table_of(finished, "seed", "images.parquet", "images", images)
     assert audit.overlap(finished)["train inputs or answers that nearly repeat a test picture"] == 1
+    for image in images:
+        if image["id"] == "a":  # three in a row: a and e are both near b, but not near each other
+            image["phash"] = flip(next(row["phash"] for row in images if row["id"] == "b"), 10, 20, 30, 40)
+    table_of(finished, "seed", "images.parquet", "images", images)
+    repeats = audit.overlap(finished)["train inputs or answers that nearly repeat a test picture"]
+    assert repeats == 1, "test pictures that repeat each other count all the same"
 
 
 def test_a_further_index_brings_candidates_of_its_own(finished):

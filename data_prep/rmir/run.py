@@ -25,8 +25,8 @@ from rge.common.files import open_locked, read_json, write_json, write_text
 Row = dict[str, Any]
 EXPORTED = ("licence", "source_column", "author_column", "licence_column")
 """Library settings that only the export reads."""
-REPLIES, OPEN = "replies.sqlite", "unanswered.json"
-"""A run's file of all answers, and a stage's file of unanswered calls, by part number."""
+REPLIES, SPENT, OPEN = "replies.sqlite", "spent.json", "unanswered.json"
+"""A run's files of all answers and of what each stage spent, and a stage's file of unanswered calls, by part number."""
 NOT_IN_FINGERPRINT = ("memory_mb", "shard_size", "changed")
 """Settings that change how a stage works but not its result."""
 
@@ -204,7 +204,9 @@ class Run:
         if not self.begun(stage):
             self.empty(stage)
             write_text(self.path(stage, "settings"), self._made_with(stage))
-        spent, calls, met = self.store.total_cost(), self.store.num_replies(), self._met()
+        spent, met = self._spent(), self._met()
+        before = {key: number - spent.get(stage, {}).get(key, 0) for key, number in self._totals().items()}
+        write_json(self.out / SPENT, {"stages": spent, "running": {"stage": stage, "before": before}})
         began = time.perf_counter()
         counts = work(self)
         report = {
@@ -213,12 +215,25 @@ class Run:
             "counts": counts,
             "unanswered": sum(self.open_parts(stage).values()),
             "seconds": round(time.perf_counter() - began, 2),
-            "calls": self.store.num_replies() - calls,
-            "cost": round(self.store.total_cost() - spent, 6),
+            **self._since(before),
             "met": dict(self._met() - met),
         }
         write_json(self.path(stage, "done.json"), report)
+        write_json(self.out / SPENT, {"stages": self._spent()})
         return report
+
+    def _spent(self) -> dict[str, dict[str, float]]:
+        """Calls and cost of each stage over all commands and settings, including those of a stage that was stopped."""
+        found = read_json(self.out / SPENT) or {"stages": {}}
+        if running := found.get("running"):
+            found["stages"][running["stage"]] = self._since(running["before"])
+        return found["stages"]
+
+    def _totals(self) -> dict[str, float]:
+        return {"calls": self.store.num_replies(), "cost": self.store.total_cost()}
+
+    def _since(self, before: dict[str, float]) -> dict[str, float]:
+        return {key: round(number - before[key], 6) for key, number in self._totals().items()}
 
     def _met(self) -> Counter[str]:
         counts = Counter(vars(self._caller.counts) if self._caller is not None else {})

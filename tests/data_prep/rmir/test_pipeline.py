@@ -49,7 +49,7 @@ from rge.calls.local_server import Answer, LocalServer
 from rge.calls.model_config import ModelConfig
 from rge.calls.replies import Abstained, BadValue, MissingTag, Refused, Reply, Truncated
 from rge.common.errors import UserError
-from rge.common.files import FileError, write_text
+from rge.common.files import FileError, read_json, write_text
 from rge.common.images import load_image
 from rge.common.schema import Record
 from rge.data.sources import RecordFile
@@ -728,6 +728,10 @@ def test_a_call_that_is_never_answered_stays_open_and_the_others_go_on_where_tha
                 not run.done(stage).get("unanswered") for stage in STAGES if stage in stages_of(config)
             )
             healed = tables_of(run.out)
+            calls = [run.done(stage)["calls"] for stage in STAGES if stage in stages_of(config)]
+            assert sum(calls) == run.store.num_replies(), (
+                "stages that were redone keep what they spent before"
+            )
         config.out = str(tmp_path / "undisturbed")
         with closing(Run(config, progress=False)) as run:
             run_stages(run, STAGES)
@@ -825,6 +829,12 @@ def test_killed_no_kept_call_is_repeated_and_no_row_is_lost(tmp_path):
         assert tables[0].equals(tables[1])
     records = [(tmp_path / name / "dataset" / "train.jsonl").read_text() for name in ("whole", "killed")]
     assert records[0] == records[1]
+    for stage in ASKING:
+        whole, killed = (read_json(tmp_path / name / stage / "done.json") for name in ("whole", "killed"))
+        for key in ("calls", "cost"):
+            assert killed[key] == pytest.approx(whole[key]), (
+                "what stopped commands spent is part of the report"
+            )
 
 
 def test_the_dry_run_asks_nothing_and_multiplies(tmp_path):

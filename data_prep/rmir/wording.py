@@ -55,7 +55,13 @@ def wording(folder: str | None = None) -> Wording:
     texts = {name: _text(SHIPPED / name) for name in FILES}
     if folder is not None:
         texts |= _replaced(Path(folder))
-    codes = {name: code for code, name in re.findall(r"^([A-Z]+) \((\w+)\):", texts["kinds.md"], flags=re.M)}
+    kinds = re.findall(r"^([A-Z]+) \((\w+)\):", texts["kinds.md"], flags=re.M)
+    for words in zip(*kinds, strict=True):
+        if twice := [word for word in words if words.count(word) > 1]:
+            raise UserError(
+                f"{folder}/kinds.md: {twice[0]} stands for two kinds; each needs its own code and name"
+            )
+    codes = {name: code for code, name in kinds}
     if not codes:
         raise UserError(f"{folder}/kinds.md has no line such as 'FUNC (functional): which tool is needed'")
     inner = {"kinds": texts["kinds.md"], "constraints": texts["constraints.md"]}

@@ -124,6 +124,11 @@ def test_another_wording_redoes_the_stages_that_say_it(tmp_path, name, redone):
             r"judge\.md must contain '<consistent>True, False or ABSTAIN",
         ),
         ({"kinds.md": "no line of that kind"}, "has no line such as 'FUNC"),
+        (
+            {"kinds.md": "MADE (material): x\nMADE (method): y"},
+            "MADE stands for two kinds; each needs its own",
+        ),
+        ({"kinds.md": "MADE (made): x\nHOW (made): y"}, "made stands for two kinds; each needs its own"),
         ({"constraints.md": b"\xff\xfe\xff"}, r"constraints\.md cannot be read"),
     ],
 )

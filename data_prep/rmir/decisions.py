@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.rmir import frames
-from rge.common.files import read_json
+from rge.common.files import read_json, write_json
 
 REVIEWED = "reviewed.json"
 """File that ``rge data review apply=`` writes into a run's folder."""
+AGREEMENT = "agreement.json"
+"""File that ``rge data agreement`` writes there."""
 
 
 def triplet_name(row: dict[str, Any]) -> str:
@@ -31,9 +33,24 @@ def panels(folder: Path) -> Iterator[dict[tuple[str, str], list[tuple[str, int, 
         yield found
 
 
+def write_about_panel(path: Path, content: dict[str, Any]) -> None:
+    """Write a file about a run's decisions, which `about_panel` reads until they are made again with other settings."""
+    write_json(path, content | {"decisions": _version(path.parent)})
+
+
+def about_panel(path: Path) -> dict[str, Any] | None:
+    """Content of a file about a run's decisions; None if it does not exist, or is about earlier questions or judgements."""
+    found, version = read_json(path), _version(path.parent)
+    return found if found and found.get("decisions", version) == version else None
+
+
+def _version(out: Path) -> str | None:
+    return (read_json(out / "keep" / "done.json") or {}).get("fingerprint")
+
+
 def overruled(out: Path) -> dict[str, str]:
     """The new state of each triplet on which reviewers overruled the panel, by `triplet_name`."""
-    reviewed = read_json(out / REVIEWED)
+    reviewed = about_panel(out / REVIEWED)
     return reviewed["states"] if reviewed else {}
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, fields
@@ -11,6 +12,7 @@ from typing import Any, Literal
 import yaml
 
 from data_prep.rmir.config import ExpectConfig, RmirConfig, load_config, models_used
+from data_prep.rmir.decisions import REVIEWED, about_panel
 from data_prep.rmir.oracle import Oracle, write_library
 from data_prep.rmir.pictures.download import is_address
 from data_prep.rmir.pictures.library import Library
@@ -111,6 +113,13 @@ def run_stages(run: Run, stages: Sequence[str]) -> None:
         took = "finished before" if finished else f"{found['seconds']:.1f} s"
         left = f"; {found['unanswered']:,} calls unanswered" if found.get("unanswered") else ""
         print(f"{stage}: {took}; {counts}{left}", flush=True)
+    if (run.out / REVIEWED).is_file() and about_panel(run.out / REVIEWED) is None:
+        print(
+            f"{run.out / REVIEWED} is about earlier questions or judgements and does not count: python -m data_prep review "
+            f"run={run.out} apply=FILES applies the verdicts that are still about the same questions",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def status(run: Run) -> str:

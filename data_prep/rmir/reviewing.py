@@ -9,13 +9,13 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from data_prep.rmir.config import RmirConfig, load_config
-from data_prep.rmir.decisions import REVIEWED
+from data_prep.rmir.decisions import REVIEWED, write_about_panel
 from data_prep.rmir.main import SETTINGS, run_stages
 from data_prep.rmir.results import report
 from data_prep.rmir.results.review import agreement_of, draw, page, read_verdicts, settle
 from data_prep.rmir.run import Run
 from rge.common.errors import UserError
-from rge.common.files import write_json, write_text
+from rge.common.files import write_text
 from rge.common.options import AtLeastOne, parse_options
 
 
@@ -68,7 +68,7 @@ def apply(out: Path, files: Sequence[Path], agree: int) -> None:
     people = read_verdicts(out, files)
     found = settle(out, people, agree)
     with closing(Run(config)) as run:
-        write_json(out / REVIEWED, found)
+        write_about_panel(out / REVIEWED, found)
         agreement_of(out, people)
         run_stages(run, ("pool", "split", "audit"))
         report.write(run)

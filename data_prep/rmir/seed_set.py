@@ -30,6 +30,7 @@ from data_prep.rmir.pictures.library import (
     inspect,
 )
 from data_prep.rmir.pictures.near_duplicates import near_duplicates
+from data_prep.rmir.results.export import credits_changed
 from data_prep.rmir.run import Run, reasons
 from rge.common.errors import UserError
 from rge.common.files import replacing, write_bytes
@@ -209,6 +210,12 @@ def settle_library(run: Run) -> None:
     state.stamps |= found.stamps
     if not str(found):
         state.write(folder)
+        if finished and run.done("split") and credits_changed(run, library):
+            print(
+                "source, author or licence of a picture has changed: the data set is written again",
+                file=sys.stderr,
+            )
+            run.path("split", "done.json").unlink()
         return
     if config.changed == "stop":
         raise UserError(

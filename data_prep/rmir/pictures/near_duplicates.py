@@ -57,7 +57,9 @@ def num_repeats(hashes: list[str], others: list[str], max_distance: int) -> int:
     distinct = list(dict.fromkeys([*others, *hashes]))
     repeats = set(others)
     start = len(repeats)
-    near = {distinct[later] for earlier, later in _near_pairs(distinct, max_distance) if earlier < start <= later}
+    near = {
+        distinct[later] for earlier, later in _near_pairs(distinct, max_distance) if earlier < start <= later
+    }
     return sum(name in repeats or name in near for name in hashes)
 
 

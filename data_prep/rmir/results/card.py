@@ -9,7 +9,7 @@ import yaml
 from huggingface_hub import DatasetCardData
 from jinja2 import Environment, FileSystemLoader, Template
 
-from data_prep.rmir.decisions import REVIEWED
+from data_prep.rmir.decisions import AGREEMENT, REVIEWED, about_panel
 from rge.common.files import read_json, write_text
 from rge.stats.intervals import in_words
 
@@ -21,11 +21,15 @@ HUB_LICENCES = (
 """Licence identifiers that the hub accepts; others are listed per picture in the table of pictures."""
 
 
-def write(run: Path) -> Path:
-    """Write the card of a run's data set from all its reports, and return its path."""
-    report, people, reviewed = (
-        read_json(run / name) or {} for name in ("report.json", "agreement.json", REVIEWED)
-    )
+def write(run: Path) -> Path | None:
+    """Write the card of a run's data set from all its reports, and return its path.
+
+    None: there is no data set, or it was made with other settings than the report's, of which the card must not speak.
+    """
+    report = read_json(run / "report.json") or {}
+    if not (run / "dataset").is_dir() or (report and "split" not in report["stages"]):
+        return None
+    people, reviewed = (about_panel(run / name) or {} for name in (AGREEMENT, REVIEWED))
     return write_into(run / "dataset", report, people, reviewed)
 
 

@@ -7,11 +7,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
+
 from data_prep.jsonl import write_jsonl
 from data_prep.rmir import arithmetic as maths
 from data_prep.rmir import frames
 from data_prep.rmir.decisions import candidates_by_query
-from data_prep.rmir.pictures.library import Library
+from data_prep.rmir.pictures.library import ORIGINS, Library
 from data_prep.rmir.results import card
 from data_prep.rmir.run import Run
 from rge.common.errors import UserError
@@ -21,6 +23,8 @@ from rge.common.schema import Positive, QueryPart, Record, Target, safe_id
 from rge.identity.set_fingerprint import set_fingerprint
 
 ENDINGS = {b"\xff\xd8": "jpg", b"\x89P": "png", b"RI": "webp"}
+PICTURES = "pictures.parquet"
+"""Table of a data set with caption, source, author and licence of each picture."""
 ROWS_A_GROUP = 256
 """Rows per row group, which limits the memory for pictures when a set is written or read."""
 
@@ -209,16 +213,33 @@ class _Export:
 
     def _write_origins(self) -> None:
         """Write caption, source, author and licence of every picture, and the model that wrote the caption, if any."""
-        library, used = self.config.library, set(self.files)
+        used = set(self.files)
         if self.test:
             used |= {*self.corpus, *(self.queries[name]["image_id"] for name in self.test)}
-        origins = Library(library).origins(used)
+        credits = credits_of(Library(self.config.library), used)
 
         def row(name: str) -> dict[str, Any]:
-            known = {"source": None, "author": None, "licence": library.licence, **origins.get(name, {})}
-            return {**self.images[name], **known, "id": safe_id(name), "path": self.files.get(name)}
+            return {**self.images[name], **credits[name], "id": safe_id(name), "path": self.files.get(name)}
 
-        _write(self.folder / "pictures.parquet", "pictures", map(row, sorted(used)))
+        _write(self.folder / PICTURES, "pictures", map(row, sorted(used)))
+
+
+def credits_of(library: Library, names: Collection[str]) -> dict[str, dict[str, str | None]]:
+    """Source, author and licence of the named pictures, as they are published."""
+    unknown = {"source": None, "author": None, "licence": library.config.licence}
+    origins = library.origins(names)
+    return {name: {**unknown, **origins.get(name, {})} for name in names}
+
+
+def credits_changed(run: Run, library: Library) -> bool:
+    """Whether the library has another source, author or licence of a picture than the data set, which is then out of date."""
+    exported = run.out / "dataset" / PICTURES
+    if not exported.is_file():
+        return False
+    named = {safe_id(image["id"]): image["id"] for image in run.rows("seed", "images")}
+    rows = pq.read_table(exported, columns=["id", *ORIGINS]).to_pylist()
+    known = {named[row.pop("id")]: row for row in rows if row["id"] in named}
+    return credits_of(library, known.keys()) != known
 
 
 def _cell(data: bytes) -> dict[str, Any]:

@@ -132,6 +132,5 @@ def write(run: Run) -> Path:
     report = collect(run)
     write_json(run.out / "report.json", report)
     write_text(run.out / "report.md", markdown(report))
-    if (run.out / "dataset").is_dir():
-        card.write(run.out)
+    card.write(run.out)
     return run.out / "report.md"

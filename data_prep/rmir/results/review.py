@@ -11,6 +11,7 @@ import hashlib
 import json
 import random
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -22,12 +23,11 @@ from pydantic import BaseModel, Field, ValidationError
 
 from data_prep.rmir import arithmetic as maths
 from data_prep.rmir import frames
-from data_prep.rmir.decisions import triplet_name
+from data_prep.rmir.decisions import AGREEMENT, triplet_name, write_about_panel
 from data_prep.rmir.results import card
 from data_prep.rmir.results.agreement import defined, fleiss_kappa
 from rge.calls.pictures import prepare_picture
 from rge.common.errors import UserError
-from rge.common.files import write_json
 from rge.common.options import parse_options
 from rge.stats.intervals import cluster_bootstrap, figures, in_words, index_of
 
@@ -86,13 +86,16 @@ def page(run: Path, chosen: Sequence[dict[str, Any]], side_px: int = 800) -> str
     items = [
         {
             "key": triplet_name(row),
+            "asked": asked(row, images),
             "query": row["query"],
             "given": names[row["image_id"]],
             "answer": names[row["candidate_id"]],
         }
         for row in chosen
     ]
-    sample = hashlib.sha256(json.dumps([item["key"] for item in items]).encode()).hexdigest()[:16]
+    sample = hashlib.sha256(
+        json.dumps([(item["key"], item["asked"]) for item in items]).encode()
+    ).hexdigest()[:16]
     data = {
         "sample": sample,
         "items": items,
@@ -119,14 +122,14 @@ def agreement(words: Sequence[str]) -> None:
     """Compare verdicts with the panel's decisions and print the agreement."""
     options = parse_options(AgreementOptions, words, "rge data agreement")
     print(agreement_of(options.run, read_verdicts(options.run, options.verdicts)))
-    if (options.run / "dataset").is_dir():
-        print(f"added to {card.write(options.run)}")
+    if (page := card.write(options.run)) is not None:
+        print(f"added to {page}")
 
 
 def agreement_of(run: Path, people: "Mapping[str, Said]") -> str:
     """Write ``agreement.json`` (used by the card) and return the report as text; arguments as in `compare`."""
     report = compare(run, people)
-    write_json(run / "agreement.json", report)
+    write_about_panel(run / AGREEMENT, report)
     lines = [
         "| verdicts | agree with the panel | of | queries | share | 95 % interval, % | unsure |",
         "|---|---:|---:|---:|---:|---|---:|",
@@ -264,14 +267,21 @@ def settle(run: Path, people: Mapping[str, Said], agree: int) -> dict[str, Any]:
 def read_verdicts(run: Path, files: Sequence[Path]) -> dict[str, Said]:
     """Read verdicts by person: the name saved in the file, else the file's name.
 
+    Verdicts on another question or picture, or on a triplet that the run did not decide, are left out with a message.
+
     Raises:
-        UserError: a file holds no verdicts, two files have the same name, or a verdict is on a triplet that the run did
-            not decide.
+        UserError: a file holds no verdicts, or only such; or two files have the same name.
     """
-    decided = _decided(run)
+    images = frames.by("id", frames.stage_rows(run, "seed", "images"))
+    queries = frames.by("query_id", frames.stage_rows(run, "generate", "queries"))
+    known = {
+        key: asked(queries[row["query_id"]] | row, images)
+        for key, row in _decided(run).items()
+        if row["state"] in STATES.values()
+    }
     people: dict[str, Said] = {}
     for file in files:
-        by, said = _verdicts(file, decided)
+        by, said = _verdicts(file, known)
         if by in people:
             raise UserError(
                 f"{file}: two files are from {by!r}; change the name (`by`) in one file, or its file name"
@@ -286,12 +296,13 @@ class _Saved(BaseModel):
     class Row(BaseModel):
         verdict: Literal["accept", "reject", "unsure", ""] | None
         comment: str | None = None
+        asked: str | None = None  # see `asked`; pages of earlier versions do not save it
 
     by: str | None = None
     verdicts: Annotated[dict[str, Row], Field(min_length=1)]
 
 
-def _verdicts(file: Path, decided: dict[str, dict[str, Any]]) -> tuple[str, Said]:
+def _verdicts(file: Path, known: dict[str, str]) -> tuple[str, Said]:
     try:
         saved = _Saved.model_validate_json(file.read_bytes())
     except OSError as error:
@@ -302,13 +313,26 @@ def _verdicts(file: Path, decided: dict[str, dict[str, Any]]) -> tuple[str, Said
     rows = {
         key: {"verdict": row.verdict or "", "comment": row.comment or ""}
         for key, row in saved.verdicts.items()
+        if key in known and row.asked in (None, known[key])
     }
-    strange = [key for key in rows if decided.get(key, {}).get("state") not in STATES.values()]
-    if strange:
+    strange = [key for key in saved.verdicts if key not in rows]
+    if not rows:
         raise UserError(
-            f"{file}: a verdict is on {strange[0]!r}, which this run did not decide; is run= correct?"
+            f"{file}: a verdict is on {strange[0]!r}, which this run did not decide, or asks differently now; is run= correct?"
+        )
+    if strange:
+        print(
+            f"{file}: {len(strange)} of {len(saved.verdicts)} verdicts are left out, such as that on {strange[0]!r}, which this run "
+            "did not decide, or asks differently now",
+            file=sys.stderr,
         )
     return saved.by or file.stem, rows
+
+
+def asked(row: Mapping[str, Any], images: Mapping[str, dict[str, Any]]) -> str:
+    """Hash of the question and the pictures of a triplet, whose name may come to stand for others when a stage is redone."""
+    shown = [images[row[key]]["sha256"] for key in ("image_id", "candidate_id")]
+    return hashlib.sha256(json.dumps([row["query"], *shown]).encode()).hexdigest()[:16]
 
 
 def _decided(run: Path) -> dict[str, dict[str, Any]]:

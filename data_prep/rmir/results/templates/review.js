@@ -6,7 +6,7 @@ const place = "review-" + data.sample;
 const WORDS = { accept: "yes", reject: "no", unsure: "unsure" };
 const KEYS = { j: "accept", f: "reject", h: "unsure" };
 const show = (id) => document.getElementById(id);
-const known = new Set(data.items.map((item) => item.key));
+const known = new Map(data.items.map((item) => [item.key, item.asked]));
 // A Map, not a plain object: a key may equal a property name of Object.prototype.
 let said = new Map();
 let undone = [];
@@ -23,7 +23,8 @@ function read(found) {
     const row = typeof value === "boolean" ? { verdict: value ? "accept" : "reject" } : value || {};
     const verdict = Object.hasOwn(WORDS, row.verdict) ? row.verdict : null;
     const comment = typeof row.comment === "string" ? row.comment.slice(0, 2000) : "";
-    if (known.has(key) && (verdict || comment)) rows.set(key, { verdict, comment });
+    const same = known.has(key) && [undefined, known.get(key)].includes(row.asked);
+    if (same && (verdict || comment)) rows.set(key, { verdict, comment });
   }
   return rows;
 }
@@ -91,7 +92,8 @@ function zoom(id) {
 
 function save() {
   const by = show("name").value.trim();
-  const text = JSON.stringify({ sample: data.sample, by, verdicts: Object.fromEntries(said) }, null, 1);
+  const rows = [...said].map(([key, row]) => [key, { ...row, asked: known.get(key) }]);
+  const text = JSON.stringify({ sample: data.sample, by, verdicts: Object.fromEntries(rows) }, null, 1);
   const link = document.createElement("a");
   link.href = URL.createObjectURL(new Blob([text], { type: "application/json" }));
   link.download = by ? `verdicts-${by.replace(/[^\p{L}\p{N}]+/gu, "-")}.json` : "verdicts.json";

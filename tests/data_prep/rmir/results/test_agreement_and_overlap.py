@@ -9,7 +9,7 @@ from PIL import Image, ImageFilter
 
 from data_prep.__main__ import main
 from data_prep.rmir import arithmetic as maths
-from data_prep.rmir import frames, seed_set, stages
+from data_prep.rmir import decisions, frames, seed_set, stages
 from data_prep.rmir.config import IndexSpec, load_config
 from data_prep.rmir.pictures.encoders import HashingEncoder, PixelEncoder
 from data_prep.rmir.pictures.indices import Index
@@ -391,7 +391,7 @@ def test_the_page_holds_the_sample_and_not_the_decisions(finished, tmp_path, cap
     data = data_of(text)
     keys = {"q1 -> a", "q1 -> b", "q1 -> c", "q2 -> e"}
     assert {item["key"] for item in data["items"]} == keys
-    assert set(data["items"][0]) == {"key", "query", "given", "answer"}
+    assert set(data["items"][0]) == {"key", "asked", "query", "given", "answer"}
     assert all(url.startswith("data:image/") for url in data["pictures"].values())
     assert not any(word in text for word in ("kept", 'rejected":', "http://", "https://"))
     again = [row["candidate_id"] for row in review.draw(finished.out, 4, "all", 0)]
@@ -429,6 +429,38 @@ def test_agreement_with_a_person(finished, tmp_path, capsys):
     assert "one and two: same verdict on 1 of 3" in shown
     report = json.loads((finished.out / "agreement.json").read_text())
     assert (report["rows"]["all"]["of"], report["rows"]["all"]["unsure"]) == (6, 1)
+
+
+def test_verdicts_do_not_count_for_another_question_of_the_same_name(finished, tmp_path, capsys):
+    out = finished.out
+    images, queries = finished.by("id", "seed", "images"), finished.rows("generate", "queries")
+    rows = {
+        f"{query['query_id']} -> {target}": {**query, "candidate_id": target}
+        for query in queries
+        for target in "abe"
+    }
+    saved = {
+        name: {"verdict": "reject", "asked": review.asked(rows[name], images)}
+        for name in ("q1 -> a", "q2 -> e")
+    }
+    file = tmp_path / "ada.json"
+    file.write_text(json.dumps({"verdicts": saved}))
+    (out / "keep/done.json").write_text('{"fingerprint": "one"}')
+    people = review.read_verdicts(out, [file])
+    review.agreement_of(out, people)
+    decisions.write_about_panel(out / decisions.REVIEWED, review.settle(out, people, agree=1))
+    assert decisions.overruled(out) == {"q1 -> a": "rejected", "q2 -> e": "rejected"}
+    queries[0]["query"] = "another question"
+    table_of(finished, "generate", "queries/part-00000.parquet", "queries", queries)
+    (out / "keep/done.json").write_text('{"fingerprint": "two"}')
+    assert decisions.overruled(out) == {}
+    assert decisions.about_panel(out / decisions.AGREEMENT) is None
+    assert review.read_verdicts(out, [file])["ada"].keys() == {"q2 -> e"}
+    assert "1 of 2 verdicts are left out, such as that on 'q1 -> a', which" in capsys.readouterr().err
+    del saved["q2 -> e"]
+    file.write_text(json.dumps({"verdicts": saved}))
+    with pytest.raises(UserError, match="'q1 -> a', which this run did not decide, or asks differently now"):
+        review.read_verdicts(out, [file])
 
 
 def test_two_files_of_one_person_are_refused(finished, tmp_path):

@@ -101,6 +101,15 @@ def test_disjoint_sets_share_no_picture_in_whatever_role(run, disjoint):
     assert "2 pictures of the pool that occur in training" in (run.out / "dataset/README.md").read_text()
 
 
+def test_the_card_does_not_speak_of_settings_that_its_set_was_not_made_with(run):
+    """As after stage=retrieve with another setting: the set is still the earlier one."""
+    stages.split(run)
+    before = (run.out / "dataset/README.md").read_text()
+    run.config.judge.temperature = 0.123
+    report.write(run)
+    assert (run.out / "dataset/README.md").read_text() == before
+
+
 def verdicts(path, **said):
     rows = {name: {"verdict": verdict, "comment": ""} for name, verdict in said.items()}
     path.write_text(json.dumps({"by": path.stem, "verdicts": rows}))

@@ -349,6 +349,14 @@ def test_the_data_set_says_where_each_picture_is_from_and_nothing_of_its_camera(
     captions = read_captions(tmp_path / "out/dataset/train.jsonl", None)
     assert captions == {name: row["caption"] for name, row in origins.items() if row["caption"]}
     assert "The run is not finished" in (tmp_path / "out/dataset/README.md").read_text()
+    table = (tmp_path / "library.csv").read_text()
+    (tmp_path / "library.csv").write_text(table.replace("CC0", "CC BY"))
+    calls = len(received)
+    run_stages(run, STAGES)
+    licences = pq.read_table(tmp_path / "out/dataset/pictures.parquet")["licence"].to_pylist()
+    assert {"CC BY"} <= {*licences} <= {"CC BY", "see LICENSES"}, "a licence that was corrected in the table"
+    assert len(received) == calls
+    (tmp_path / "library.csv").write_text(table)
     run_stages(run, STAGES)
     report.write(run)
     run.close()

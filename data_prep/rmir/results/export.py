@@ -117,7 +117,12 @@ class _Export:
             _write(self.folder / "train.parquet", "train", rows)
         qrels = [(*pair, 1) for pair in self._pairs(self.positives)]
         in_corpus = set(self.corpus)
-        negatives, excluded = (self._pairs(found, in_corpus) for found in (self.rejected, self.abstained))
+        not_ranked = {name: self.abstained.get(name, []) for name in self.test}
+        if self.config.retrieve.exclude_input:  # never a candidate, hence never judged
+            not_ranked = {
+                name: [*found, self.queries[name]["image_id"]] for name, found in not_ranked.items()
+            }
+        negatives, excluded = (self._pairs(found, in_corpus) for found in (self.rejected, not_ranked))
         if self.test:
             self._write_test(qrels, negatives, excluded)
         self._write_origins()

@@ -101,6 +101,18 @@ def test_disjoint_sets_share_no_picture_in_whatever_role(run, disjoint):
     assert "2 pictures of the pool that occur in training" in (run.out / "dataset/README.md").read_text()
 
 
+def test_a_querys_own_picture_is_not_ranked_in_the_test_set_either(tmp_path):
+    """`d` is an answer of q1, and what q2 is about."""
+    with closing(made(tmp_path, votes={"q1": {"d": YES}, "q2": {"b": YES}}, inputs={"q2": "d"})) as run:
+        stages.keep(run)
+        stages.pool(run)
+        assert stages.split(run)["test_excluded"] == 1
+        excluded = pq.read_table(run.out / "dataset/test/excluded.parquet").to_pylist()
+        assert excluded == [{"query-id": "q2", "corpus-id": "d"}]
+        run.config.retrieve.exclude_input = False
+        assert stages.split(run)["test_excluded"] == 0
+
+
 def test_the_card_does_not_speak_of_settings_that_its_set_was_not_made_with(run):
     """As after stage=retrieve with another setting: the set is still the earlier one."""
     stages.split(run)

@@ -180,13 +180,18 @@ def _embed(
     todo = [entry for entry in source.entries if known.get(entry.id, ("",))[0] != entry.stamp]
     if not todo:
         return counts
-    indexed = index.digests()
+    at_start = index.as_it_is()
+    indexed_at_start = at_start.digests()
+    indexed = set(indexed_at_start)
     index.declare(entry.metadata for entry in source.entries)
     with progress_bar(total=len(todo), unit="item") as bar:
         for window in reader.read(todo, unreadable, indexed):
             readable = {item.entry.id: item for item in window if item is not None}
             by_digest = {item.content.digest: item for item in readable.values()}
-            vectors = index.vectors_of(by_digest.keys() & indexed)
+            found = by_digest.keys() & indexed
+            # From the index as it was: when names move on by one, each row is replaced before the next needs its vector.
+            vectors = at_start.vectors_of(found & indexed_at_start)
+            vectors |= index.vectors_of(found - indexed_at_start)
             for name, item in readable.items():
                 digest, before = item.content.digest, known.get(name, ("", None))[1]
                 counts["added"] += before is None

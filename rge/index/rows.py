@@ -24,9 +24,11 @@ COLUMNS = {
     "thumbnail": pa.binary(),
 }
 PRIVATE = frozenset(
-    {"source", "stamp", "digest", "image", "metadata", "thumbnail", "vector", "words", "_rowid", "_rowaddr"}
+    {"source", "stamp", "digest", "image", "metadata", "thumbnail", "vector", "words"}
+    | {"_rowid", "_rowaddr", "_rowoffset", "_row_created_at_version", "_row_last_updated_at_version"}
+    | {"_distance", "_score", "_relevance_score"}
 )
-"""Columns that `where` must not use: searches must not reveal where files are on this machine."""
+"""Columns that `where` must not use: searches must not reveal where files are on this machine. The last eight are LanceDB's own."""
 _EXIF = {
     "taken": pa.string(), "year": pa.int64(), "month": pa.int64(), "latitude": pa.float64(), "longitude": pa.float64(),
     "album": pa.string(),

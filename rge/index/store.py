@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,12 +80,7 @@ class Index:
                 f"there is no index at {uri}: make one with `rge index FOLDER out={uri} checkpoint=...`"
             )
         connection, table = opened
-        try:
-            about = json.loads((table.schema.metadata or {})[b"rge"])
-        except (KeyError, ValueError):
-            raise SearchIndexError(
-                f"{uri} holds a LanceDB table {TABLE!r} that `rge index` did not make"
-            ) from None
+        about = _about(uri, table)
         if about["format"] != 1:
             raise SearchIndexError(f"{uri} has format {about['format']}, this version reads format 1")
         return cls(uri, connection, table, about)
@@ -274,22 +270,48 @@ class Index:
             )
         if k < 1:
             raise ValueError(f"k must be >= 1, got {k}")
+        columns = [name for name in HIT_COLUMNS if thumbnails or name != "thumbnail"]
+        find = partial(self._search, query_ND, k, where, words, exact, columns)
+        with _lancedb_errors(self.uri):
+            try:
+                return find()
+            except UserError:
+                raise
+            except LANCEDB_ERRORS:
+                # A writer has deleted the version that was being read, or made the index anew.
+                self._latest = None
+                return find()
+
+    def _search(
+        self,
+        query_ND: np.ndarray,
+        k: int,
+        where: str | None,
+        words: Sequence[str] | None,
+        exact: bool,
+        columns: Sequence[str],
+    ) -> list[list[Hit]]:
+        self._table = self._connection.open_table(TABLE)
+        now = _about(self.uri, self._table)
+        if any(now[key] != self.about[key] for key in ("checkpoint_hash", "dimensions")):
+            raise SearchIndexError(
+                f"since it was opened, {self.uri} was made anew by another checkpoint or with other dimensions: "
+                f"{now['checkpoint']}, {now['dimensions']}; open it again"
+            )
         if where is not None:
             self._check(where)
-        columns = [name for name in HIT_COLUMNS if thumbnails or name != "thumbnail"]
-        with _lancedb_errors(self.uri):
-            if words is not None:
-                if not self._indices("words"):
-                    raise SearchIndexError(
-                        f"{self.uri} has no index of words yet: run `rge index` on its source again"
-                    )
-                return [
-                    hits_of(self._fused(query_D, text, k, where, columns, exact), query_D, k, is_ranked=True)
-                    for query_D, text in zip(query_ND, words, strict=True)
-                ]
-            if exact or not self._indices("vector"):
-                return self._snapshot().search(query_ND, k, where, columns)
-            return [hits_of(self._nearest(query_D, k, columns, where), query_D, k) for query_D in query_ND]
+        if words is not None:
+            if not self._indices("words"):
+                raise SearchIndexError(
+                    f"{self.uri} has no index of words yet: run `rge index` on its source again"
+                )
+            return [
+                hits_of(self._fused(query_D, text, k, where, columns, exact), query_D, k, is_ranked=True)
+                for query_D, text in zip(query_ND, words, strict=True)
+            ]
+        if exact or not self._indices("vector"):
+            return self._snapshot().search(query_ND, k, where, columns)
+        return [hits_of(self._nearest(query_D, k, columns, where), query_D, k) for query_D in query_ND]
 
     def sample(self, count: int) -> list[tuple[str, str, bool]]:
         """Source and id of the first rows, and whether each has a picture."""
@@ -359,18 +381,26 @@ class Index:
         query: Any = self._table.search(query_type="hybrid", vector_column_name="vector", fts_columns="words")
         query = query.vector(query_D).text(words).distance_type("dot").rerank(RRFReranker())
         query = query.limit(max(k, MIN_FUSED))
-        if exact:
-            query = query.bypass_vector_index()
+        query = query.bypass_vector_index() if exact else query.nprobes(NPROBES).refine_factor(REFINE)
         if where is not None:
             query = query.where(where, prefilter=True)
         return query.to_arrow().select([*columns, "vector"])
+
+    def as_it_is(self) -> "Index":
+        """The index as it is now, for reading; later writes do not change it."""
+        with _lancedb_errors(self.uri):
+            return Index(self.uri, self._connection, self._as_of(self._table.version), self.about)
+
+    def _as_of(self, version: int) -> "Table":
+        table = self._connection.open_table(TABLE)
+        table.checkout(version)
+        return table
 
     def _snapshot(self) -> "Snapshot":
         """The current version of the table; if its vectors are few, they stay in memory until it changes."""
         version = self._table.version
         if self._latest is None or self._latest.version != version:
-            table = self._connection.open_table(TABLE)
-            table.checkout(version)
+            table = self._as_of(version)
             num_bytes = 4 * self.about["dimensions"] * table.count_rows()
             self._latest = Snapshot(table, version, cached=num_bytes <= CACHE_BYTES)
         return self._latest
@@ -431,6 +461,17 @@ def _table(uri: str) -> "tuple[DBConnection, Table] | None":
         if folder is not None and not any((folder / f"{TABLE}.lance" / "_versions").glob("*.manifest")):
             return None
         return connection, connection.open_table(TABLE)
+
+
+def _about(uri: str, table: "Table") -> dict[str, Any]:
+    """What `Index.create` wrote about the index; `SearchIndexError` if it did not make the table."""
+    try:
+        about: dict[str, Any] = json.loads((table.schema.metadata or {})[b"rge"])
+    except (KeyError, ValueError):
+        raise SearchIndexError(
+            f"{uri} holds a LanceDB table {TABLE!r} that `rge index` did not make"
+        ) from None
+    return about
 
 
 @contextmanager

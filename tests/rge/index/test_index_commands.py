@@ -1,5 +1,6 @@
 """`rge embed`, `rge index` and `rge search`, on folders and tables as people have them."""
 
+import itertools
 import json
 import os
 import re
@@ -154,6 +155,26 @@ def test_what_is_renamed_or_there_twice_is_embedded_once(photos, capsys, monkeyp
     assert embedded == [7]
     after = vectors(Index.open("gallery"), str(photos), ["sub/azure.png"])
     np.testing.assert_array_equal(after["sub/azure.png"], before["blue.png"])
+
+
+@pytest.mark.slow
+def test_names_that_move_on_by_one_keep_their_vectors(photos, capsys, monkeypatch, demo):
+    """As after `mv`, number by number: each row is replaced before the next one needs its content."""
+    names = [f"{number:02d}.png" for number in range(12)]
+    for number, name in enumerate(names[:-1]):
+        Image.new("RGB", (40, 50), (20 * number, 0, 0)).save(photos / name)
+    index(["pho tos", "out=gallery", "checkpoint=demo", "batch_size=1"])
+    before = vectors(Index.open("gallery"), str(photos), names[:-1])
+    for old, new in reversed([*itertools.pairwise(names)]):
+        (photos / old).rename(photos / new)
+    embedded = counted(monkeypatch)
+    capsys.readouterr()
+    assert index(["pho tos", "out=gallery", "batch_size=1"]) == 0
+    assert "1 added, 10 changed, 1 removed, 7 unchanged, 11 not embedded again" in capsys.readouterr().out
+    assert embedded == []
+    after = vectors(Index.open("gallery"), str(photos), names[1:])
+    for old, new in itertools.pairwise(names):
+        np.testing.assert_array_equal(after[new], before[old])
 
 
 def exif(taken, latitude=None):

@@ -2,10 +2,11 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
-from datetime import date
+from datetime import date, timedelta
 
 import numpy as np
 import pyarrow as pa
@@ -113,6 +114,19 @@ def test_columns_of_the_metadata_narrow_a_search(index):
         with pytest.raises(SearchIndexError, match="is not a valid condition on") as caught:
             found(wrong)
         assert ".rs:" not in str(caught.value)
+
+
+def test_a_table_may_have_columns_as_lancedb_calls_its_own(index):
+    """As in results of a search that were saved."""
+    names = ("_distance", "_score", "_relevance_score", "_rowid", "_rowoffset", "_row_created_at_version")
+    metadata = [dict.fromkeys(names, float(number)) for number in range(3)]
+    index.declare(metadata)
+    stored_ND = vectors(3)
+    index.put([Row("s", str(n), "1", "d", stored_ND[n], "a key", metadata=metadata[n]) for n in range(3)])
+    index.refresh(ann_from=2)
+    for asked in ({"exact": True}, {}, {"words": ["key"]}):
+        [[hit]] = index.search(stored_ND[:1], 1, where="_score_ < 1 and _distance_ = 0", **asked)
+        assert (hit.id, hit.metadata) == ("0", metadata[0])
 
 
 def test_words_are_found_however_they_are_typed(index):
@@ -226,6 +240,43 @@ def test_an_index_of_another_checkpoint_is_named_and_refused(index):
         index.check("mine", "b" * 64)
 
 
+@pytest.mark.parametrize("asked", [{}, {"where": "id > 'a'"}, {"words": ["key"]}])
+def test_an_index_that_is_made_anew_under_a_reader(index, asked):
+    def remake(size=16, seed=0, **made):
+        shutil.rmtree(index.uri)
+        new = Index.create(index.uri, dimensions=size, **MADE | made)
+        new.put(rows(vectors(9, size, seed), text="a key"))
+        new.refresh(ann_from=99)
+
+    remake()
+    reader = Index.open(index.uri)
+    assert max(hit.score for hit in reader.search(vectors(1), 9, **asked)[0]) > 0.99
+    remake(seed=1)  # as many commits as before
+    found, expected = (each.search(vectors(1), 9, **asked) for each in (reader, Index.open(index.uri)))
+    assert found == expected
+    for other in ({"checkpoint": "mine", "checkpoint_hash": "b" * 64}, {"size": 8}):
+        remake(**other)
+        with pytest.raises(SearchIndexError, match="was made anew by another checkpoint or with other"):
+            reader.search(vectors(1), 9, **asked)
+
+
+def test_a_search_goes_on_when_the_version_that_it_reads_is_deleted(index, monkeypatch):
+    """One that has been the latest for longer than `VERSION_AGE` is, as soon as a writer has replaced it."""
+    index.put(rows(vectors(9)))
+    index.refresh(ann_from=99)
+    reader, real = Index.open(index.uri), exact.Snapshot.search
+    monkeypatch.setattr(store, "VERSION_AGE", timedelta(milliseconds=1))
+
+    def replaced_first(self, *args):
+        monkeypatch.setattr(exact.Snapshot, "search", real)
+        index.put(rows(vectors(9, seed=1)))
+        index.refresh(ann_from=99)
+        return real(self, *args)
+
+    monkeypatch.setattr(exact.Snapshot, "search", replaced_first)
+    assert reader.search(vectors(1, seed=1), 1)[0][0].score > 0.99
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [16, 256])
 def test_the_recall_of_an_approximate_index_is_measured_and_it_goes_with_the_rows(tmp_path, size):
@@ -234,6 +285,10 @@ def test_the_recall_of_an_approximate_index_is_measured_and_it_goes_with_the_row
     index.put(rows(stored_ND))
     assert index.refresh(ann_from=601) is None
     assert index.refresh(ann_from=600) > 0.95
+    exact = index.search(vectors(5, size, 8), 20, exact=True)
+    # With words too, candidates are ranked by their true vectors.
+    fused = index.search(vectors(5, size, 8), 20, words=["nowhere"] * 5)
+    assert [[hit.id for hit in hits] for hits in fused] == [[hit.id for hit in hits] for hits in exact]
     index.put(rows(vectors(5, size, 9), first=600))  # rows that the approximate index does not know yet
     query_QD = vectors(5, size, 9)
     assert [hits[0].id for hits in index.search(query_QD, 1)] == [

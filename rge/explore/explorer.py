@@ -188,15 +188,22 @@ class Explorer:
         return ids
 
     def _write(self, prompt: Prompt, tell: Callable[[str], object]) -> tuple[list[int], bool]:
-        written: list[int] = []
+        model, mode, written = self.embedder.model, self.embedder.query_mode, list[int]()
+        if mode != "reasoning":  # it was trained to write nothing
+            return list(model.given[mode]), False
 
         def on_token(_: int, token: int) -> None:
-            if token != self.embedder.model.emb_id:
+            if token != model.emb_id:
                 written.append(token)
                 tell(self.embedder.builder.decode(written))
 
         [rationale] = generate(
-            self.embedder.model, [prompt], max_new_tokens=self.cap, batch_size=1, on_token=on_token
+            model,
+            [prompt],
+            max_new_tokens=self.cap,
+            min_new_tokens=self.embedder.settings.min_rationale_tokens,
+            batch_size=1,
+            on_token=on_token,
         )
         return list(rationale.ids), rationale.forced
 

@@ -12,6 +12,7 @@ import forked
 import httpx
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("fastapi", exc_type=ImportError)
 pytest.importorskip("lancedb", exc_type=ImportError)
@@ -73,6 +74,34 @@ def test_the_hits_are_those_of_the_embedder_and_the_words_come_one_by_one(explor
     assert [one["id"] for one in found[0]["direct"]] == [
         hit.id for hit in explorer.index.search(direct_D[None], 3)[0]
     ]
+
+
+@pytest.mark.parametrize(
+    "trained",
+    [
+        {"recipe": {"loss": {"adaptive": {"share": 0.5}}}},
+        {"reasons": "none"},
+        {"reasons": "none", "think_tokens": 2},
+    ],
+)
+def test_a_checkpoint_is_asked_in_the_mode_of_its_training(explorer, monkeypatch, trained):
+    embedder, example = explorer.embedder, explorer.examples[0]
+    model = embedder.model
+    monkeypatch.setattr(embedder, "settings", embedder.settings.but(**trained))
+    monkeypatch.setitem(model.given, "latent", (11, 12))
+    # The first choice of one that decides itself is to answer directly.
+    favour_V = torch.zeros(len(model.model.lm_head.weight))
+    favour_V[model.emb_id] = 99 * ("recipe" in trained)
+    hook = model.model.lm_head.register_forward_hook(lambda head, args, logits: logits + favour_V)
+    try:
+        found = told(explorer, example.question, example.picture)
+        vector_D, rationale = embedder.encode_query(example.question, example.picture, return_rationales=True)
+    finally:
+        hook.remove()
+    assert [one["rationale"] for one in found if "rationale" in one] == ([rationale] if rationale else [])
+    [hits] = explorer.index.search(vector_D[None], 3)
+    expected = [hit.score for hit in hits]
+    np.testing.assert_allclose([one["score"] for one in found[-1]["hits"]], expected, atol=1e-5)
 
 
 def test_a_given_rationale_moves_the_embedding_and_an_empty_one_is_direct(explorer):

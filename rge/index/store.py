@@ -295,8 +295,7 @@ class Index:
         now = _about(self.uri, self._table)
         if any(now[key] != self.about[key] for key in ("checkpoint_hash", "dimensions")):
             raise SearchIndexError(
-                f"since it was opened, {self.uri} was made anew by another checkpoint or with other dimensions: "
-                f"{now['checkpoint']}, {now['dimensions']}; open it again"
+                f"since it was opened, {self.uri} was made anew by another checkpoint or with other dimensions: open it again"
             )
         if where is not None:
             self._check(where)

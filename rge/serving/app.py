@@ -395,6 +395,7 @@ async def _http(request: Request, error: HTTPException) -> Response:
 
 
 async def _failed(_: Request, error: Exception) -> Response:
-    return error_response(
-        Refusal(500, f"the server failed ({type(error).__name__}); its log says where", "internal_error")
+    refusal = Refusal(
+        500, f"the server failed ({type(error).__name__}); its log says where", "internal_error"
     )
+    return error_response(refusal, close=True)  # as uvicorn does after it has logged the error

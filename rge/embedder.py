@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
@@ -75,10 +75,7 @@ class Embedder:
         base: Path | None = None,
     ):
         """`base` is the directory of the base model of a checkpoint of adapters."""
-        from rge.checkpoints.export import checkpoint_hash
-
         self._loaded, self.checkpoint, self.settings, self.base = inference, checkpoint, settings, base
-        self.checkpoint_hash = checkpoint_hash(checkpoint)
 
     @classmethod
     def from_pretrained(
@@ -147,6 +144,13 @@ class Embedder:
             return _SpreadEmbedder(devices, folder, settings, base)
         inference = Inference.load(folder, settings, devices[0], base, vllm)
         return cls(inference, folder, settings.but(engine=inference.engine and inference.engine.name), base)
+
+    @cached_property
+    def checkpoint_hash(self) -> str:
+        """`rge.checkpoints.export.checkpoint_hash` of the files as they are when it is first asked for; it reads all weights."""
+        from rge.checkpoints.export import checkpoint_hash
+
+        return checkpoint_hash(self.checkpoint)
 
     @property
     def _inference(self) -> "Inference":

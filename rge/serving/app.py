@@ -80,6 +80,8 @@ class Service:
         index: "Index | None" = None,
     ):
         self.embedder, self.options, self.index = embedder, options, index
+        # Now, while the files are those that were loaded, and because reading them would block the event loop.
+        self._checkpoint_hash = embedder.checkpoint_hash
         self.name = options.name or options.checkpoint
         self.held = MemoryBudget(options.max_waiting_mb << 20)
         self.batches = Batches(
@@ -309,7 +311,7 @@ class Service:
         about = {
             "status": "ok" if self.batches.is_alive else "the model's thread has ended",
             "model": self.name,
-            "checkpoint_hash": self.embedder.checkpoint_hash,
+            "checkpoint_hash": self._checkpoint_hash,
             "engine": self.options.engine,
             "device": str(self.embedder.model.device),
             "dimensions": self.embedder.sizes,

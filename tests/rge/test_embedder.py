@@ -329,6 +329,17 @@ def test_devices_and_dtypes_of_torch_are_taken_too(encoder):
     assert next(same.model.parameters()).dtype == torch.bfloat16
 
 
+def test_the_checkpoint_is_hashed_only_for_those_who_ask(encoder, monkeypatch):
+    """It means to read all weights once more."""
+    hashed = []
+    monkeypatch.setattr("rge.checkpoints.export.checkpoint_hash", lambda folder: hashed.append(folder) or "h")
+    one = Embedder.from_pretrained(encoder.checkpoint)
+    one.encode_query("a")
+    assert not hashed
+    assert [one.checkpoint_hash, one.checkpoint_hash, one.with_(exact=True).checkpoint_hash] == ["h"] * 3
+    assert hashed == [encoder.checkpoint]
+
+
 def test_a_pickled_embedder_embeds_the_same(described):
     """As for the processes of sentence-transformers, `datasets` and `multiprocessing`."""
     texts = ["a key", "a lock"]

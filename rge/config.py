@@ -865,7 +865,10 @@ def _check_validation(recipe: Recipe) -> Iterator[str]:
     if validation.key is None:
         return
     yield from _check_records("validation", validation)
-    weights = {"joint": (*_loss_weights(recipe.loss), 0.0), "rl": (rl.alpha_lm, rl.alpha_con, rl.alpha_rl)}
+    weights = {
+        "joint": (recipe.loss.alpha_lm, recipe.loss.alpha_con, 0.0),
+        "rl": (rl.alpha_lm, rl.alpha_con, rl.alpha_rl),
+    }
     for stage, (alpha_lm, alpha_con, alpha_rl) in weights.items():
         if stage not in recipe.stages() or alpha_lm or not (alpha_con or alpha_rl):
             continue

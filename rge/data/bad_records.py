@@ -37,7 +37,7 @@ class BadRecords:
         files: Sequence[Records],
         folder: Path,
         first_step: int,
-        mixture: Mixture | None = None,
+        mixture: Mixture,
     ):
         self.path = folder / NAME
         self.skips, self.max_share = settings.on_bad == "skip", settings.max_bad_share
@@ -74,7 +74,7 @@ class BadRecords:
 
     def _check(self) -> None:
         number = self.num_records
-        if self.streams and self.mixture is not None:
+        if self.streams:
             drawn = self.mixture.drawn_before(self.step)
             number += max(LEAST, sum(drawn[source] for source in self.streams))
         if len(self.found) > self.max_share * number:

@@ -37,7 +37,7 @@ def encodes_once(
     micro_batch_size: int,
     sharded: bool,
     has_dropout: bool,
-    keep: str = "none",
+    keep: str,
 ) -> bool:
     """Whether the prompts of a step are encoded once: `rollout.prompt_pass` (`asked`) with ``auto`` resolved.
 
@@ -143,7 +143,7 @@ class Writer:
         embedder: the same, unwrapped.
         settings: of the rollout.
         once: see `encodes_once`.
-        vllm: for `rollout.backend=vllm`.
+        vllm: for `rollout.backend=vllm`; None: the model itself writes.
         loss: decides whose rationale a query gets.
         micro_batch_size: queries per forward of the step, if its chunks' prompts are kept.
         keep: see `rge.model.embedding_model.keeping`; ``none``: the step has one chunk.
@@ -154,12 +154,12 @@ class Writer:
         model: nn.Module,
         embedder: EmbeddingModel,
         settings: RolloutConfig,
-        once: bool,
-        vllm: VllmWriter | None = None,
-        loss: LossConfig = LossConfig(),  # noqa: B008 - never changed
         *,
-        micro_batch_size: int = 0,
-        keep: str = "none",
+        once: bool,
+        vllm: VllmWriter | None,
+        loss: LossConfig,
+        micro_batch_size: int,
+        keep: str,
     ):
         self.model, self.embedder, self.settings, self.once = model, embedder, settings, once
         self.vllm, self.loss, self.micro_batch_size, self.keep = vllm, loss, micro_batch_size, keep
@@ -247,11 +247,11 @@ def make_writer(
     recipe: Recipe,
     stage: StageConfig,
     accelerator: Accelerator,
-    kept: Kept | None = None,
+    kept: Kept,
 ) -> Writer:
     """A stage's writer; its store is saved and loaded with the accelerator's state.
 
-    `kept` is what the stage's micro batches keep; None: nothing.
+    `kept` is what the stage's micro batches keep.
 
     Raises:
         RecipeError: `rollout.prompt_pass=once` is not possible.
@@ -273,17 +273,24 @@ def make_writer(
             memory=settings.vllm_memory,
             sleep=settings.vllm_sleep,
         )
-    keep, prompt_pass = (kept.where, kept.prompt_pass) if kept else ("none", settings.prompt_pass)
-    size = recipe.train.micro_batch_size
     once = vllm is None and encodes_once(
-        prompt_pass,
+        kept.prompt_pass,
         queries_a_rank=-(-stage.batch_size // dist.world_size()),
-        micro_batch_size=size,
+        micro_batch_size=recipe.train.micro_batch_size,
         sharded=sharded,
         has_dropout=has_dropout(embedder),
-        keep=keep,
+        keep=kept.where,
     )
-    writer = Writer(model, embedder, settings, once, vllm, recipe.loss, micro_batch_size=size, keep=keep)
+    writer = Writer(
+        model,
+        embedder,
+        settings,
+        once=once,
+        vllm=vllm,
+        loss=recipe.loss,
+        micro_batch_size=recipe.train.micro_batch_size,
+        keep=kept.where,
+    )
     if writer.store is not None:
         accelerator.register_for_checkpointing(writer.store)
     return writer

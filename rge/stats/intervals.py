@@ -86,7 +86,7 @@ def cluster_bootstrap(
     return resampled(terms_GT, means, num_groups_M, num_resamples=num_resamples, seed=seed)
 
 
-def over_seeds(bootstrap: Bootstrap, num_seeds: int, *, seed: int = 0) -> Bootstrap:
+def over_seeds(bootstrap: Bootstrap, num_seeds: int) -> Bootstrap:
     """The mean over training runs that differ in their seed, with seeds and groups resampled together.
 
     S - 1 of S seeds are drawn, with replacement, which adds the variance of a mean of S seeds (Rao and Wu 1988); drawing S would
@@ -97,11 +97,10 @@ def over_seeds(bootstrap: Bootstrap, num_seeds: int, *, seed: int = 0) -> Bootst
     Args:
         bootstrap: of S x M columns, all metrics of the first seed, then those of the second, from one `cluster_bootstrap`.
         num_seeds: S. With one seed, only groups are resampled.
-        seed: of the resampling of seeds.
     """
     if num_seeds == 1:
         return bootstrap
-    rng = np.random.default_rng((seed, num_seeds))  # independent of the resampling of groups
+    rng = np.random.default_rng((0, num_seeds))  # independent of the resampling of groups
     drawn = rng.integers(0, num_seeds, (len(bootstrap.draws_BM), num_seeds - 1))
     times_BS = (drawn[:, :, None] == np.arange(num_seeds)).sum(axis=1)
 
@@ -163,9 +162,9 @@ def resampled(
 
 
 def interval(
-    bootstrap: Bootstrap, *, level: float = LEVEL, bounds: tuple[float, float] | None = None
+    bootstrap: Bootstrap, *, bounds: tuple[float, float] | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """BCa interval of each mean, (low_M, high_M).
+    """BCa interval of each mean at `LEVEL`, (low_M, high_M).
 
     If the estimate lies outside its resamples, the corrections do not exist, and percentiles are used. A single group has no
     interval: NaN. If all values are equal, so are all resamples, but no hit in twenty groups does not prove that there never is
@@ -183,11 +182,11 @@ def interval(
             continue
         if not np.isfinite(spread_M[m]):
             if bounds is not None and bounds[0] <= estimate <= bounds[1]:
-                reach = 1 - ((1 - level) / 2) ** (1 / bootstrap.num_groups_M[m])
+                reach = 1 - ((1 - LEVEL) / 2) ** (1 / bootstrap.num_groups_M[m])
                 low_M[m] = estimate - reach * (estimate - bounds[0])
                 high_M[m] = estimate + reach * (bounds[1] - estimate)
             continue
-        tails = [(1 - level) / 2, (1 + level) / 2]
+        tails = [(1 - LEVEL) / 2, (1 + LEVEL) / 2]
         # ties with the estimate count half, else coarse metrics look biased, and a - b would differ from b - a; the margin
         # absorbs rounding, which depends on the order of summation
         margin = 1e-12 * max(1.0, abs(estimate))

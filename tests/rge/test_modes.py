@@ -219,7 +219,11 @@ def test_the_share_of_easy_queries_rises_during_the_warm_up():
 def test_the_writer_adds_the_direct_state_to_every_query(lively, make_batch):
     batch = make_batch(PromptBuilder(lively.processor))
     loss = LossConfig(anchor="mix", oracle_share=0.5, states=StatesConfig(direct=1.0))
-    rollout = Writer(lively, lively, RolloutConfig(max_new_tokens=8), False, loss=loss)(0, batch)
+    settings = RolloutConfig(max_new_tokens=8)
+    writer = Writer(
+        lively, lively, settings, once=False, vllm=None, loss=loss, micro_batch_size=100, keep="none"
+    )
+    rollout = writer(0, batch)
     assert [one.given for one in rollout.rationales] == [False, True] * len(batch.queries)
     assert {one.oracle for one in rollout.rationales} == {False, True}
     # What was not written in this step has its direct state computed by the step.

@@ -40,7 +40,7 @@ from rge.data.sources import RecordFile
 from rge.distributed import launch
 from rge.losses import CONTRASTIVE_LOSSES
 from rge.model import embedding_model, fused
-from rge.model.embedding_model import embedder_to_train
+from rge.model.embedding_model import Kept, embedder_to_train
 from rge.model.prompts import Prompt
 from rge.plan import costs
 from rge.plan.options import PlanCommand
@@ -550,7 +550,7 @@ def test_vllm_memory_is_the_engines_and_the_plans(arguments, lively, monkeypatch
     planned = []
     for share in (0.2, 0.4):
         recipe = load_recipe(arguments("rollout.backend=vllm", f"rollout.vllm_memory={share}"))
-        make_writer(lively, lively, recipe, recipe.joint, Accelerator(cpu=True))
+        make_writer(lively, lively, recipe, recipe.joint, Accelerator(cpu=True), Kept("none", "auto"))
         planned.append(reserved(recipe, options))
     assert given == [0.2, 0.4]
     assert planned[0] < planned[1]
@@ -567,7 +567,7 @@ def test_vllm_sleep_is_the_engines_and_the_plans(arguments, lively, monkeypatch)
     planned = []
     for sleep in (False, True):
         recipe = load_recipe(arguments("rollout.backend=vllm", f"rollout.vllm_sleep={sleep}"))
-        make_writer(lively, lively, recipe, recipe.joint, Accelerator(cpu=True))
+        make_writer(lively, lively, recipe, recipe.joint, Accelerator(cpu=True), Kept("none", "auto"))
         planned.append(reserved(recipe, options))
     assert given == [False, True]
     assert planned[1] < planned[0]

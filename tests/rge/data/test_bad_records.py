@@ -195,7 +195,9 @@ def test_what_only_a_draw_shows(folder, builder, kind, tmp_path):
     found = [content(batch) for batch in loaded(skipping, 0)]
     assert [content(batch) for batch in loaded(skipping, 3)] == found
     assert all(len(batch["queries"]) == BATCH and "bad" not in batch["record_ids"] for batch in found)
-    ledger = BadRecords(DataConfig(on_bad="skip", max_bad_share=0.1), skipping.files, tmp_path, 0)
+    ledger = BadRecords(
+        DataConfig(on_bad="skip", max_bad_share=0.1), skipping.files, tmp_path, 0, skipping.mixture
+    )
     reports = [ledger.after_step(step, skipping[step]) for step in range(STEPS)]
     assert reports[-1] == {"bad_records": 1}
     [line] = [json.loads(line) for line in (tmp_path / NAME).read_text().splitlines()]
@@ -215,7 +217,9 @@ def test_what_opening_shows(folder, builder, kind, tmp_path):
     good = batches_of(write(folder, "good"), builder, "stop")
     expected = [content(good[step]) for step in range(STEPS)]
     assert [content(batch) for batch in loaded(skipping, 0)] == expected
-    ledger = BadRecords(DataConfig(on_bad="skip", max_bad_share=0.1), skipping.files, tmp_path, 0)
+    ledger = BadRecords(
+        DataConfig(on_bad="skip", max_bad_share=0.1), skipping.files, tmp_path, 0, skipping.mixture
+    )
     assert ledger.after_step(1, skipping[0]) == {"bad_records": 1}
     [line] = [json.loads(line) for line in (tmp_path / NAME).read_text().splitlines()]
     assert (line["step"], line["source"]) == (0, str(path))
@@ -316,9 +320,12 @@ class Source:
         return 10
 
 
+TEN = Mixture([10], [1.0], 2, 0)
+
+
 def test_the_list_is_whole_after_a_resume_and_has_no_line_twice(tmp_path):
     def start(first_step):
-        return BadRecords(DataConfig(on_bad="skip", max_bad_share=0.5), [Source()], tmp_path, first_step)
+        return BadRecords(DataConfig(on_bad="skip", max_bad_share=0.5), [Source()], tmp_path, first_step, TEN)
 
     def listed():
         return [
@@ -338,7 +345,7 @@ def test_the_list_is_whole_after_a_resume_and_has_no_line_twice(tmp_path):
 
 
 def test_more_than_a_share_ends_the_run(tmp_path):
-    ledger = BadRecords(DataConfig(on_bad="skip", max_bad_share=0.2), [Source()], tmp_path, 0)
+    ledger = BadRecords(DataConfig(on_bad="skip", max_bad_share=0.2), [Source()], tmp_path, 0, TEN)
     assert ledger.after_step(1, batch_with("1", "2", "1")) == {"bad_records": 2}
     with pytest.raises(
         RecordError, match=r"3 of 10 records are bad, more than data.max_bad_share=0.2; .* 'b4': gone"
@@ -348,7 +355,7 @@ def test_more_than_a_share_ends_the_run(tmp_path):
 
 
 def test_without_skipping_nothing_is_counted_or_written(tmp_path):
-    ledger = BadRecords(DataConfig(), [Source()], tmp_path, 0)
+    ledger = BadRecords(DataConfig(), [Source()], tmp_path, 0, TEN)
     assert ledger.after_step(1, batch_with()) == {}
     assert list(tmp_path.iterdir()) == []
 

@@ -21,10 +21,10 @@ from family_models import build
 from own_engine import OwnEngine
 from paths import ROOT
 
-from rge.config import DataConfig, LoraConfig, Recipe, RolloutConfig, StageConfig, TrainConfig
+from rge.config import DataConfig, LoraConfig, LossConfig, Recipe, RolloutConfig, StageConfig, TrainConfig
 from rge.model.adapters import add_adapters, has_adapters, merge, merged_weights
 from rge.model.backbone import BackboneError, load_backbone, vision_parameters, vision_prefixes
-from rge.model.embedding_model import EmbeddingModel
+from rge.model.embedding_model import EmbeddingModel, Kept
 from rge.model.prompts import Prompt, PromptBuilder
 from rge.objective import Objective
 from rge.rl.reference import Reference
@@ -36,6 +36,7 @@ from rge.rollout.writer import Rollout, Writer, make_writer, sample_seeds
 from rge.step import TrainingStep
 
 CAP = 12
+NOTHING_KEPT = Kept("none", "auto")
 OBJECTIVE = Objective(0.4, 0.6, 0.07)
 SETTINGS = {"max_prompt_tokens": 512, "max_new_tokens": CAP, "batch_size": 3, "memory": 0.15}
 
@@ -133,7 +134,7 @@ def test_a_frozen_tower_runs_once_for_vllm_and_the_step(lively, make_batch, behi
     for backend in ("own", "vllm"):
         lively.pictures = None
         recipe = recipe_of(dataclasses.replace(settings, backend=backend))
-        writer = make_writer(lively, lively, recipe, recipe.joint, accelerator)
+        writer = make_writer(lively, lively, recipe, recipe.joint, accelerator, NOTHING_KEPT)
         rationales, encoded, _ = writer(0, batch)
         assert encoded is None
         seen = []
@@ -155,14 +156,17 @@ def test_a_batch_that_fits_one_chunk_is_not_encoded_by_us_first(lively, make_bat
     behind(lively, batch.queries)
     for backend, once in (("own", True), ("vllm", False)):
         recipe = recipe_of(RolloutConfig(max_new_tokens=CAP, backend=backend), micro_batch_size=5)
-        assert make_writer(lively, lively, recipe, recipe.joint, Accelerator(cpu=True)).once == once
+        writer = make_writer(lively, lively, recipe, recipe.joint, Accelerator(cpu=True), NOTHING_KEPT)
+        assert writer.once == once
 
 
 def test_reused_and_direct_queries_are_not_asked_for(lively, make_batch, behind):
     batch = make_batch(PromptBuilder(lively.processor))
     vllm = behind(lively, batch.queries)
     settings = RolloutConfig(max_new_tokens=CAP, batch_size=3, reuse_steps=1, backend="vllm")
-    writer = Writer(lively, lively, settings, False, vllm)
+    writer = Writer(
+        lively, lively, settings, once=False, vllm=vllm, loss=LossConfig(), micro_batch_size=100, keep="none"
+    )
     first, again = (written(writer(step, batch)[0]) for step in (0, 1))
     assert first == again
     assert vllm.engine.num_synced == 1
@@ -175,7 +179,7 @@ def test_errors_come_before_an_engine_is_made(lively, monkeypatch):
     with pytest.raises(
         BackboneError, match=r"needs vLLM, which is not installed: pip install -e '\.\[vllm\]'"
     ):
-        make_writer(lively, lively, recipe, recipe.joint, accelerator)
+        make_writer(lively, lively, recipe, recipe.joint, accelerator, NOTHING_KEPT)
     monkeypatch.setattr(vllm_rollout, "find_spec", lambda name: name)
     monkeypatch.setattr(
         vllm_engine, "TrainingEngine", lambda *args, **settings: pytest.fail("made an engine")
@@ -184,12 +188,12 @@ def test_errors_come_before_an_engine_is_made(lively, monkeypatch):
     with pytest.raises(
         BackboneError, match="can keep 1024 tokens out of rationales, and this tokenizer has 1025"
     ):
-        make_writer(lively, lively, recipe, recipe.joint, accelerator)
+        make_writer(lively, lively, recipe, recipe.joint, accelerator, NOTHING_KEPT)
     recipe = recipe_of(RolloutConfig(backend="vllm", vllm_sleep=True))
     with pytest.raises(
         BackboneError, match=r"vllm_sleep=true frees memory of a CUDA device .*, and this run is on cpu"
     ):
-        make_writer(lively, lively, recipe, recipe.joint, accelerator)
+        make_writer(lively, lively, recipe, recipe.joint, accelerator, NOTHING_KEPT)
 
 
 @pytest.mark.parametrize("sleeps", [False, True])

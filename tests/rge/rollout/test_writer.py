@@ -8,7 +8,7 @@ from transformers import SiglipVisionConfig, SiglipVisionModel
 
 from rge.config import LossConfig, Recipe, RecipeError, RolloutConfig, StageConfig, TrainConfig
 from rge.distributed import launch
-from rge.model.embedding_model import has_dropout
+from rge.model.embedding_model import Kept, has_dropout
 from rge.model.packing import Branch
 from rge.model.prompts import PromptBuilder
 from rge.objective import Objective
@@ -41,8 +41,11 @@ def batch(lively, make_batch):
     return make_batch(PromptBuilder(lively.processor))
 
 
-def writer_of(embedder, once=False, **changes):
-    return Writer(embedder, embedder, dataclasses.replace(SETTINGS, **changes), once)
+def writer_of(embedder, once=False, loss=RECIPE.loss, **changes):
+    settings = dataclasses.replace(SETTINGS, **changes)
+    return Writer(
+        embedder, embedder, settings, once=once, vllm=None, loss=loss, micro_batch_size=100, keep="none"
+    )
 
 
 def do_step(embedder, batch, rationales, encoded=None, micro_batch_size=100, objective=OBJECTIVE):
@@ -88,7 +91,13 @@ def test_one_encoding_belongs_to_one_chunk(lively, batch):
 
 
 def test_when_prompts_are_encoded_once(lively):
-    fits = {"queries_a_rank": 8, "micro_batch_size": 8, "sharded": False, "has_dropout": False}
+    fits = {
+        "queries_a_rank": 8,
+        "micro_batch_size": 8,
+        "sharded": False,
+        "has_dropout": False,
+        "keep": "none",
+    }
     assert encodes_once("auto", **fits)
     assert encodes_once("once", **fits)
     assert not encodes_once("twice", **fits)
@@ -103,7 +112,7 @@ def test_when_prompts_are_encoded_once(lively):
         assert not encodes_once("auto", **{**fits, **change})
         with pytest.raises(RecipeError, match=f"rollout.prompt_pass=once is not possible: {reason}"):
             encodes_once("once", **{**fits, **change})
-    assert encodes_once("auto", **{**fits, "queries_a_rank": 9}, keep="host")
+    assert encodes_once("auto", **{**fits, "queries_a_rank": 9, "keep": "host"})
     lively.train()
     assert not has_dropout(lively)
     lively.model.model.language_model.layers[0].self_attn.attention_dropout = 0.1
@@ -252,7 +261,7 @@ def test_a_mix_of_anchors_is_the_step_of_either_where_it_stands(lively, batch):
     assert drawn != [is_drawn(seed, DIRECT, 0.5) for seed in range(4000)]
     batch.seeds[:] = [drawn.index(True), *[seed for seed in range(50) if not drawn[seed]][:4]]
     plain, _, _ = writer_of(lively)(0, batch)
-    rationales, encoded, _ = Writer(lively, lively, SETTINGS, True, loss=mix)(0, batch)
+    rationales, encoded, _ = writer_of(lively, once=True, loss=mix)(0, batch)
     given = tuple(batch.oracle_ids[0][:-1])
     assert batch.oracle_ids[0][-1] == lively.emb_id
     assert ids_of(rationales) == [given, *ids_of(plain)[1:]]
@@ -264,9 +273,7 @@ def test_a_mix_of_anchors_is_the_step_of_either_where_it_stands(lively, batch):
     whole = do_step(lively, batch, rationales, encoded, objective=MIX)
     assert_same_step(do_step(lively, batch, rationales, micro_batch_size=2, objective=MIX), whole)
     # All of them the oracle's is anchor=oracle, none of them anchor=self.
-    everyone = Writer(lively, lively, SETTINGS, False, loss=LossConfig(anchor="mix", oracle_share=1.0))(
-        0, batch
-    )[0]
+    everyone, _, _ = writer_of(lively, loss=LossConfig(anchor="mix", oracle_share=1.0))(0, batch)
     oracle = dataclasses.replace(OBJECTIVE, anchor="oracle")
     assert_same_step(
         do_step(lively, batch, everyone, objective=MIX), do_step(lively, batch, None, objective=oracle)
@@ -298,7 +305,7 @@ def test_a_frozen_tower_sees_each_picture_once_a_step(lively, batch, monkeypatch
         lambda module, args, kwargs: patches.append(sum(map(len, args[:1]))), with_kwargs=True
     )
     accelerator = launch.make_accelerator(TrainConfig())
-    writer = make_writer(lively, lively, RECIPE, RECIPE.joint, accelerator)
+    writer = make_writer(lively, lively, RECIPE, RECIPE.joint, accelerator, Kept("none", "auto"))
     assert lively.pictures is not None
     for _ in range(2):  # a step leaves nothing behind
         patches.clear()
@@ -313,5 +320,5 @@ def test_a_frozen_tower_sees_each_picture_once_a_step(lively, batch, monkeypatch
 
 def test_a_tower_that_trains_is_run_in_every_pass(lively):
     accelerator = launch.make_accelerator(TrainConfig())
-    make_writer(lively, lively, RECIPE, RECIPE.joint, accelerator)
+    make_writer(lively, lively, RECIPE, RECIPE.joint, accelerator, Kept("none", "auto"))
     assert lively.pictures is None

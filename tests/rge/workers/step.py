@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from rge.config import RolloutConfig, TrainConfig
+from rge.config import LossConfig, RolloutConfig, TrainConfig
 from rge.distributed import collectives as dist
 from rge.distributed import launch
 from rge.model.backbone import load_backbone
@@ -36,7 +36,8 @@ for name, case in torch.load(folder / "cases.pt", weights_only=False).items():
     encoded = None
     if case["once"]:
         settings = {"micro_batch_size": case["micro_batch_size"], "keep": case["keep"]}
-        encoded = Writer(model, embedder, RolloutConfig(), True, **settings)._encode(batch)
+        settings |= {"once": True, "vllm": None, "loss": LossConfig()}
+        encoded = Writer(model, embedder, RolloutConfig(), **settings)._encode(batch)
     credit = None
     if case["rl"] is not None:
         reference = None

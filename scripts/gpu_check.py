@@ -535,7 +535,7 @@ def _plan(
     setup = Setup(
         back_end="zero2", num_gpus=8, dtype_bytes=embedder.model.dtype.itemsize, trained=shapes.parameters,
         checkpointing=recipe.model.gradient_checkpointing, rollout_rows=recipe.rollout.batch_size,
-        micro_queries=min(micro, len(batch.queries)),
+        micro_queries=min(micro, len(batch.queries)), once=len(batch.queries) <= micro,
     )  # fmt: skip
     counted = sum(flops(shapes, load, setup).values())
     # The work of one of eight processes, but unsharded, and everything in the weights' dtype.

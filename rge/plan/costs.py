@@ -283,7 +283,7 @@ class Setup:
     captures: bool = False  # generation steps are captured as CUDA graphs, whose buffers stay for the run
     micro_queries: int = 1  # queries per forward
     keep: str = "none"  # `train.keep_activations` with ``auto`` resolved
-    once: bool | None = None  # prompts are encoded once; None: only with a single micro batch
+    once: bool = True  # prompts are encoded once: the rollout continues from their pass with gradient
     engine: float = 0.0  # bytes of an external engine during the rollout
 
     def shards(self, kind: str) -> int:
@@ -294,10 +294,6 @@ class Setup:
     def shares_weights(self) -> bool:
         """Whether weights are sharded."""
         return self.shards("weights") > 1
-
-    def encodes_once(self, load: Load) -> bool:
-        """Whether the rollout continues from the prompts' pass with gradient."""
-        return load.chunks == 1 if self.once is None else self.once
 
     def remembers(self, load: Load) -> bool:
         """Whether a frozen tower runs once per picture and step, and its features are kept (`make_writer`)."""
@@ -334,7 +330,7 @@ def flops(shapes: Shapes, load: Load, setup: Setup) -> dict[str, float]:
         words = 2.0 * s.layers * s.layer * steps + 2.0 * s.hidden * s.vocabulary * (n.own + 1)
         looks = width * s.layers * steps * (n.prompt + (steps - 1) / 2)
         found["rollout"] = n.queries * n.each * (words + looks)
-        if not setup.encodes_once(load):
+        if not setup.once:
             found["rollout"] += see("queries") + n.queries * sum(text(n.prompt, 0, 0))
     if n.reference:
         found["reference"] = query_pictures * seen + n.queries * (
@@ -437,7 +433,7 @@ def kept_bytes(shapes: Shapes, load: Load, setup: Setup) -> tuple[float, float]:
     known = 0.0
     if not n.own:
         tokens, pictures = tokens + n.queries * (n.prompt + n.tail), n.pictures
-    elif setup.encodes_once(load):
+    elif setup.once:
         tokens, pictures = tokens + n.queries * n.prompt, n.pictures
         known = n.queries * n.prompt * _cache(shapes, setup)  # of the prompts, for the rollout
     activation_bytes = _parameter_bytes(shapes, setup)[0]

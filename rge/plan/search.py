@@ -12,6 +12,7 @@ from rge.plan import costs
 from rge.plan.costs import ACTIVATIONS_OFF_BY, GIB, Load, Setup, Shapes
 from rge.plan.options import PlanOptions
 from rge.rl.reference import NOT_UNDER_ZERO3, has_copy
+from rge.rollout.writer import encodes_once
 
 
 class ImpossibleKeeping(RecipeError):
@@ -87,8 +88,14 @@ def ways(recipe: Recipe, load: Load, setup: Setup) -> Iterator[Setup]:
     has_dropout = lora is not None and lora.dropout > 0
     by_us = load.own > 0 and recipe.rollout.backend == "own"
     for keep in places:
-        kept = load.chunks == 1 or keep != "none"
-        possible = by_us and kept and not (setup.shares_weights or has_dropout)
+        possible = by_us and encodes_once(
+            "auto",
+            queries_a_rank=load.queries,
+            micro_batch_size=setup.micro_queries,
+            sharded=setup.shares_weights,
+            has_dropout=has_dropout,
+            keep=keep,
+        )
         for once in dict.fromkeys(once and possible for once in wanted):
             yield replace(setup, keep=keep, once=once)
 
@@ -150,7 +157,7 @@ def fastest(
         rollout=replace(recipe.rollout, prompt_pass="auto"),
     )
     sizes = {1 << shift for shift in range(load.queries.bit_length())} | {setup.micro_queries}
-    best: dict[tuple[bool, str, bool | None], Way] = {}
+    best: dict[tuple[bool, str, bool], Way] = {}
     others = () if options.num_gpus == 1 else BACK_ENDS
     allowed = {setup.back_end: None} | {name: None for name in others if not refused(recipe, options, name)}
 

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 from pydantic import Field
 
 from rge.common.errors import UserError
-from rge.common.files import RECIPES as RECIPES
+from rge.common.files import RECIPES
 from rge.common.options import AtLeastOne, BelowOne, Count, NotNegative, Positive, Share, parse_file
 from rge.common.prompt_profiles import PROFILES
 from rge.common.registry import load_plugins

@@ -548,7 +548,8 @@ def _worker(folder: Path, settings: CheckpointSettings, base: Path | None, threa
 
 def local_folder(checkpoint: str | Path, revision: str | None) -> Path:
     """The checkpoint's directory; downloads it from the hub if needed."""
-    from rge.model.adapter_files import AdapterError, fetched, is_hub_id
+    from rge.model.adapter_files import fetched, is_hub_id
+    from rge.model.adapters import AdapterError
 
     folder = checkpoint_folder(Path(checkpoint).expanduser())
     if folder.exists() or isinstance(checkpoint, Path) or not is_hub_id(checkpoint):

@@ -38,8 +38,8 @@ from eval.scoring.tables import latex
 from rge.common.commands import start
 from rge.common.errors import UserError
 from rge.common.files import find_shipped, write_text
-from rge.common.options import names_of, offer_help, parse_options, split_word
-from rge.config import AtLeastOne, load_recipe
+from rge.common.options import AtLeastOne, names_of, offer_help, parse_options, split_word
+from rge.config import load_recipe
 
 BEFORE = {"joint": "cold_start", "rl": "joint"}
 """The stage whose checkpoint each stage starts from."""

@@ -47,9 +47,9 @@ from transformers import AutoModelForImageTextToText  # noqa: E402
 from rge.common.commands import start  # noqa: E402
 from rge.common.errors import UserError  # noqa: E402
 from rge.common.files import write_text  # noqa: E402
-from rge.common.options import one_of, parse_options  # noqa: E402
+from rge.common.options import AtLeastOne, one_of, parse_options  # noqa: E402
 from rge.common.schema import Item  # noqa: E402
-from rge.config import AtLeastOne, load_recipe  # noqa: E402
+from rge.config import load_recipe  # noqa: E402
 from rge.data.collate import Batch  # noqa: E402
 from rge.distributed.transfer import moved  # noqa: E402
 from rge.model import embedding_model, fused, varlen, vision_tower  # noqa: E402

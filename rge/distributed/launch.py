@@ -24,8 +24,8 @@ from accelerate.utils import (
     InitProcessGroupKwargs,
 )
 
-from rge.common.files import find_shipped
-from rge.config import BACK_ENDS, RECIPES, UNSHARDED_ONLY, TrainConfig
+from rge.common.files import RECIPES, find_shipped
+from rge.config import BACK_ENDS, UNSHARDED_ONLY, TrainConfig
 from rge.distributed.collectives import LaunchError, let_deepspeed_build
 
 PATIENCE = timedelta(minutes=30)

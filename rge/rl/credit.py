@@ -6,7 +6,7 @@ Shape suffixes: B = queries of this rank, K = rationales per query, N = B * K, L
 all ranks, D = hidden size.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,7 @@ from rge.rl.pool import Pool
 from rge.rl.reference import Reference, is_used, make_reference
 from rge.rl.rewards import Rollouts, evaluate, find_reward
 from rge.rollout.generate import Rationale
-
-Read = Callable[[Callable[[int], list[Branch]]], Tensor]
-"""From the branches of each row to their states (N, D), without gradient."""
+from rge.step import Read
 
 DIFFERS = 1e-4
 """Rewards of a group that lie within this are equal: states of equal rationales differ by rounding."""

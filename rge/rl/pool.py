@@ -20,10 +20,10 @@ from rge.config import Recipe
 from rge.data.collate import Batch, target_item
 from rge.data.sources import RecordFile, Records, identity, located
 from rge.distributed import collectives as dist
-from rge.model.embedding_model import EmbeddingModel
+from rge.model.embedding_model import EmbeddingModel, eval_mode
 from rge.model.packing import Branch
 from rge.model.prompts import PromptBuilder
-from rge.rl.reference import eval_mode, without_pictures
+from rge.rl.reference import without_pictures
 from rge.tables.rows import table_rows
 
 CORPUS = "corpus.parquet"

@@ -20,9 +20,9 @@ from starlette.exceptions import HTTPException
 import rge
 from rge.common.errors import UserError
 from rge.common.images import WEB, data_url
-from rge.common.modes import SILENT
+from rge.common.modes import SILENT, Mode
 from rge.embedder import Embedder
-from rge.serving.batches import Batches, Mode, Result
+from rge.serving.batches import Batches, Result
 from rge.serving.errors import BadInput, Refusal, error_response
 from rge.serving.guard import Guard, MemoryBudget, guarded
 from rge.serving.inputs import Raw, check_limits, fetch_pictures, make_prompt

@@ -34,8 +34,7 @@ from eval.sets.retrieval_set import load_set
 from rge.common.errors import UserError
 from rge.common.files import find_shipped
 from rge.common.images import picture_bytes
-from rge.common.options import one_of
-from rge.config import AtLeastOne
+from rge.common.options import AtLeastOne, one_of
 
 SET = "data_prep/demo/data/test"
 

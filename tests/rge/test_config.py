@@ -5,7 +5,8 @@ from dataclasses import fields
 import pytest
 import yaml
 
-from rge.config import RECIPES, Recipe, RecipeError, StageConfig, load_recipe, to_dict
+from rge.common.files import RECIPES
+from rge.config import Recipe, RecipeError, StageConfig, load_recipe, to_dict
 from rge.objective import Objective
 
 SHIPPED = sorted(RECIPES.glob("*.yaml"))

@@ -29,7 +29,7 @@ from rge.checkpoints.settings import CheckpointError, CheckpointSettings, Settin
 from rge.common.commands import progress_bar
 from rge.common.errors import UserError, not_one_of
 from rge.common.files import checkpoint_folder
-from rge.common.images import fetch_picture, load_image
+from rge.common.images import WEB, fetch_picture, load_image
 from rge.common.modes import Mode
 from rge.common.prompt_profiles import PROFILES
 from rge.common.schema import Encoded, ImageRef, Item
@@ -587,7 +587,7 @@ def _items(texts: Any, images: Any, instruction: str | None = None) -> tuple[boo
 
 
 def _decoded(picture: Any) -> Image.Image:
-    on_the_web = isinstance(picture, str) and picture.startswith(("http://", "https://", "data:"))
+    on_the_web = isinstance(picture, str) and picture.startswith((*WEB, "data:"))
     return load_image(fetch_picture(picture) if on_the_web else picture)
 
 

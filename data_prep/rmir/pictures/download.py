@@ -14,6 +14,7 @@ from data_prep.rmir.config import DownloadConfig
 from rge.common.commands import progress_bar
 from rge.common.errors import ungrouped
 from rge.common.files import FileError, write_bytes
+from rge.common.images import WEB
 
 TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
 
@@ -26,7 +27,7 @@ class _DownloadFailed(Exception):
 
 def is_address(ref: str | None) -> bool:
     """Whether a reference is a web address."""
-    return ref is not None and ref.startswith(("http://", "https://"))
+    return ref is not None and ref.startswith(WEB)
 
 
 def local_path(url: str, folder: Path) -> Path:

@@ -16,13 +16,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from data_prep.jsonl import json_line
 from rge.common.commands import progress_bar
 from rge.common.errors import UserError
 from rge.common.files import relative, write_json, write_text
 from rge.common.mmeb_prompts import SETS, SOURCE, canonical, plain, reword, split_instruction
 from rge.common.options import AtLeastOne, one_of, parse_options
 from rge.common.schema import Positive, QueryPart, Record, Target
+from rge.data.sources import json_line
 from rge.tables.rows import num_rows, table_rows
 
 COLUMNS = ("qry", "qry_image_path", "pos_text", "pos_image_path")

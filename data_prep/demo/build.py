@@ -27,8 +27,8 @@ from data_prep.demo.records import naming_records, reference, relation_records, 
 from data_prep.demo.retrieval import Drawings, SetRows
 from data_prep.demo.splits import VALID_GALLERY, VALID_QUERIES, Splits, split
 from data_prep.demo.tables import HERE, Tables, read_tables
-from data_prep.jsonl import write_jsonl
 from rge.common.options import parse_options
+from rge.data.sources import write_jsonl
 
 OUT = HERE / "data"
 

@@ -16,8 +16,8 @@ from data_prep.demo.families import Family
 from data_prep.demo.records import naming_records, relation_records, text_records
 from data_prep.demo.splits import VALID_GALLERY, Splits, choose, split, stable_hash
 from data_prep.demo.tables import Concept, Fact, Tables, read_tables
-from data_prep.jsonl import write_jsonl
 from rge.common.schema import Record
+from rge.data.sources import write_jsonl
 
 
 def write(out: Path, dose: float, seed: int) -> tuple[int, int]:

@@ -8,7 +8,6 @@ from dataclasses import asdict, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from data_prep.jsonl import json_line
 from data_prep.rationales import prompts
 from data_prep.rationales.leak import bare_text, caption_leak, picture_leaks, text_leak
 from data_prep.rationales.options import RationaleOptions
@@ -31,6 +30,7 @@ from rge.calls.request import Request
 from rge.calls.store import AnswerStore
 from rge.common.errors import UserError
 from rge.common.files import open_locked, relative, replacing, write_json
+from rge.data.sources import json_line
 from rge.diagnose.knowability import knowability, measure_knowability
 
 if TYPE_CHECKING:

@@ -35,12 +35,12 @@ from data_prep.demo.records import INSTRUCTION, NAMING_PHRASINGS, naming_record
 from data_prep.demo.retrieval import Judgements, write_tables
 from data_prep.demo.splits import SEED, choose, stable_hash
 from data_prep.demo.tables import Fact, Tables, read_tables
-from data_prep.jsonl import write_jsonl
 from data_prep.study import design
 from data_prep.study.design import GROUNDS, Query, Shown
 from rge.common.errors import UserError
 from rge.common.options import parse_options
 from rge.common.schema import Positive, QueryPart, Record
+from rge.data.sources import write_jsonl
 
 NAMING_RENDERINGS = 8
 """Pictures of each drawing in the vision tower's training."""

@@ -20,8 +20,7 @@ from rge.common.errors import UserError
 from rge.common.files import read_json, relative
 from rge.common.registry import PluginOptions
 from rge.common.schema import Item, Positive, QueryPart, Record, Target
-from rge.data.sources import RecordFile
-from rge.data.sources import write_records as records_to_file
+from rge.data.sources import RecordFile, write_jsonl
 from rge.identity.run_identity import digest, still_valid
 
 QUESTION = "What does this show?"
@@ -174,8 +173,7 @@ def write_records(options: JudgeRecordsOptions) -> Path:
         )
         for number, (group, query, text) in enumerate(_to_describe(records, described, options.out))
     ]  # fmt: skip
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    records_to_file(options.out, made)
+    write_jsonl(options.out, made)
     print(f"{options.out}: {len(made)} records from {len(records) + len(described)}")
     return options.out
 

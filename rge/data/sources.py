@@ -1,4 +1,4 @@
-"""Read training records and check them; identity of targets."""
+"""Read, check and write training records; identity of targets."""
 
 import codecs
 import hashlib
@@ -7,7 +7,7 @@ import os
 import sys
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Self, TypedDict, Unpack
@@ -18,7 +18,7 @@ from pydantic_core import from_json
 
 from rge.common.commands import progress_bar
 from rge.common.errors import UserError
-from rge.common.files import find_shipped, replacing
+from rge.common.files import find_shipped, write_text
 from rge.common.images import PictureIndex
 from rge.common.prompt_profiles import EMB_TOKEN, PROFILES
 from rge.common.schema import ImageRef, Record, Target
@@ -456,8 +456,12 @@ def number_of(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
 
 
-def write_records(path: Path, records: Sequence[Record]) -> None:
+def json_line(record: Record | dict[str, Any]) -> str:
+    """A record as a line of a file, without fields that are None or have their default."""
+    row = record if isinstance(record, dict) else record.model_dump(exclude_none=True, exclude_defaults=True)
+    return json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n"
+
+
+def write_jsonl(path: Path, records: Iterable[Record]) -> None:
     """Write records as JSON lines, complete or not at all."""
-    with replacing(path) as waiting, waiting.open("w", encoding="utf-8") as out:
-        for record in records:
-            out.write(json.dumps(record.model_dump(exclude_none=True), ensure_ascii=False) + "\n")
+    write_text(path, "".join(map(json_line, records)))

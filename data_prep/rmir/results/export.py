@@ -9,7 +9,6 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from data_prep.jsonl import write_jsonl
 from data_prep.rmir import arithmetic as maths
 from data_prep.rmir import frames
 from data_prep.rmir.decisions import candidates_by_query
@@ -20,6 +19,7 @@ from rge.common.errors import UserError
 from rge.common.images import ImageError, picture_bytes
 from rge.common.picture_metadata import without_metadata
 from rge.common.schema import Positive, QueryPart, Record, Target, safe_id
+from rge.data.sources import write_jsonl
 from rge.identity.set_fingerprint import set_fingerprint
 
 ENDINGS = {b"\xff\xd8": "jpg", b"\x89P": "png", b"RI": "webp"}

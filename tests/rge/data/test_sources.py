@@ -18,7 +18,7 @@ from rge.data.sources import (
     RecordError,
     RecordFile,
     identity,
-    write_records,
+    write_jsonl,
 )
 
 
@@ -182,7 +182,7 @@ def test_a_last_line_without_newline_counts(tmp_path):
 
 def test_written_records_read_back(tmp_path):
     records = [Record.model_validate(record("a", category="temporal")), Record.model_validate(record("b"))]
-    write_records(tmp_path / "out.jsonl", records)
+    write_jsonl(tmp_path / "out.jsonl", records)
     file = RecordFile(tmp_path / "out.jsonl")
     assert [file[0].category, file[1].positives[0].rationale] == ["temporal", "A key opens a padlock."]
     assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]

@@ -637,21 +637,21 @@ def to_dict(recipe: Recipe) -> dict[str, Any]:
     Omits a command's further options and unused settings of sources.
     """
     whole = json.loads(json.dumps(asdict(recipe)))
+    return without_unused({item.name: whole[item.name] for item in fields(Recipe)})
+
+
+def without_unused(recipe: dict[str, Any]) -> dict[str, Any]:
+    """A recipe as JSON values, of a checkpoint for example, without unused settings of sources."""
     unused = asdict(SourceConfig()) | {"weight": None}
-    for stage in ("cold_start", "joint"):
-        whole[stage]["sources"] = [
-            {name: value for name, value in source.items() if value != unused[name]}
-            for source in whole[stage]["sources"]
-        ]
-    return {item.name: whole[item.name] for item in fields(Recipe)}
-
-
-def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """``{"a": {"b": 1}}`` as ``{"a.b": 1}``; lists stay whole."""
-    leaves: dict[str, Any] = {}
-    for key, value in tree.items():
-        leaves |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return leaves
+    found = dict(recipe)
+    for stage in ("cold_start", "joint", "rl"):
+        if stage in found:  # older checkpoints know no rl
+            used = [
+                {name: value for name, value in source.items() if name not in unused or value != unused[name]}
+                for source in found[stage]["sources"]
+            ]
+            found[stage] = found[stage] | {"sources": used}
+    return found
 
 
 def check(recipe: Recipe) -> None:

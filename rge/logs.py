@@ -16,7 +16,8 @@ from accelerate.utils import LoggerType
 from rge.common.commands import progress_bar
 from rge.common.files import read_json_lines, write_text
 from rge.common.options import nearest
-from rge.config import LogConfig, Recipe, RecipeError, flat, to_dict
+from rge.config import LogConfig, Recipe, RecipeError, to_dict
+from rge.identity.run_identity import flattened
 
 
 def problems(log: LogConfig) -> Iterator[str]:
@@ -44,7 +45,7 @@ def start_trackers(accelerator: Accelerator, recipe: Recipe) -> None:
         # TensorBoard only takes texts, numbers and booleans.
         config = {
             key: value if isinstance(value, (str, int, float)) else json.dumps(value)
-            for key, value in flat(to_dict(recipe)).items()
+            for key, value in flattened(to_dict(recipe)).items()
         }
         accelerator.init_trackers(
             recipe.log.project,

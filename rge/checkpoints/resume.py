@@ -12,11 +12,11 @@ from rge.checkpoints.settings import RGE_JSON, CheckpointError, read_settings
 from rge.checkpoints.training_state import complete_states, newest_state
 from rge.common.errors import UserError
 from rge.common.files import find_shipped
-from rge.config import Recipe, flat, to_dict
+from rge.config import Recipe, to_dict, without_unused
 from rge.data.sources import Records
 from rge.distributed import collectives as dist
 from rge.distributed import launch
-from rge.identity.run_identity import Identity, content_of, differences, in_words, run_identity
+from rge.identity.run_identity import Identity, content_of, differences, flattened, in_words, run_identity
 from rge.model.adapter_files import is_adapter_checkpoint
 from rge.rl.pool import pool_path
 
@@ -197,7 +197,7 @@ def check_same_recipe(found: dict[str, Any], recipe: Recipe, name: str, path: Pa
         Differing keys that affect only rounding (`ROUNDING`), with both values.
     """
     ignored = MAY_DIFFER + NOT_OF[name]
-    ours, theirs = flat(to_dict(recipe)), flat(found)
+    ours, theirs = flattened(to_dict(recipe)), flattened(without_unused(found))
     run_alone = not ours["stage"] == theirs["stage"] == "all"
     for keys in (ours, theirs):
         if name == "cold_start":  # the loss settings that it uses

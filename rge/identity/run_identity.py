@@ -211,13 +211,11 @@ def in_words(apart: Mapping[str, tuple[Any, Any]]) -> list[str]:
 
 
 def flattened(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """``{"a": {"b": 1}}`` as ``{"a.b": 1}``, without None; lists stay whole."""
+    """``{"a": {"b": 1}}`` as ``{"a.b": 1}``; lists stay whole."""
     leaves: dict[str, Any] = {}
     for key, value in tree.items():
-        if isinstance(value, Mapping):
-            leaves |= flattened(value, f"{prefix}{key}.")
-        elif value is not None:
-            leaves[f"{prefix}{key}"] = value
+        name = f"{prefix}{key}"
+        leaves |= flattened(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
     return leaves
 
 

@@ -33,11 +33,12 @@ from family_models import TEXT, VISION
 from rge import check, train
 from rge.checkpoints import checkpoint_manager, training_state
 from rge.common.errors import UserError
-from rge.config import DataConfig, ModelConfig, Recipe, RecipeError, TrainConfig, flat, load_recipe, to_dict
+from rge.config import DataConfig, ModelConfig, Recipe, RecipeError, TrainConfig, load_recipe, to_dict
 from rge.data import loader
 from rge.data.collate import Batch
 from rge.data.sources import RecordFile
 from rge.distributed import launch
+from rge.identity.run_identity import flattened
 from rge.losses import CONTRASTIVE_LOSSES
 from rge.model import embedding_model, fused
 from rge.model.embedding_model import Kept, embedder_to_train
@@ -403,7 +404,7 @@ def runs(home, arguments):
         try:
             recipe = load_recipe([*arguments(*overrides), f"out={out}"])
             patch.setattr(train, "load_recipe", lambda _: recipe)
-            now.recipe = flat(to_dict(recipe))
+            now.recipe = flattened(to_dict(recipe))
             AcceleratorState._reset_state(True)  # it remembers the first run's precision
             train.main([])
         finally:

@@ -242,7 +242,7 @@ def _what_differs(members: Sequence[Evaluation]) -> list[tuple[str, dict[str, st
     differing = dict.fromkeys(name for pair in combinations(identities, 2) for name in differences(*pair))
     facts = map(flattened, identities)
     return [
-        (_name(one), {name: str(fact.get(name, "")) for name in differing})
+        (_name(one), {name: "" if fact.get(name) is None else str(fact[name]) for name in differing})
         for one, fact in zip(members, facts, strict=True)
         if differing
     ]

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -256,6 +257,20 @@ def test_the_cold_start_does_not_depend_on_the_joint_stages_settings(recipe, tmp
         check_same_recipe(
             to_dict(recipe(*latent)), recipe(*latent, "loss.think_lm=0.5"), "cold_start", tmp_path
         )
+
+
+def test_a_state_with_the_unused_settings_of_its_sources_is_resumed(recipe, tmp_path):
+    """As earlier versions wrote them for the stage rl."""
+    now = recipe("rl.sources=[{path: a.jsonl}]")
+    assert (
+        to_dict(now)["rl"]["sources"]
+        == to_dict(now)["joint"]["sources"]
+        == [{"path": "a.jsonl", "weight": 1.0}]
+    )
+    assert check_same_recipe(json.loads(json.dumps(asdict(now))), now, "rl", tmp_path) == []
+    other = recipe("rl.sources=[{path: a.jsonl, weight: 2}]")
+    with pytest.raises(CheckpointError, match=r"rl\.sources"):
+        check_same_recipe(json.loads(json.dumps(asdict(now))), other, "rl", tmp_path)
 
 
 def test_a_finished_stage_is_recognised(lively, settings, recipe, tmp_path):

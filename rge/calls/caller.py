@@ -1,14 +1,16 @@
 """Client for model APIs: rate limits, retries, budgets, and a cache that never pays twice for one answer.
 
 An answer is stored before it is parsed, so a malformed one is paid for once; it is then requested again with the format stated.
-Every call is a task; `ModelConfig.concurrency` of a model are in flight at a time.
+Every call is a task; `ModelConfig.concurrency` of a model are in flight at a time. With ``mode=batch``, the calls of a model are
+collected first and submitted together.
 """
 
 import asyncio
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AbstractContextManager, AsyncExitStack, closing, nullcontext
 
+from rge.calls.dispatch.batch_jobs import BatchJobs
 from rge.calls.dispatch.grouping import Call, Counts, Grouping, Outcome, Read
 from rge.calls.dispatch.health import Health
 from rge.calls.dispatch.sender import Sender
@@ -22,6 +24,7 @@ from rge.calls.request import Request
 from rge.calls.store import AnswerStore
 from rge.common.commands import progress_bar
 from rge.common.errors import UserError, ungrouped
+from rge.common.files import open_locked
 from rge.common.images import ImageError
 
 CALLS_AHEAD = 1024
@@ -67,7 +70,8 @@ class Caller:
         """Answer requests, from the store where possible.
 
         Args:
-            requests: duplicates are sent once. An iterator is read as calls are made, at most `CALLS_AHEAD` of a model ahead.
+            requests: duplicates are sent once. An iterator is read as calls are made, at most `CALLS_AHEAD` of a model ahead;
+                for batches it is read to its end.
             on_outcome: receives the position and outcome of each request, as soon as it is settled.
             read: validates a reply; unreadable ones are requested again, see `ModelConfig.reasks`.
             title: of the progress bar.
@@ -79,7 +83,7 @@ class Caller:
         Raises:
             StopCalls: calls to an endpoint stopped: key, credit, budget, settings, or no answers. Calls in flight have finished,
                 and all answers are stored.
-            UserError: an answer cannot be stored.
+            UserError: an answer cannot be stored, or another process waits for batches of this store.
         """
         outcomes: dict[int, Outcome] = {}
         take = on_outcome or outcomes.__setitem__
@@ -99,7 +103,7 @@ class Caller:
         healths = self._health.values()
         for health in healths:
             health.start()
-        with Pictures() as pictures, ungrouped(UserError):
+        with self._batches_locked(), Pictures() as pictures, ungrouped(UserError):
             async with AsyncExitStack() as stack, asyncio.TaskGroup() as group:
                 runs: dict[str, _ModelRun] = {}
                 for calls in grouping.calls(requests):
@@ -113,8 +117,18 @@ class Caller:
                     if any(health.stopped for health in healths):
                         break
                     await asyncio.sleep(0)  # so that cached answers do not hold up calls
+                if not any(health.stopped for health in healths):
+                    for run in runs.values():
+                        group.create_task(run.make_batches())
         if stopped := [health.stopped for health in healths if health.stopped is not None]:
             raise min(stopped, key=lambda error: isinstance(error, BudgetReached))
+
+    def _batches_locked(self) -> AbstractContextManager[object]:
+        path = self.store.path
+        if path is None or all(model.mode == "calls" for model in self.models.values()):
+            return nullcontext()
+        # Two processes that resume one unconfirmed batch would both create it.
+        return closing(open_locked(path.with_name(f"{path.name}.batches")))
 
     def _sender(self, model: ModelConfig) -> Sender:
         connection = Connection(model, self._mask)
@@ -130,13 +144,31 @@ class _ModelRun:
 
     def __init__(self, sender: Sender, grouping: Grouping, pictures: Pictures, group: asyncio.TaskGroup):
         self.sender, self.grouping, self.pictures, self.group = sender, grouping, pictures, group
+        self._batched: list[Call] = []
         self._free = asyncio.Semaphore(sender.model.concurrency)
         self._ahead = asyncio.Semaphore(CALLS_AHEAD + sender.model.concurrency)
 
     async def add(self, call: Call) -> None:
-        """Make a call as soon as fewer than `ModelConfig.concurrency` are in flight; waits while `CALLS_AHEAD` others do."""
+        """Make a call as soon as fewer than `ModelConfig.concurrency` are in flight; waits while `CALLS_AHEAD` others do.
+
+        With ``mode=batch``, it is only collected for `make_batches`.
+        """
+        if self.sender.model.mode == "batch":
+            self._batched.append(call)
+            return
         await self._ahead.acquire()
         self.group.create_task(self._make(call)).add_done_callback(lambda _: self._ahead.release())
+
+    async def make_batches(self) -> None:
+        """Submit the calls collected so far, and make those that the batches do not answer; unless calls have stopped."""
+        health = self.sender.health
+        if not self._batched or health.stopped is not None:
+            return
+        try:
+            for call in await BatchJobs(self.sender, self.grouping, self.pictures).run(self._batched):
+                self.group.create_task(self._make(call))
+        except StopCalls as error:
+            health.stop(error)
 
     async def _make(self, call: Call) -> None:
         """Make a call, and those that request its unreadable answers again."""

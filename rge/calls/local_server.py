@@ -7,6 +7,7 @@ import asyncio
 import json
 import socket
 import threading
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,11 +38,60 @@ def chat(
     return Answer({**about, "choices": [choice], "usage": usage})
 
 
+class Batches:
+    """OpenAI's batch API around a handler of chats."""
+
+    def __init__(self, chats: Handler):
+        self.chats = chats
+        self.polls = 1
+        """At which request for its status a batch is completed."""
+        self.num_polls: Counter[str] = Counter()
+        self.files: dict[str, bytes] = {}
+        self.batches: dict[str, dict[str, Any]] = {}
+
+    async def respond(self, method: str, route: str, data: bytes) -> Answer:
+        """Answer a request for a route of the API, without the version."""
+        _, kind, *rest = route.split("/")
+        if kind == "files" and method == "POST":
+            name = f"file-{len(self.files)}"
+            start = data.index(b"\r\n\r\n", data.index(b"filename=")) + 4
+            self.files[name] = data[start : data.index(b"\r\n--", start)]
+            return Answer({"id": name, "object": "file"})
+        if kind == "files":
+            return Answer(self.files[rest[0]], content_type="application/octet-stream")
+        if method == "POST":
+            name = f"batch_{len(self.batches)}"
+            self.batches[name] = {"id": name, "object": "batch", "status": "in_progress", **json.loads(data)}
+            return Answer(self.batches[name])
+        if rest:
+            return Answer(await self.poll(rest[0]))
+        return Answer({"data": list(self.batches.values())[::-1], "has_more": False})
+
+    async def poll(self, name: str) -> dict[str, Any]:
+        """Status of a batch; the `polls`-th request for it makes the calls."""
+        batch = self.batches[name]
+        self.num_polls[name] += 1
+        if self.num_polls[name] == self.polls:
+            batch["status"] = "completed"
+            results: dict[str, list[bytes]] = {"output_file_id": [], "error_file_id": []}
+            for line in map(json.loads, self.files[batch["input_file_id"]].splitlines()):
+                answer = await self.chats(line["url"], line["body"])
+                response = {"status_code": answer.status, "body": answer.body}
+                result = {"custom_id": line["custom_id"], "response": response, "error": None}
+                kind = "output_file_id" if answer.status == 200 else "error_file_id"
+                results[kind].append(json.dumps(result).encode() + b"\n")
+            for kind, lines in results.items():
+                if lines:
+                    batch[kind] = f"{name}-{kind}"
+                    self.files[batch[kind]] = b"".join(lines)
+        return batch
+
+
 class LocalServer:
-    """Serves JSON POST requests from a background thread, as a context manager."""
+    """Serves JSON POST requests, singly or in batches, from a background thread, as a context manager."""
 
     def __init__(self, handler: Handler):
-        self.handler = handler
+        self.handler, self.batches = handler, Batches(handler)
         self.headers: dict[str, str] = {}
         """Of the latest request, with lower-case names."""
         self.num_answered = 0
@@ -81,7 +131,8 @@ class LocalServer:
                 self.headers = headers = {name.lower(): value.strip() for name, _, value in pairs}
                 data = await reader.readexactly(int(headers.get("content-length", 0)))
                 method, path = first.split()[:2]
-                answer = await self._answer(method, path, data)
+                answer = await self.respond(method, path, data)
+                self.num_answered += bool(answer.status) and not path.endswith("/models")
                 if not answer.status:
                     break
                 writer.write(_encoded(answer))
@@ -91,12 +142,14 @@ class LocalServer:
         finally:
             writer.close()
 
-    async def _answer(self, method: str, path: str, data: bytes) -> Answer:
+    async def respond(self, method: str, path: str, data: bytes) -> Answer:
+        """Answer a request."""
         if method == "GET" and path.endswith("/models"):
             return Answer({"data": None}, 404)
-        answer = await self.handler(path, json.loads(data or b"{}"))
-        self.num_answered += bool(answer.status)
-        return answer
+        route = path.partition("?")[0].removeprefix("/v1")
+        if route.startswith(("/files", "/batches")):
+            return await self.batches.respond(method, route, data)
+        return await self.handler(path, json.loads(data or b"{}"))
 
 
 def _encoded(answer: Answer) -> bytes:

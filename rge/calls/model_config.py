@@ -10,7 +10,7 @@ import httpx
 from rge.calls.keys import read_key
 from rge.calls.request import Request
 from rge.common.errors import UserError
-from rge.common.options import AtLeastOne, Count, NotNegative, Positive, build
+from rge.common.options import AtLeastOne, Count, NotNegative, Positive, Share, build
 
 CHARACTERS_PER_TOKEN = 3
 """For token estimates of prompts; low on purpose, so that estimates err on the high side."""
@@ -35,6 +35,9 @@ class ModelConfig:
     base_url: str | None = None
     """Address of an OpenAI-compatible endpoint: https://api.anthropic.com/v1,
     https://generativelanguage.googleapis.com/v1beta/openai, or http://HOST:8000/v1 of `vllm serve`; null: OpenAI's own."""
+    mode: Literal["calls", "batch"] = "calls"
+    """calls; or batch: OpenAI's batch API (or a compatible one), cheaper and within a day. Requests that a batch does
+    not answer are repeated as calls."""
     key_env: str | None = None
     """Environment variable with the key; null: the endpoint needs none."""
     concurrency: AtLeastOne = 32
@@ -80,6 +83,13 @@ class ModelConfig:
     """Further fields for every request, sent unchanged."""
     max_side_px: AtLeastOne = 1024
     """Maximum side of a picture, px; larger ones are scaled down."""
+    batch_price: Share | None = None
+    """Price of an answer in a batch, as a share of the prices above; null: from the price table, or 0.5."""
+    batch_poll_s: Positive = 30.0
+    """Seconds between polls of submitted batches."""
+    batch_wait_s: Positive = 180_000.0
+    """How long a run waits until one of its batches ends (50 hours; providers end them after 24 or 48); the same command
+    then continues to wait."""
     family: str | None = None
     """Family of models with shared blind spots, for the agreement statistics of judges; null: the model is its own
     family."""
@@ -97,12 +107,17 @@ class ModelConfig:
         """Whether a call costs anything."""
         return bool(self.input_price or self.output_price)
 
-    def cost(self, input_tokens: int, output_tokens: int, cached_tokens: int = 0) -> float:
-        """Cost of a call; ``input_tokens`` include ``cached_tokens``."""
+    def cost(
+        self, input_tokens: int, output_tokens: int, cached_tokens: int = 0, *, batch: bool = False
+    ) -> float:
+        """Cost of a plain call, or of one in a batch; ``input_tokens`` include ``cached_tokens``."""
         input_price = self.input_price or 0.0
         cached_price = input_price if self.cached_price is None else self.cached_price
         price = (input_tokens - cached_tokens) * input_price + cached_tokens * cached_price
-        return (price + output_tokens * (self.output_price or 0.0)) / 1e6
+        price += output_tokens * (self.output_price or 0.0)
+        if batch:
+            price *= 0.5 if self.batch_price is None else self.batch_price
+        return price / 1e6
 
     def estimate(self, request: Request, stats: BillingStats | None = None) -> tuple[int, int]:
         """Estimate input tokens and maximum output tokens."""

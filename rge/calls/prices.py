@@ -21,6 +21,7 @@ class Prices:
     input_price: float
     output_price: float
     cached_price: float | None = None
+    batch_price: float | None = None
 
 
 def fill_prices(models: Mapping[str, ModelConfig], table: Path | None = None) -> dict[str, ModelConfig]:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,14 @@ CREATE INDEX IF NOT EXISTS attempts_under_way ON attempts (endpoint) WHERE state
 CREATE TABLE IF NOT EXISTS spending (
     endpoint TEXT NOT NULL, estimated INTEGER NOT NULL, calls INTEGER NOT NULL, input_tokens INTEGER NOT NULL,
     cached_tokens INTEGER NOT NULL, output_tokens INTEGER NOT NULL, cost REAL NOT NULL, PRIMARY KEY (endpoint, estimated));
+CREATE TABLE IF NOT EXISTS batches (
+    label TEXT PRIMARY KEY, endpoint TEXT NOT NULL, state TEXT NOT NULL, file TEXT, id TEXT, began REAL NOT NULL,
+    at TEXT NOT NULL DEFAULT CURRENT_TIMESTAMP);
+CREATE TABLE IF NOT EXISTS batch_calls (
+    label TEXT NOT NULL, number INTEGER NOT NULL, key TEXT NOT NULL, attempt INTEGER NOT NULL, PRIMARY KEY (label, number));
+CREATE INDEX IF NOT EXISTS batch_calls_by_attempt ON batch_calls (attempt);
+CREATE TRIGGER IF NOT EXISTS batch_calls_go AFTER DELETE ON attempts
+    BEGIN DELETE FROM batch_calls WHERE attempt = old.id; END;
 CREATE TRIGGER IF NOT EXISTS replies_stay BEFORE UPDATE ON replies
     BEGIN SELECT RAISE(ABORT, 'an answer is never changed'); END;
 CREATE TRIGGER IF NOT EXISTS replies_remain BEFORE DELETE ON replies
@@ -58,9 +66,11 @@ SELECT (SELECT total(cost) FROM spending WHERE ?1 IS NULL OR endpoint = ?1)
 """
 _LEDGER = """
 SELECT endpoint, sum(calls * (1 - estimated)), sum(input_tokens * (1 - estimated)), sum(cached_tokens * (1 - estimated)),
-    sum(output_tokens * (1 - estimated)), total(cost * (1 - estimated)), sum(calls * estimated), total(cost * estimated)
+    sum(output_tokens * (1 - estimated)), total(cost * (1 - estimated)), sum(calls * estimated), total(cost * estimated),
+    (SELECT count(*) FROM batch_calls JOIN attempts ON attempts.id = attempt
+        WHERE state = 'answered' AND attempts.endpoint = paid.endpoint)
     FROM (SELECT * FROM spending UNION ALL SELECT endpoint, 1, count(*), 0, 0, 0, total(cost) FROM attempts
-        WHERE state = 'under way' GROUP BY endpoint) GROUP BY endpoint ORDER BY endpoint
+        WHERE state = 'under way' GROUP BY endpoint) AS paid GROUP BY endpoint ORDER BY endpoint
 """
 _LEARN = """
 INSERT INTO bills VALUES ((SELECT endpoint FROM attempts WHERE id = ?), ?, 1, ?, ?, ?, ?) ON CONFLICT (endpoint, pictures) DO UPDATE SET calls = calls + 1,
@@ -88,6 +98,29 @@ class Spending:
     # Unanswered attempts that may be billed: timed out, cut off, or in flight when the process ended.
     lost_calls: int
     lost_cost: float  # their estimated maximum cost
+    batch_calls: int  # answered calls made in batches
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """An attempt that has no answer yet."""
+
+    key: str  # of the call
+    number: int  # in the ledger
+    tokens: tuple[int, int]  # estimated input and maximum output tokens
+
+
+@dataclass(slots=True)
+class BatchRow:
+    """A batch whose results are not stored yet."""
+
+    label: str  # our own name for it
+    began: float  # Unix time
+    file: str | None = None  # the provider's id of the uploaded requests
+    id: str | None = None  # the provider's id of the batch; None: unknown whether it was created
+    calls: dict[str, Attempt] = field(default_factory=dict)  # by their ``custom_id``
+    status: str = "submitted"  # the provider's, when last seen; not stored
+    alone: bool = False  # no other batch was in flight when it was submitted; not stored
 
 
 class AnswerStore:
@@ -150,12 +183,7 @@ class AnswerStore:
         with self._transaction():
             if max_cost > self.remaining(budgets):
                 return None
-            cursor = self._db.execute(
-                "INSERT INTO attempts (endpoint, key, state, input_tokens, output_tokens, cost)"
-                " VALUES (?, ?, 'under way', ?, ?, ?)",
-                (endpoint, key, *tokens, max_cost),
-            )
-            return cursor.lastrowid
+            return self._insert_attempt(endpoint, key, tokens, max_cost)
 
     def put(
         self,
@@ -210,6 +238,72 @@ class AnswerStore:
             else:
                 self._db.execute("DELETE FROM attempts WHERE id = ?", (attempt,))
 
+    # -------------------------------------------------------------------------------------------------------- batches
+
+    def begin_batch(
+        self,
+        row: BatchRow,
+        endpoint: str,
+        calls: Sequence[tuple[str, tuple[int, int], float]],
+        budgets: Budgets,
+    ) -> int:
+        """Enter a new batch and an attempt for each of its calls (key, tokens, maximum cost), before anything is sent.
+
+        Returns:
+            How many calls, from the first on, fit the budgets; these are entered, also in the row.
+        """
+        with self._transaction():
+            budget_left = self.remaining(budgets)
+            for number, (key, tokens, max_cost) in enumerate(calls):
+                if max_cost > budget_left:
+                    break
+                budget_left -= max_cost
+                attempt = self._insert_attempt(endpoint, key, tokens, max_cost)
+                row.calls[f"{row.label}-{number}"] = Attempt(key, attempt, tokens)
+                self._db.execute(
+                    "INSERT INTO batch_calls VALUES (?, ?, ?, ?)", (row.label, number, key, attempt)
+                )
+            if row.calls:
+                self._db.execute(
+                    "INSERT INTO batches (label, endpoint, state, began) VALUES (?, ?, 'open', ?)",
+                    (row.label, endpoint, row.began),
+                )
+        return len(row.calls)
+
+    def save_batch(self, row: BatchRow) -> None:
+        """Record the provider's ids of a batch."""
+        with self._transaction():
+            self._db.execute(
+                "UPDATE batches SET file = ?, id = ? WHERE label = ?", (row.file, row.id, row.label)
+            )
+
+    def open_batches(self, endpoint: str) -> list[BatchRow]:
+        """Batches of an endpoint that are not closed, with their calls without a result; oldest first."""
+        rows = self._query(
+            "SELECT label, began, file, id FROM batches WHERE endpoint = ? AND state = 'open' ORDER BY began",
+            endpoint,
+        )
+        return [BatchRow(label, began, file, id, self.batch_calls(label)) for label, began, file, id in rows]
+
+    def batch_calls(self, label: str) -> dict[str, Attempt]:
+        """The calls of a batch without a result, by their ``custom_id``."""
+        rows = self._query(
+            "SELECT number, batch_calls.key, attempt, input_tokens, output_tokens FROM batch_calls"
+            " JOIN attempts ON attempts.id = attempt WHERE label = ? AND state = 'under way'",
+            label,
+        )
+        return {
+            f"{label}-{number}": Attempt(key, attempt, (num_input, num_output))
+            for number, key, attempt, num_input, num_output in rows
+        }
+
+    def close_batch(self, label: str, *, billed: bool) -> None:
+        """Close a batch; its calls without a result end as `end_attempt` says."""
+        with self._transaction():
+            for call in self.batch_calls(label).values():
+                self.end_attempt(call.number, billed=billed)
+            self._db.execute("UPDATE batches SET state = 'settled' WHERE label = ?", (label,))
+
     # ----------------------------------------------------------------------------------------------------- rejections
 
     def record_rejection(self, key: str, sent_by: str, message: str) -> None:
@@ -246,9 +340,19 @@ class AnswerStore:
         """What is left of the tightest budget; infinity without one."""
         return min((budget - self.spent(endpoint) for endpoint, budget in budgets.items()), default=math.inf)
 
+    def _insert_attempt(self, endpoint: str, key: str, tokens: tuple[int, int], max_cost: float) -> int:
+        query = (
+            "INSERT INTO attempts (endpoint, key, state, input_tokens, output_tokens, cost)"
+            " VALUES (?, ?, 'under way', ?, ?, ?) RETURNING id"
+        )
+        return self._query_one(query, endpoint, key, *tokens, max_cost)[0]
+
     @contextmanager
     def _transaction(self) -> Iterator[None]:
         with self._lock:
+            if self._db.in_transaction:  # part of another one
+                yield
+                return
             try:
                 self._db.execute("BEGIN IMMEDIATE")
                 yield

@@ -19,6 +19,7 @@ from rge.calls.model_config import ModelConfig, check_model
 from rge.calls.replies import BadValue, Reply
 from rge.calls.request import Request
 from rge.calls.store import AnswerStore
+from rge.common.errors import UserError
 from rge.common.options import build
 from rge.rl.rewards import Rollouts, reward
 
@@ -33,6 +34,10 @@ query). Answer with the number alone."""
 def _endpoint(endpoint: dict[str, Any], instruction: str = INSTRUCTION) -> ModelConfig:
     config = build(ModelConfig, [("rl.rewards: endpoint of judge: ", endpoint)])
     check_model("rl.rewards: endpoint of judge", config)
+    if config.mode == "batch":
+        raise UserError(
+            "rl.rewards: endpoint of judge: mode=batch takes up to a day, and training waits for every answer"
+        )
     return config
 
 

@@ -1,1 +1,1 @@
-"""Turn requests into calls and make them."""
+"""Turn requests into calls and make them, singly or in batches."""

@@ -120,7 +120,7 @@ class Grouping:
                 call = Call(key, request, group)
                 if key in self._open:
                     self._open[key].pending += group
-                elif (result := self._stored(key, model)) is not None:
+                elif (result := self.stored(key, model)) is not None:
                     reasks += self._deliver(call, result)
                 else:
                     calls.append(call)
@@ -128,7 +128,8 @@ class Grouping:
             waiting = reasks
         return calls
 
-    def _stored(self, key: str, model: ModelConfig) -> bytes | Rejection | None:
+    def stored(self, key: str, model: ModelConfig) -> bytes | Rejection | None:
+        """The stored answer to a call, or the recorded rejection of it; None: neither."""
         if (stored := self.store.get(key)) is not None:
             return stored
         why = self.store.rejection(key, model.sent_by())

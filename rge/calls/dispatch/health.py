@@ -27,7 +27,7 @@ class Health:
     """
 
     def __init__(self, say: Callable[[str], object] = lambda text: None) -> None:
-        self._say = say
+        self.say = say
         self.pace = Pace()
         self.accepted_at = float("-inf")
         """Send time of the latest accepted call."""
@@ -70,7 +70,7 @@ class Health:
         """Stop calls for this run; the first reason given is kept, and said now: other endpoints' calls may take long."""
         if self.stopped is None:
             self.stopped = error
-            self._say(str(error))
+            self.say(str(error))
         self._completed.set()
 
 

@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from PIL import Image
 
@@ -20,12 +21,14 @@ from rge.calls.failures import (
     StopCalls,
     Unanswered,
 )
-from rge.calls.model_config import ModelConfig
+from rge.calls.model_config import BillingStats, ModelConfig
 from rge.calls.pictures import EncodedPictures
 from rge.calls.providers.transport import Connection
-from rge.calls.replies import Usage, usage
+from rge.calls.replies import usage
 from rge.calls.request import Part, Picture, Request
-from rge.calls.store import AnswerStore
+from rge.calls.store import AnswerStore, Attempt, Budgets
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -52,15 +55,15 @@ class Sender:
             UserError: the answer cannot be stored.
         """
         try:
-            return await self._retried(lambda: self._attempt(call, pictures))
+            return await self.retried(lambda: self._attempt(call, pictures))
         except AttemptFailed as error:
             raise self._give_up(error) from None
         except Rejection as error:
             if not error.certain:
                 await self._check_settings(call, error)
-            raise self._rejected(call, error) from None
+            raise self.rejected(call.key, error) from None
 
-    async def _retried(self, attempt: Callable[[], Awaitable[bytes]]) -> bytes:
+    async def retried(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """Repeat an attempt until it succeeds.
 
         Raises:
@@ -104,20 +107,19 @@ class Sender:
     async def _attempt(self, call: Call, pictures: EncodedPictures, *, canary: bool = False) -> bytes:
         """Make one attempt; raises as `Connection.chat` does, after closing the attempt's ledger entry."""
         health = self.health
-        attempt, expected = await self._begin(call)
+        attempt = await self._begin(call)
         sent_at = time.monotonic()
         try:
             answer = await self.connection.chat(call.request, pictures)
         except asyncio.CancelledError:
-            self.store.end_attempt(attempt, billed=True)
+            self.store.end_attempt(attempt.number, billed=True)
             raise
         except (AttemptFailed, Rejection, StopCalls) as error:
-            self.store.end_attempt(attempt, billed=isinstance(error, AttemptFailed) and error.billed)
+            self.store.end_attempt(attempt.number, billed=isinstance(error, AttemptFailed) and error.billed)
             raise
         finally:
             health.call_ended()
-        bill = usage(answer, expected)
-        self._keep(call, attempt, answer, bill, time.monotonic() - sent_at, learn=not canary)
+        self.keep(attempt, None if canary else call.request, answer, time.monotonic() - sent_at)
         health.call_accepted(sent_at)
         health.pace.on_answer()
         return answer
@@ -131,7 +133,7 @@ class Sender:
             request, pictures = _canary(call.request)
             canary = Call(f"canary {call.key}", request, [])
             try:
-                await self._retried(lambda: self._attempt(canary, pictures, canary=True))
+                await self.retried(lambda: self._attempt(canary, pictures, canary=True))
             except AttemptFailed as failed:
                 raise self._give_up(failed) from None
             except Rejection:
@@ -141,47 +143,54 @@ class Sender:
                     "and run the same command again; answers so far are stored"
                 ) from None
 
-    async def _begin(self, call: Call) -> tuple[int, tuple[int, int]]:
-        """Enter an attempt in the ledger as soon as the budget allows it; raises why calls to the endpoint have stopped.
-
-        Returns:
-            The attempt, and its estimated input and maximum output tokens, corrected by earlier bills.
-        """
-        model, health, store, request = self.model, self.health, self.store, call.request
-        limits = {model.endpoint: model.budget, None: self.budget}
-        budgets = {endpoint: budget for endpoint, budget in limits.items() if budget is not None}
+    async def _begin(self, call: Call) -> Attempt:
+        """Enter an attempt in the ledger as soon as the budget allows it; raises why calls to the endpoint have stopped."""
+        health, endpoint, budgets = self.health, self.model.endpoint, self.budgets
         while health.stopped is None:
-            stats = store.billing_stats(model.endpoint, bool(request.num_pictures()))
             # The cost of the first call is only an estimate: under a budget, the others wait for its bill.
-            is_first = budgets and not stats.calls and not health.unanswered_in_a_row
+            is_first = budgets and not self.stats(call.request).calls and not health.unanswered_in_a_row
             if not (is_first and health.in_flight):
-                tokens = model.estimate(request, stats)
-                max_cost = model.cost(*tokens)
-                attempt = store.begin_attempt(model.endpoint, call.key, tokens, max_cost, budgets)
-                if attempt is not None:
+                tokens, max_cost = self.estimate(call.request)
+                number = self.store.begin_attempt(endpoint, call.key, tokens, max_cost, budgets)
+                if number is not None:
                     health.in_flight += 1
-                    return attempt, tokens
+                    return Attempt(call.key, number, tokens)
                 if not health.in_flight:
-                    raise self._budget_reached(max_cost)
+                    raise self.budget_reached(max_cost)
             await health.wait_for_completion()
         raise health.stopped
 
-    def _keep(
-        self, call: Call, attempt: int, body: bytes, bill: Usage, took_s: float, *, learn: bool
+    @property
+    def budgets(self) -> Budgets:
+        """The limits of what calls may cost."""
+        limits = {self.model.endpoint: self.model.budget, None: self.budget}
+        return {endpoint: budget for endpoint, budget in limits.items() if budget is not None}
+
+    def stats(self, request: Request) -> BillingStats:
+        """How bills compare with estimates, for calls such as this one."""
+        return self.store.billing_stats(self.model.endpoint, bool(request.num_pictures()))
+
+    def estimate(self, request: Request, *, batch: bool = False) -> tuple[tuple[int, int], float]:
+        """Estimated input and maximum output tokens, corrected by earlier bills, and the maximum cost."""
+        tokens = self.model.estimate(request, self.stats(request))
+        return tokens, self.model.cost(*tokens, batch=batch)
+
+    def keep(
+        self, attempt: Attempt, request: Request | None, answer: bytes, took_s: float, *, batch: bool = False
     ) -> None:
-        """Store an answer and its cost, and ``learn`` from the bill how far the estimate for the request was off."""
-        model, estimate = self.model, None
-        cost = model.cost(bill.input_tokens, bill.output_tokens, bill.cached)
-        if learn and not bill.refused:
-            estimate = (*model.estimate(call.request), bool(call.request.num_pictures()))
-        self.store.put(attempt, call.key, model.name, body, bill, cost, took_s, estimate)
+        """Store an answer and its cost; learn from the bill how far the estimate for a ``request`` (None: do not) was off."""
+        model, bill, estimate = self.model, usage(answer, attempt.tokens), None
+        cost = model.cost(bill.input_tokens, bill.output_tokens, bill.cached, batch=batch)
+        if request is not None and not bill.refused:
+            estimate = (*model.estimate(request), bool(request.num_pictures()))
+        self.store.put(attempt.number, attempt.key, model.name, answer, bill, cost, took_s, estimate)
         self.counts.asked += 1
         self.counts.refused += bill.refused
 
-    def _rejected(self, call: Call, error: Rejection) -> Rejection:
+    def rejected(self, key: str, error: Rejection) -> Rejection:
         """Record that the endpoint rejects a call, so that it is not sent again with the same settings."""
         rejection = Rejection(f"{self.model.name}: {error}")
-        self.store.record_rejection(call.key, self.model.sent_by(), str(rejection))
+        self.store.record_rejection(key, self.model.sent_by(), str(rejection))
         self.counts.rejected += 1
         return rejection
 
@@ -195,7 +204,7 @@ class Sender:
         self.counts.unanswered += 1
         return Unanswered(f"{self.model.name}: {why}")
 
-    def _budget_reached(self, max_cost: float) -> BudgetReached:
+    def budget_reached(self, max_cost: float) -> BudgetReached:
         """The error of a call whose maximum cost exceeds what is left of a budget."""
         model, total = self.model, self.budget
         spent, all_spent = self.store.spent(model.endpoint), self.store.spent(None)

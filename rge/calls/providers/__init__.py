@@ -1,1 +1,1 @@
-"""Wire format: OpenAI's chat completions, and the errors of providers."""
+"""Wire format: OpenAI's chat completions and batches, and the errors of providers."""

@@ -5,6 +5,7 @@ byte for byte.
 """
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any
 
 import httpx
@@ -37,7 +38,7 @@ class Connection:
     def __init__(self, model: ModelConfig, mask: Mask):
         self.model, self.mask = model, mask
         limits = httpx.Limits(max_connections=model.concurrency, max_keepalive_connections=model.concurrency)
-        # No time-outs of its own: `chat` limits each attempt as a whole.
+        # No time-outs of its own: `send` limits each request as a whole.
         self.client = httpx.AsyncClient(
             base_url=model.base_url or OPENAI, headers=_headers(model), limits=limits, timeout=None
         )
@@ -45,26 +46,34 @@ class Connection:
     async def chat(self, request: Request, pictures: EncodedPictures) -> bytes:
         """Send a request and return its answer, which may be a refusal; raises `AttemptFailed`, `Rejection` or `StopCalls`."""
         model = self.model
+        response = await self.send("POST", PATH, model.timeout_s, json=body(model, request, pictures))
+        return self.answer(response.status_code, response.content, response.headers)
+
+    async def send(self, method: str, path: str, limit_s: float, **options: Any) -> httpx.Response:
+        """Send any request and return the response, whatever its status; raises `AttemptFailed`: none within ``limit_s``."""
         try:
-            async with asyncio.timeout(model.timeout_s):
-                response = await self.client.post(PATH, json=body(model, request, pictures))
+            async with asyncio.timeout(limit_s):
+                return await self.client.request(method, path, **options)
         except TimeoutError:
-            raise AttemptFailed(f"no answer within {model.timeout_s:g} s", billed=True) from None
+            raise AttemptFailed(f"no answer within {limit_s:g} s", billed=True) from None
         except httpx.RequestError as lost:
             message = self.mask(str(lost) or type(lost).__name__)
             raise AttemptFailed(f"no connection: {message}", billed=not isinstance(lost, NOT_SENT)) from None
-        if not response.is_success or is_failure(parse(response.content)):
-            error = failure(response.status_code, response.content, response.headers, model, self.mask)
+
+    def answer(self, status: int, content: bytes, headers: Mapping[str, str]) -> bytes:
+        """The content of a response if it answers a request; raises as `chat` does."""
+        if not 200 <= status < 300 or is_failure(parse(content)):
+            error = failure(status, content, headers, self.model, self.mask)
             if error is not None:
                 raise error
         try:
-            read_replies(response.content)
+            read_replies(content)
         except NotAChat as error:
             message = f"the endpoint's response is not a chat completion: {error}"
             raise AttemptFailed(message, billed=True) from None
         except ReplyError:
             pass  # an empty answer, for example: it may have been billed
-        return response.content
+        return content
 
 
 def _headers(model: ModelConfig) -> dict[str, str]:

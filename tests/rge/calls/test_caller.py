@@ -9,7 +9,7 @@ import sqlite3
 import threading
 import time
 from collections import Counter
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 
 import forked
 import pytest
@@ -327,25 +327,6 @@ def test_a_file_that_is_no_cache(tmp_path):
     (tmp_path / "x").write_bytes(b"not a database at all" * 100)
     with pytest.raises(UserError, match="cannot be used as an answer store"):
         AnswerStore(tmp_path / "x")
-
-
-def test_a_file_of_answers_with_batches_is_read(tmp_path):
-    """Earlier versions also called OpenAI's batch API; a batch that was in flight stays paid at its maximum cost."""
-    path = tmp_path / "replies.sqlite"
-    AnswerStore(path).close()
-    with closing(sqlite3.connect(path)) as old, old:
-        old.execute("CREATE TABLE batches (label TEXT, endpoint TEXT, state TEXT, began REAL)")
-        old.execute("CREATE TABLE batch_calls (label TEXT, number INTEGER, key TEXT, attempt INTEGER)")
-        old.execute("INSERT INTO batches VALUES ('b', 'm', 'open', 0)")
-        old.execute("INSERT INTO batch_calls VALUES ('b', 0, 'k', 1)")
-        old.execute(
-            "INSERT INTO attempts (endpoint, key, state, input_tokens, output_tokens, cost)"
-            " VALUES ('m', 'k', 'under way', 100, 20, 0.5)"
-        )
-        old.execute("INSERT INTO spending VALUES ('m', 0, 3, 300, 0, 60, 1.5)")
-    with closing(AnswerStore(path)) as store:
-        (spent,) = store.ledger()
-    assert (spent.calls, spent.cost, spent.lost_calls, spent.lost_cost) == (3, 1.5, 1, 0.5)
 
 
 def test_a_file_that_another_process_is_making_is_waited_for(tmp_path):

@@ -100,12 +100,13 @@ BROKEN_OFF = {
 }
 
 
+@pytest.mark.parametrize("mode", ["calls", "batch"])
 @pytest.mark.parametrize("body", BROKEN_OFF.values(), ids=BROKEN_OFF)
-def test_an_answer_that_the_server_broke_off_is_none_although_its_status_is_200(store, body):
+def test_an_answer_that_the_server_broke_off_is_none_although_its_status_is_200(store, body, mode):
     """Providers that fail while they write can no longer change the status; stored, it would be a verdict for ever."""
     server = Server(lambda text, number: Answer(body))
     with LocalServer(server) as at:
-        models = model(at, output_price=1)
+        models = model(at, mode=mode, batch_poll_s=0.01, output_price=1)
         (found,) = Caller(models, store).run(asks(1))
         assert found.unanswered
         assert store.num_replies() == 0
@@ -211,11 +212,12 @@ def test_a_canary_that_gets_no_answer_leaves_the_call_open(store):
         assert Caller(model(at), store).run(asks(2))[0].reply is not None
 
 
-def test_a_picture_that_cannot_be_opened_leaves_its_call_open(store, tmp_path):
+@pytest.mark.parametrize("mode", ["calls", "batch"])
+def test_a_picture_that_cannot_be_opened_leaves_its_call_open(store, tmp_path, mode):
     """A disk that is not mounted says nothing about the picture; once it is, the same command asks."""
     path = tmp_path / "a.png"
     with LocalServer(Server()) as at:
-        models = model(at)
+        models = model(at, mode=mode, batch_poll_s=0.01)
         requests = [*(Request("m", (str(one), Picture(str(path), "1"))) for one in range(30)), *asks(1)]
         *gone, other = Caller(models, store).run(requests)
         assert all(one.unanswered and "a.png" in str(one.error) for one in gone)
@@ -361,7 +363,7 @@ def test_prices_come_from_a_table_where_none_are_given(tmp_path, monkeypatch):
     """The shipped one for providers' own addresses only; one's own for all; a model's own settings come first."""
     known, mine = "claude-haiku-4-5", tmp_path / "prices.yaml"
     mine.write_text(
-        f"{known}: {{input_price: 7, output_price: 8}}\nlocal: {{input_price: 1, output_price: 2, cached_price: 0.4}}\n"
+        f"{known}: {{input_price: 7, output_price: 8}}\nlocal: {{input_price: 1, output_price: 2, batch_price: 0.4}}\n"
     )
     models = {
         "known": ModelConfig(name=known, base_url="https://api.anthropic.com/v1/"),
@@ -376,7 +378,8 @@ def test_prices_come_from_a_table_where_none_are_given(tmp_path, monkeypatch):
     assert shipped["own"].input_price == given["own"].input_price == 0.5
     assert (shipped["cached"].input_price, shipped["cached"].cached_price) == (1, 0.02)
     assert given["served"].cost(10**6, 10**6) == 15
-    assert given["local"].cached_price == 0.4
+    assert given["local"].cost(10**6, 0, batch=True) == 0.4
+    assert given["served"].cost(10**6, 0, batch=True) == 3.5
     mine.write_text(f"{known}: {{input: 7}}\n")
     with pytest.raises(UserError, match=f"{known}.*input"):
         fill_prices(models, mine)

@@ -324,6 +324,8 @@ def test_settings_of_newer_models_are_sent_and_are_part_of_the_key(store):
         ({"backoff_s": -1.0}, "backoff_s must be >= 0"),
         ({"extra_body": {"messages": []}}, "extra_body must not set model, messages, n or seed"),
         ({"extra_body": {"top_p": float("nan")}}, "extra_body must be JSON"),
+        ({"mode": "later"}, "mode must be one of calls, batch"),
+        ({"batch_price": 50}, "batch_price must be <= 1"),
     ],
 )
 def test_settings_that_cannot_be_right(settings, message):

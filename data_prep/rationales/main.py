@@ -60,7 +60,9 @@ def estimate(options: RationaleOptions) -> str:
             more = {"calls": 1, "out": answered, "most in": most_in, "most out": most_out}
             total.update({key: options.candidates * number for key, number in more.items()})
             tasks[task_of(pair, options)] += 1
-    least, most = model.cost(total["in"], 0), model.cost(total["most in"], total["most out"])
+    batch = model.mode == "batch"
+    least = model.cost(total["in"], 0, batch=batch)
+    most = model.cost(total["most in"], total["most out"], batch=batch)
     rows = "\n".join(f"| {task} | {number:,} |" for task, number in tasks.most_common())
     text = (
         f"| task | pairs |\n|---|---:|\n{rows}\n\n{total['calls']:,} calls, {total['in']:,} input tokens, at most "

@@ -75,6 +75,8 @@ class Writing:
     def run(self) -> dict[str, Any]:
         """Write the records with rationales to ``out``, and a report to ``out`` + ``.report.json``.
 
+        The calls of all files are made together, so that a provider's batches are awaited once.
+
         Returns:
             The report; for a folder, the reports by file name.
 

@@ -133,9 +133,12 @@ def status(run: Run) -> str:
             state += f", {found['unanswered']:,} unanswered"
         lines.append(f"{stage:<9} {state}{f' ({parts} parts written)' if parts and not found else ''}")
     for entry in run.store.ledger():
-        line = f"{entry.endpoint}: {entry.calls:,} calls, {entry.cost:.4f} spent"
+        batches = f" ({entry.batch_calls:,} in batches)" if entry.batch_calls else ""
+        line = f"{entry.endpoint}: {entry.calls:,} calls{batches}, {entry.cost:.4f} spent"
         if entry.lost_calls:
-            line += f", plus at most {entry.lost_cost:.4f} for {entry.lost_calls:,} lost attempts"
+            line += (
+                f", plus at most {entry.lost_cost:.4f} for {entry.lost_calls:,} attempts lost or in flight"
+            )
         lines.append(line)
     return "\n".join(lines)
 
@@ -255,6 +258,8 @@ def _costs(config: RmirConfig, store: AnswerStore, stage: str, asked: _Asked) ->
     tokens_in, tokens_out = number * per_call * stats.mean_input, number * answers[stage]
     most_in = most * per_call * stats.max_input
     most_out = most * getattr(config, stage).max_tokens * stats.max_output
-    cost, most_cost = model.cost(int(tokens_in), int(tokens_out)), model.cost(int(most_in), int(most_out))
+    batch = model.mode == "batch"
+    cost = model.cost(int(tokens_in), int(tokens_out), batch=batch)
+    most_cost = model.cost(int(most_in), int(most_out), batch=batch)
     row = f"{model.name} | {number:,.0f} | {tokens_in:,.0f} | {tokens_out:,.0f} | {cost:,.2f}"
     return row, cost, max(cost, most_cost)

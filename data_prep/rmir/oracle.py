@@ -1,6 +1,6 @@
 """The demo's oracle: an OpenAI-compatible server that answers from the hand-written relation tables.
 
-It replaces a multimodal model, so that the whole pipeline runs on any machine over real HTTP. It recognises pictures by
+It replaces a multimodal model, so that the whole pipeline runs on any machine over real HTTP, with plain calls or batches. It recognises pictures by
 their bytes, and makes deliberate errors at configured rates.
 """
 

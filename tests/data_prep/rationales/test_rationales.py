@@ -231,15 +231,16 @@ def test_calls_that_are_all_rejected_replace_no_result(records, tmp_path):
     assert out.read_text() == "of an earlier model"
 
 
-def test_windows_are_in_flight_together(records, tmp_path, monkeypatch):
-    """Twenty records in windows of two, and all twenty calls at once; a second process is refused meanwhile."""
+@pytest.mark.parametrize("mode", ["calls", "batch"])
+def test_windows_are_in_flight_together(records, tmp_path, monkeypatch, mode):
+    """Twenty records in windows of two, and all twenty calls at once or in one batch; a second process is refused meanwhile."""
     monkeypatch.setattr("data_prep.rationales.pairs.WINDOW", 2)
     (line, *_) = records.read_text().splitlines()
     rows = [{**json.loads(line), "id": f"r{number}", "group": f"r{number}"} for number in range(20)]
     for number, row in enumerate(rows):
         row["query"]["text"] = f"good {number}"
     records.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    together = asyncio.Barrier(20)
+    together = asyncio.Barrier(20 if mode == "calls" else 1)
 
     async def served(path, body):
         await together.wait()
@@ -248,9 +249,11 @@ def test_windows_are_in_flight_together(records, tmp_path, monkeypatch):
         return await answer(path, body)
 
     with LocalServer(served) as server:
-        model = ModelConfig(name="m", base_url=server.url)
+        model = ModelConfig(name="m", base_url=server.url, mode=mode, batch_poll_s=0.02)
         report = write(RationaleOptions(records=records, out=tmp_path / "out.jsonl", model=model))
     assert report["kept"] == 20
+    assert report["models"][0]["batch_calls"] == (20 if mode == "batch" else 0)
+    assert len(server.batches.batches) == (mode == "batch")
 
 
 def test_a_folder_of_records_has_one_budget_and_one_ledger(records, tmp_path, capsys):
@@ -300,7 +303,7 @@ def test_a_folder_of_records_has_one_budget_and_one_ledger(records, tmp_path, ca
         ("select=nowhere", "nowhere"),
         ("dry_run=maybe", "dry_run must be true or false"),
         ("model.concurrency=0", r"^model\.concurrency must be >= 1, got 0"),
-        ("model={name: m, mode: batch}", r"unknown key model\.mode"),
+        ("model={name: m, mode: vllm}", r"^model\.mode must be one of calls, batch, got 'vllm'"),
         ("model=m", "model must be a mapping"),
     ],
 )
@@ -539,6 +542,9 @@ def test_the_dry_run_counts_and_asks_nothing(records, tmp_path, capsys):
     assert "| vqa | 4 |" in shown
     assert "12 calls," in shown
     assert "at most 3,072 output tokens: from 0.00 (input alone) to at most 3.07." in shown
+    by_batch = ["model.mode=batch", "model.batch_price=0.25", "model.output_price=1000"]
+    main(["rationales", *words, "candidates=3", "dry_run=true", *by_batch])
+    assert "at most 0.77." in capsys.readouterr().out
     assert not list(tmp_path.glob("out*"))
 
 

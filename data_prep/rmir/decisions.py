@@ -41,7 +41,7 @@ def write_about_panel(path: Path, content: dict[str, Any]) -> None:
 def about_panel(path: Path) -> dict[str, Any] | None:
     """Content of a file about a run's decisions; None if it does not exist, or is about earlier questions or judgements."""
     found, version = read_json(path), _version(path.parent)
-    return found if found and found.get("decisions", version) == version else None
+    return found if found and found.get("decisions") == version else None
 
 
 def _version(out: Path) -> str | None:

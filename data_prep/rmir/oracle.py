@@ -1,7 +1,7 @@
 """The demo's oracle: an OpenAI-compatible server that answers from the hand-written relation tables.
 
-It replaces a multimodal model, so that the whole pipeline runs on any machine over real HTTP, with plain calls or batches. It recognises pictures by
-their bytes, and makes deliberate errors at configured rates.
+It replaces a multimodal model, so that the whole pipeline runs on any machine over real HTTP, with plain calls or batches. It
+recognises pictures by their bytes, and makes deliberate errors at configured rates.
 """
 
 import base64

@@ -65,9 +65,13 @@ def apply(out: Path, files: Sequence[Path], agree: int) -> None:
             f"apply= has the verdicts of {len(files)} people, but agree={agree} people must give the same verdict"
         )
     config = _settings(out)
-    people = read_verdicts(out, files)
-    found = settle(out, people, agree)
     with closing(Run(config)) as run:
+        if run.done("keep") is None:
+            raise UserError(
+                f"the panel's decisions in {out} are not finished: run the command that made it again"
+            )
+        people = read_verdicts(out, files)
+        found = settle(out, people, agree)
         write_about_panel(out / REVIEWED, found)
         agreement_of(out, people)
         run_stages(run, ("pool", "split", "audit"))

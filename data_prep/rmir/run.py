@@ -118,8 +118,9 @@ def _settings(config: RmirConfig, encoders: Sequence[dict[str, Any]]) -> dict[st
         "judge": [whole["judge"], texts.judge, [answers_of(label) for label in panel]],
         "keep": [config.keep.min_confidence],
         "pool": [states] if (states := overruled(Path(config.out))) else [],
-        "split": [whole["split"], whole["export"], config.keep.remove_doubted_inputs, exported],
-        "audit": [config.audit.ks, [config.models[label].family or label for label in panel]],
+        # the first number: of what a stage writes
+        "split": [2, whole["split"], whole["export"], config.keep.remove_doubted_inputs, exported],
+        "audit": [2, config.audit.ks, [config.models[label].family or label for label in panel]],
     }
 
 
@@ -200,11 +201,11 @@ class Run:
         """
         if (found := self.done(stage)) and not found.get("unanswered"):
             return found
+        spent, met = self._spent(), self._met()
         # Parts are valid only for the settings (including the shard size) they were made with.
         if not self.begun(stage):
             self.empty(stage)
             write_text(self.path(stage, "settings"), self._made_with(stage))
-        spent, met = self._spent(), self._met()
         before = {key: number - spent.get(stage, {}).get(key, 0) for key, number in self._totals().items()}
         write_json(self.out / SPENT, {"stages": spent, "running": {"stage": stage, "before": before}})
         began = time.perf_counter()
@@ -224,7 +225,16 @@ class Run:
 
     def _spent(self) -> dict[str, dict[str, float]]:
         """Calls and cost of each stage over all commands and settings, including those of a stage that was stopped."""
-        found = read_json(self.out / SPENT) or {"stages": {}}
+        found = read_json(self.out / SPENT)
+        if not found:  # a run of an earlier version
+            reports = {stage: read_json(self.path(stage, "done.json")) for stage in STAGES}
+            found = {
+                "stages": {
+                    stage: {key: report[key] for key in ("calls", "cost")}
+                    for stage, report in reports.items()
+                    if report
+                }
+            }
         if running := found.get("running"):
             found["stages"][running["stage"]] = self._since(running["before"])
         return found["stages"]

@@ -209,13 +209,13 @@ def settle_library(run: Run) -> None:
     state.files, state.in_order = files, state.in_order and found.in_order
     state.stamps |= found.stamps
     if not str(found):
-        state.write(folder)
         if finished and run.done("split") and credits_changed(run, library):
             print(
                 "source, author or licence of a picture has changed: the data set is written again",
                 file=sys.stderr,
             )
             run.path("split", "done.json").unlink()
+        state.write(folder)  # last: with it, the library counts as compared
         return
     if config.changed == "stop":
         raise UserError(

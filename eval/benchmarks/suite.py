@@ -21,7 +21,7 @@ import pyarrow as pa
 from pydantic import BaseModel
 
 from eval.benchmarks.registry import protocol_for
-from eval.embedding.identity import differences, versions, with_key
+from eval.embedding.identity import differences, old_results, versions, with_key
 from eval.embedding.processes import join
 from eval.scoring.output_files import (
     FORMAT,
@@ -171,7 +171,7 @@ def aggregate(
     if any(result.get("run_hash") for result in results.values()):
         content["run_hash"] = _digest({name: result.get("run_hash") for name, result in results.items()})
     content |= protocol.suite_figures(results) | dict(more(results))
-    content["identity"] = with_key(content, made=first["identity"])
+    content["identity"] = with_key(content, made=None if old_results(first) else first["identity"])
     content["headline"] = headline_figures(protocol, content["macro"], "macro")
     invalidate(out)
     write_tables(out, pa.Table.from_pandas(table, preserve_index=False), content)

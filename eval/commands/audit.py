@@ -20,6 +20,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from eval.benchmarks.suite import is_suite, load_suite
 from eval.pages.evaluations import check_one_set, expand, read_evaluation
 from eval.scoring.output_files import read_results
@@ -30,7 +32,7 @@ from rge.common.errors import UserError
 from rge.common.files import find_shipped, write_json
 from rge.common.images import ImageError, picture_bytes
 from rge.common.registry import PluginOptions
-from rge.common.schema import ImageRef, Item
+from rge.common.schema import ImageRef, Item, Record
 from rge.tables.rows import TableError, json_object, reading
 
 WARN = "TRAINED ON THE TEST"
@@ -240,8 +242,11 @@ def _records(path: Path, lenient: bool) -> Iterator[dict[str, Any]]:
         for number, line in enumerate(lines, 1):
             try:
                 if line.strip():
-                    yield json_object(f"{path}, line {number}", line)
-            except TableError:
+                    record = json_object(f"{path}, line {number}", line)
+                    if lenient:
+                        Record.model_validate(record)
+                    yield record
+            except (TableError, ValidationError):
                 if not lenient:
                     raise
 

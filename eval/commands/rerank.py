@@ -158,6 +158,10 @@ def _rerank_set(options: RerankOptions, judge: Callable[[], DescriptionJudge], a
     while about.get("rerank"):  # whose output has no rationales
         first = Path(about["rerank"]["of"])
         about = read_results(first)
+        if any(about.get(key) != old.get(key) for key in ("checkpoint_hash", "run_hash")):
+            raise UserError(
+                f"{first}, which {options.of} reordered, holds another ranking now: rerank it again"
+            )
     rationales = pd.read_parquet(first / PER_QUERY).set_index("query_id")["rationale"].dropna()
     asked = wanted.query_items(old.get("query_modality") or "both")  # without what the embedder did not see
     texts = [Item(query.id, text=rationales.get(query.id) or query.text) for query in asked]

@@ -10,10 +10,11 @@ from typing import Any
 from rge.identity import run_identity
 from rge.identity.run_identity import Identity, digest
 
+OLD = "was written by an older version, which recorded less: whether texts, pictures, code and versions agree cannot be checked"
 PAGES = "eval.pages"
 """Package that does not affect figures."""
 NOT_MEASURED = ("device", "notes", "plugins")
-"""Settings of an embedder that do not affect figures, or are recorded elsewhere."""
+"""Settings of an embedder that do not affect figures, or (in older versions) are recorded elsewhere."""
 SHOWN = (
     "python", "rge", "torch", "torchvision", "transformers", "tokenizers", "pillow", "numpy", "peft",
     "sentence-transformers", "faiss-cpu", "pyarrow", "bm25s",
@@ -43,9 +44,17 @@ def with_key(
 
 
 def identity_of(results: Mapping[str, Any]) -> Identity:
-    """The identity of an evaluation without its key."""
-    made = results["identity"]
-    return asked_of(results) | {name: made[name] for name in ("software", "plugins", "machine")}
+    """The identity of an evaluation without its key; for results of older versions, as much as they recorded."""
+    known = results.get("identity") or {}
+    if old_results(results):
+        known = {
+            "software": {"code": results.get("code"), "packages": results.get("versions") or {}},
+            "plugins": {
+                name: {"code": plugin.get("code")} for name, plugin in (results.get("plugins") or {}).items()
+            },
+            "machine": None,
+        }
+    return asked_of(results) | {name: known.get(name) for name in ("software", "plugins", "machine")}
 
 
 def asked_of(results: Mapping[str, Any]) -> Identity:
@@ -94,7 +103,8 @@ def _asked(results: Mapping[str, Any]) -> dict[str, Any]:
 
 def ranked_with(results: Mapping[str, Any]) -> dict[str, Any] | None:
     """Modules and packages of a ranking that have changed since; None if none have."""
-    changed = run_identity.changes_since({"software": results["identity"]["software"]})
+    software = {"modules": {}} | identity_of(results)["software"]
+    changed = run_identity.changes_since({"software": software})
     return {key: then for key, (then, _) in changed.items()} or None
 
 
@@ -116,3 +126,8 @@ def set_mismatch(a: Mapping[str, Any], b: Mapping[str, Any]) -> str | None:
             f"{one['content'][:12]} and {other['content'][:12]}{why})"
         )
     return None
+
+
+def old_results(results: Mapping[str, Any]) -> bool:
+    """Whether results were written by an older version that did not record a full identity."""
+    return "machine" not in (results.get("identity") or {})

@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from eval.embedding.identity import set_mismatch
+from eval.embedding.identity import OLD, old_results, set_mismatch
 from eval.scoring.output_files import (
     PER_QUERY,
     RESULTS,
@@ -121,7 +121,9 @@ def read_evaluations(dirs: Sequence[Path], baselines: Mapping[str, Path]) -> lis
     ]
     known = featured(evaluations).results.get("checkpoint_hash")
     evaluations = [
-        one if one.results.get("checkpoint_hash") in (None, known) else _as_baseline(one, one.label)
+        one
+        if known is None or one.results.get("checkpoint_hash") in (None, known)
+        else _as_baseline(one, one.label)
         for one in evaluations
     ]
     for label, directory in baselines.items():
@@ -257,6 +259,8 @@ def caveats(results: Mapping[str, Any]) -> Iterator[str]:
         yield f"the ranking covers {100 * coverage:.4g} % of the queries"
     if limit := results["set"].get("limit"):
         yield f"only the first {limit:,} queries were evaluated"
+    if old_results(results):
+        yield f"this {OLD}"
 
 
 def check_finite(value: object, where: str) -> None:

@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from eval.benchmarks.registry import BENCHMARKS, protocol_for
+from eval.benchmarks.registry import BENCHMARKS, GENERIC, protocol_for
 from eval.pages.evaluations import Evaluation, Figure
 from eval.pages.wording import Scale, percent, slice_label, slice_order
 from eval.scoring.metrics import metric_words
-from eval.scoring.protocol import Protocol
 from eval.scoring.search import Ranking
 from eval.sets.retrieval_set import RetrievalSet
 from rge.stats.intervals import OF_DIFFERENCES, cluster_bootstrap, figures, index_of
@@ -139,9 +138,10 @@ def random_floors(main: Evaluation, loaded: RetrievalSet, metric: str) -> np.nda
     results = main.results
     if main.figure("random", metric) is None:
         return None
-    protocol = Protocol(metrics=(metric,))
-    if (benchmark := str(results.get("benchmark"))) in BENCHMARKS:
-        protocol = protocol_for(benchmark, results["profile"], loaded, [metric])
+    benchmark = str(results.get("benchmark") or GENERIC)
+    if benchmark not in (GENERIC, *BENCHMARKS):  # of a plugin that is not loaded
+        return np.full(len(main.per_query), np.nan)
+    protocol = protocol_for(benchmark, results["profile"], loaded, [metric])
     empty = np.full((len(loaded.queries), 1), -1, np.int32)
     depth = int(results.get("depth") or len(loaded.corpus_ids))
     scored = protocol.score(protocol.prepare(loaded), Ranking(empty, np.full(empty.shape, -np.inf), depth))

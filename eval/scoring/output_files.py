@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from eval.embedding.identity import asked_of, set_mismatch
 from eval.scoring.metrics import Judged, compute, cut, first_hit_rank, judge, random_floor, tied_order
-from eval.scoring.search import Ranking
+from eval.scoring.search import DEPTH, Ranking
 from eval.sets.retrieval_set import RESULT_COLUMNS, RetrievalSet
 from rge.common.errors import UserError
 from rge.common.files import find_shipped, write_bytes
@@ -34,6 +34,10 @@ NUM_TOP = 10
 SELF_RANKS = (1, 20)
 PLACES = ("out", "cache", "overwrite", "report")
 """Options of a command that do not affect its figures."""
+ASSUMED = {"benchmark": "generic", "profile": "clean", "seed": 0, "depth": DEPTH, "metrics": []}
+"""Values assumed for keys that older results did not record; others are null."""
+NOT_ALWAYS_RECORDED = ("dtype", "exact", "set.content", "set.report_by")
+"""Keys that older results did not record and that may have had any value."""
 MADE_WITH = (
     "instructions", "verbatim", "image_policy", "task", "keys", "gains", "layout", "pool", "exclude_query_image",
 )  # fmt: skip
@@ -258,7 +262,7 @@ def check_out(
         return
     old = read_results(out)
     apart = _differing(old, json.loads(json.dumps(decides, default=str)))
-    if measured is not None:
+    if "identity" in old and measured is not None:
         apart |= differences(_usage(old), _usage(measured))
     for key, (was, new) in apart.items():
         raise UserError(
@@ -268,9 +272,13 @@ def check_out(
 
 
 def _differing(old: Mapping[str, Any], decides: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    pairs = {key: (value_at(old, key.split(".")), new) for key, new in decides.items()}
-    if pairs.get("set.content", (None,))[0] is None:  # a picture was missing
-        pairs.pop("set.content", None)
+    def recorded(key: str, new: Any) -> Any:
+        was = value_at(old, key.split("."))
+        if was is None:
+            return new if key in NOT_ALWAYS_RECORDED else ASSUMED.get(key)
+        return was
+
+    pairs = {key: (recorded(key, new), new) for key, new in decides.items()}
     return {key: (was, new) for key, (was, new) in pairs.items() if was != new}
 
 
@@ -294,7 +302,7 @@ def read_results(directory: Path) -> dict[str, Any]:
     """Read ``results.json`` of a finished output directory; a `UserError` if it is missing or invalid."""
     path = directory / RESULTS
     try:
-        results = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         inner = sorted(child.parent.name for child in directory.glob(f"*/{RESULTS}"))
         words = f"has no {RESULTS}: the evaluation is unfinished or in another directory"
@@ -303,11 +311,6 @@ def read_results(directory: Path) -> dict[str, Any]:
         raise UserError(f"{directory} {words}") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {error}") from None
-    if "machine" not in (results.get("identity") or {}):
-        raise UserError(
-            f"{path} has no complete identity, so an unreleased version wrote it: evaluate again, with another out="
-        )
-    return results
 
 
 def invalidate(out: Path) -> None:

@@ -86,7 +86,7 @@ def page(run: Path, chosen: Sequence[dict[str, Any]], side_px: int = 800) -> str
     items = [
         {
             "key": triplet_name(row),
-            "asked": asked(row, images),
+            "shown": shown_hash(row, images),
             "query": row["query"],
             "given": names[row["image_id"]],
             "answer": names[row["candidate_id"]],
@@ -94,7 +94,7 @@ def page(run: Path, chosen: Sequence[dict[str, Any]], side_px: int = 800) -> str
         for row in chosen
     ]
     sample = hashlib.sha256(
-        json.dumps([(item["key"], item["asked"]) for item in items]).encode()
+        json.dumps([(item["key"], item["shown"]) for item in items]).encode()
     ).hexdigest()[:16]
     data = {
         "sample": sample,
@@ -275,9 +275,10 @@ def read_verdicts(run: Path, files: Sequence[Path]) -> dict[str, Said]:
     images = frames.by("id", frames.stage_rows(run, "seed", "images"))
     queries = frames.by("query_id", frames.stage_rows(run, "generate", "queries"))
     known = {
-        key: asked(queries[row["query_id"]] | row, images)
+        key: shown_hash(queries[row["query_id"]] | row, images)
         for key, row in _decided(run).items()
-        if row["state"] in STATES.values()
+        # an earlier stage may be being redone
+        if row["state"] in STATES.values() and row["query_id"] in queries and row["candidate_id"] in images
     }
     people: dict[str, Said] = {}
     for file in files:
@@ -296,7 +297,7 @@ class _Saved(BaseModel):
     class Row(BaseModel):
         verdict: Literal["accept", "reject", "unsure", ""] | None
         comment: str | None = None
-        asked: str | None = None  # see `asked`; pages of earlier versions do not save it
+        shown: str | None = None  # `shown_hash`; pages of earlier versions do not save it
 
     by: str | None = None
     verdicts: Annotated[dict[str, Row], Field(min_length=1)]
@@ -313,23 +314,24 @@ def _verdicts(file: Path, known: dict[str, str]) -> tuple[str, Said]:
     rows = {
         key: {"verdict": row.verdict or "", "comment": row.comment or ""}
         for key, row in saved.verdicts.items()
-        if key in known and row.asked in (None, known[key])
+        if key in known and row.shown in (None, known[key])
     }
     strange = [key for key in saved.verdicts if key not in rows]
     if not rows:
         raise UserError(
-            f"{file}: a verdict is on {strange[0]!r}, which this run did not decide, or asks differently now; is run= correct?"
+            f"{file}: a verdict is on {strange[0]!r}, which this run did not decide, or whose question or pictures have "
+            "changed; is run= correct?"
         )
     if strange:
         print(
             f"{file}: {len(strange)} of {len(saved.verdicts)} verdicts are left out, such as that on {strange[0]!r}, which this run "
-            "did not decide, or asks differently now",
+            "did not decide, or whose question or pictures have changed",
             file=sys.stderr,
         )
     return saved.by or file.stem, rows
 
 
-def asked(row: Mapping[str, Any], images: Mapping[str, dict[str, Any]]) -> str:
+def shown_hash(row: Mapping[str, Any], images: Mapping[str, dict[str, Any]]) -> str:
     """Hash of the question and the pictures of a triplet, whose name may come to stand for others when a stage is redone."""
     shown = [images[row[key]]["sha256"] for key in ("image_id", "candidate_id")]
     return hashlib.sha256(json.dumps([row["query"], *shown]).encode()).hexdigest()[:16]

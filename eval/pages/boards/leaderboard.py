@@ -151,7 +151,7 @@ def _groups(runs: Sequence[str]) -> tuple[dict[_Key, list[Evaluation]], dict[_Ke
             groups[key].append(run)
         if curves is not None:
             budgets[key].append((run.label, on_page(curves)))
-    _join_unread(groups, budgets)
+    _join_unrecorded(groups, budgets)
     for members in groups.values():
         _refuse_namesakes(members)
     return dict(groups), budgets
@@ -182,7 +182,7 @@ def _key(results: Mapping[str, Any]) -> _Key:
     return *map(str, words), about["fingerprint"], about.get("content") or ""
 
 
-def _join_unread(*tables: dict[_Key, list[Any]]) -> None:
+def _join_unrecorded(*tables: dict[_Key, list[Any]]) -> None:
     """Add results without a recorded content to the only board they can belong to; they are not ranked there."""
     for groups in tables:
         for key in [key for key in groups if not key[-1]]:

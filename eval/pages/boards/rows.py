@@ -89,7 +89,7 @@ def _labels(results: Mapping[str, Any], warnings: Sequence[str], known: bool) ->
         (f"{100 * coverage:.1f} % of the queries", coverage < 1.0),
         *((f"plugin {name}", True) for name in results.get("plugins") or {}),
         (f"as released, {code}".removesuffix(", "), results.get("asked_as_released")),
-        (f"the set's texts and pictures were not read{UNRANKED}", known and not about.get("content")),
+        (f"the set's texts and pictures were not recorded{UNRANKED}", known and not about.get("content")),
     ]
     return [label for label, applies in labels if applies]
 

@@ -106,7 +106,7 @@ def test_a_file_that_training_read_is_audited(set_dir, tmp_path, on_bad):
     recipe = {"data": {"on_bad": on_bad}, "joint": {"sources": [{"path": str(path)}]}}
     wanted = load_set(set_dir)
     assert shared(audit_run(wanted, ("auto",), recipe))["query_images"] == 2
-    path.write_bytes(b'{"id": "caf\xe9"}\n{cut\n' + records)
+    path.write_bytes(b'{"id": "caf\xe9"}\n{cut\n{"query": {"images": 5}, "positives": ["p"]}\n' + records)
     if on_bad == "skip":
         assert shared(audit_run(wanted, ("auto",), recipe))["query_images"] == 2
     else:

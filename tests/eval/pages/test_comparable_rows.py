@@ -164,10 +164,10 @@ def test_warnings_stand_on_the_row_and_a_row_trained_on_the_test_takes_no_place(
 
 
 @pytest.mark.slow
-def test_a_result_whose_pictures_were_not_read_joins_the_board_without_a_place(made, tmp_path):
+def test_a_result_without_a_recorded_content_joins_the_board_without_a_place(made, tmp_path):
     old = made("old")
     results = json.loads((old / "results.json").read_text())
-    results["set"]["content"] = None
+    del results["set"]["content"], results["identity"]
     (old / "results.json").write_text(json.dumps(results))
     page = page_of(tmp_path, made("new"), old)
     assert page.count('class="board"') == 1
@@ -178,7 +178,8 @@ def test_a_result_whose_pictures_were_not_read_joins_the_board_without_a_place(m
     }
     assert found["x/new"][0] == "1"
     assert found["x/old"][0] == ""
-    assert "the set&#39;s texts and pictures were not read: unranked" in page
+    assert "the set&#39;s texts and pictures were not recorded: unranked" in page
+    assert "was written by an older version, which recorded less" in page
 
 
 @pytest.mark.slow

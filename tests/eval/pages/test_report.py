@@ -147,7 +147,6 @@ def write_evaluation(
         "checkpoint_hash": "c0ffee" * 6,
         "seed": 0,
         "versions": {"rge": "0.1.0", "torch": "2.9"},
-        "identity": {"software": {"packages": {}, "modules": {}}, "plugins": {}, "machine": {}},
         "command": "rge eval run checkpoint=out/joint",
     }
     (folder / "results.json").write_text(json.dumps(results))

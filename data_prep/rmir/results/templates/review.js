@@ -6,7 +6,7 @@ const place = "review-" + data.sample;
 const WORDS = { accept: "yes", reject: "no", unsure: "unsure" };
 const KEYS = { j: "accept", f: "reject", h: "unsure" };
 const show = (id) => document.getElementById(id);
-const known = new Map(data.items.map((item) => [item.key, item.asked]));
+const known = new Map(data.items.map((item) => [item.key, item.shown]));
 // A Map, not a plain object: a key may equal a property name of Object.prototype.
 let said = new Map();
 let undone = [];
@@ -23,7 +23,7 @@ function read(found) {
     const row = typeof value === "boolean" ? { verdict: value ? "accept" : "reject" } : value || {};
     const verdict = Object.hasOwn(WORDS, row.verdict) ? row.verdict : null;
     const comment = typeof row.comment === "string" ? row.comment.slice(0, 2000) : "";
-    const same = known.has(key) && [undefined, known.get(key)].includes(row.asked);
+    const same = known.has(key) && [undefined, known.get(key)].includes(row.shown);
     if (same && (verdict || comment)) rows.set(key, { verdict, comment });
   }
   return rows;
@@ -92,7 +92,7 @@ function zoom(id) {
 
 function save() {
   const by = show("name").value.trim();
-  const rows = [...said].map(([key, row]) => [key, { ...row, asked: known.get(key) }]);
+  const rows = [...said].map(([key, row]) => [key, { ...row, shown: known.get(key) }]);
   const text = JSON.stringify({ sample: data.sample, by, verdicts: Object.fromEntries(rows) }, null, 1);
   const link = document.createElement("a");
   link.href = URL.createObjectURL(new Blob([text], { type: "application/json" }));

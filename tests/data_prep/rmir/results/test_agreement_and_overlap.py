@@ -391,7 +391,7 @@ def test_the_page_holds_the_sample_and_not_the_decisions(finished, tmp_path, cap
     data = data_of(text)
     keys = {"q1 -> a", "q1 -> b", "q1 -> c", "q2 -> e"}
     assert {item["key"] for item in data["items"]} == keys
-    assert set(data["items"][0]) == {"key", "asked", "query", "given", "answer"}
+    assert set(data["items"][0]) == {"key", "shown", "query", "given", "answer"}
     assert all(url.startswith("data:image/") for url in data["pictures"].values())
     assert not any(word in text for word in ("kept", 'rejected":', "http://", "https://"))
     again = [row["candidate_id"] for row in review.draw(finished.out, 4, "all", 0)]
@@ -440,7 +440,7 @@ def test_verdicts_do_not_count_for_another_question_of_the_same_name(finished, t
         for target in "abe"
     }
     saved = {
-        name: {"verdict": "reject", "asked": review.asked(rows[name], images)}
+        name: {"verdict": "reject", "shown": review.shown_hash(rows[name], images)}
         for name in ("q1 -> a", "q2 -> e")
     }
     file = tmp_path / "ada.json"
@@ -459,7 +459,10 @@ def test_verdicts_do_not_count_for_another_question_of_the_same_name(finished, t
     assert "1 of 2 verdicts are left out, such as that on 'q1 -> a', which" in capsys.readouterr().err
     del saved["q2 -> e"]
     file.write_text(json.dumps({"verdicts": saved}))
-    with pytest.raises(UserError, match="'q1 -> a', which this run did not decide, or asks differently now"):
+    with pytest.raises(
+        UserError,
+        match="'q1 -> a', which this run did not decide, or whose question or pictures have changed",
+    ):
         review.read_verdicts(out, [file])
 
 

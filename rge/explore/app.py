@@ -66,6 +66,7 @@ def application(explorer: Explorer, host: str) -> FastAPI:
             "checkpoint": index.about["checkpoint"].rsplit("/", 1)[-1].replace("demo_checkpoint", "demo"),
             "items": len(index),
             "instruction": explorer.embedder.default_instruction,
+            "query_mode": explorer.embedder.query_mode,
             "knows_icons_only": explorer.embedder.checkpoint == DEMO_CHECKPOINT,
             "columns": list(index.columns),
             "examples": [

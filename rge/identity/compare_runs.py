@@ -7,6 +7,7 @@ from rge.common.commands import start
 from rge.common.errors import UserError
 from rge.common.files import read_json
 from rge.common.options import parse_options, positional
+from rge.config import without_unused
 from rge.identity.run_identity import IDENTITY, Identity, differences, in_words, unknown
 
 
@@ -42,7 +43,11 @@ def read_identity(path: Path) -> Identity:
     identity: Identity = dict(content if path.name == IDENTITY else content.get("identity") or {})
     identity.pop("key", None)  # of an evaluation: the hash of the rest
     if "recipe" in content and path.name != IDENTITY:
-        identity = {"recipe": content["recipe"], "progress": {"step": content.get("step")}, **identity}
+        identity = {
+            "recipe": without_unused(content["recipe"]),
+            "progress": {"step": content.get("step")},
+            **identity,
+        }
     return identity
 
 

@@ -180,7 +180,7 @@ def _embed(
     todo = [entry for entry in source.entries if known.get(entry.id, ("",))[0] != entry.stamp]
     if not todo:
         return counts
-    at_start = index.as_it_is()
+    at_start = index.as_of_now()
     indexed_at_start = at_start.digests()
     indexed = set(indexed_at_start)
     index.declare(entry.metadata for entry in source.entries)
@@ -189,7 +189,7 @@ def _embed(
             readable = {item.entry.id: item for item in window if item is not None}
             by_digest = {item.content.digest: item for item in readable.values()}
             found = by_digest.keys() & indexed
-            # From the index as it was: when names move on by one, each row is replaced before the next needs its vector.
+            # Of the index at the start: when files are renamed in turn (a to b, b to c), a row is replaced before the next needs its vector.
             vectors = at_start.vectors_of(found & indexed_at_start)
             vectors |= index.vectors_of(found - indexed_at_start)
             for name, item in readable.items():

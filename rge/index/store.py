@@ -385,8 +385,8 @@ class Index:
             query = query.where(where, prefilter=True)
         return query.to_arrow().select([*columns, "vector"])
 
-    def as_it_is(self) -> "Index":
-        """The index as it is now, for reading; later writes do not change it."""
+    def as_of_now(self) -> "Index":
+        """The index of now, for `vectors_of`: later writes do not change it, but a search reads the latest version."""
         with _lancedb_errors(self.uri):
             return Index(self.uri, self._connection, self._as_of(self._table.version), self.about)
 

@@ -171,7 +171,7 @@ def _estimated(plans: Plans, name: str, figures: Plan) -> Iterator[str]:
 def _longest(layouts: Sequence[Layout | None], queries: int) -> dict[str, int] | None:
     """Maximum of each size over the records of several sources; None if one of them was not laid out.
 
-    Positives per query are those of as many `queries` with the most.
+    Positives per query: the mean over the `queries` records with the most.
     """
     known = [layout for layout in layouts if layout is not None]
     if len(known) < len(layouts):

@@ -114,7 +114,7 @@ function compare(direct, hits) {
   const name = (hit) => hit.source + "\n" + hit.id;
   const kept = new Set(hits.map(name));
   [...by("direct").children].forEach((item) => item.classList.toggle("left", !kept.has(item.dataset.name)));
-  if (!hits.length || !direct.length) return;
+  if (!hits.length || !direct.length || by("words").hidden) return;
   const fresh = hits.filter((hit) => !hit.was || hit.was > direct.length).length;
   const top = name(hits[0]) === name(direct[0]) ? "The top hit is the same" : `The top hit changed from ${title(direct[0])} to ${title(hits[0])}`;
   by("changed").textContent = `What the rationale changed: ${fresh} of ${hits.length} hits are new. ${top}.`;
@@ -193,6 +193,14 @@ async function begin() {
   by("about").textContent = `${about.checkpoint}, ${about.items} items`;
   by("instruction").value = about.instruction || "";
   by("icons").hidden = !about.knows_icons_only;
+  if (about.query_mode !== "reasoning") {  // it was trained to write nothing
+    by("words").hidden = true;
+    by("purpose").textContent = "Ask about a picture: the model searches the index, without writing a rationale first.";
+    const [found, without] = document.querySelectorAll(".found h2");
+    found.textContent = about.query_mode === "latent" ? "With think tokens" : "Found";
+    without.textContent = "Without them";
+    without.parentElement.hidden = about.query_mode === "direct";
+  }
   by("columns").textContent = `a condition on ${about.columns.join(", ")}`;
   const starts = about.examples.length ? about.examples : about.pictures.map((place) => ({picture: place}));
   by("questions").replaceChildren(...[...new Set(about.examples.map((one) => one.question))].map((text) => {

@@ -22,6 +22,7 @@ from chromium import Chromium
 from PIL import Image
 
 from rge.common.errors import UserError
+from rge.common.files import DEMO_CHECKPOINT
 from rge.embedder import Embedder
 from rge.explore import explorer as explorer_module
 from rge.explore.address import bound
@@ -332,6 +333,23 @@ def complaints(browser) -> list[dict]:
 
 
 DONE = "!asking && by('hits').children.length > 0 && by('direct').children.length > 0"
+
+
+@pytest.mark.slow
+def test_the_page_of_a_checkpoint_that_writes_nothing(browser, tmp_path):
+    checkpoint = shutil.copytree(DEMO_CHECKPOINT, tmp_path / "direct")
+    settings = json.loads((checkpoint / "rge.json").read_text())
+    (checkpoint / "rge.json").write_text(json.dumps(settings | {"reasons": "none"}))
+    with forked.Program(
+        "-m", "rge", "explore", "port=0", f"checkpoint={checkpoint}", cwd=tmp_path
+    ) as program:
+        browser.open(program.printed(r"257 items: (http://127\.0\.0\.1:\d+) ")[1], 1200, 900)
+        browser.until(DONE)
+        assert "without writing a rationale" in browser.js("by('what').innerText")
+        shown = "[...document.querySelectorAll('main > *')].filter((part) => part.offsetHeight).map((part) => part.innerText)"
+        _, found = browser.js(shown)
+        assert found.startswith("Found\n")
+        program.send(signal.SIGTERM)
 
 
 @pytest.mark.slow

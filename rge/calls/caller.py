@@ -21,7 +21,7 @@ from rge.calls.pictures import Pictures
 from rge.calls.providers.transport import Connection
 from rge.calls.replies import ReplyError
 from rge.calls.request import Request
-from rge.calls.store import AnswerStore
+from rge.calls.store import AnswerStore, BatchRow
 from rge.common.commands import progress_bar
 from rge.common.errors import UserError, ungrouped
 from rge.common.files import open_locked
@@ -72,7 +72,8 @@ class Caller:
         Args:
             requests: duplicates are sent once. An iterator is read as calls are made, at most `CALLS_AHEAD` of a model ahead;
                 for batches it is read to its end.
-            on_outcome: receives the position and outcome of each request, as soon as it is settled.
+            on_outcome: receives the position and outcome of each request, as soon as it is settled; in a batch, when that has
+                ended.
             read: validates a reply; unreadable ones are requested again, see `ModelConfig.reasks`.
             title: of the progress bar.
             total: of the progress bar; None: the number of requests, if it is known.
@@ -83,7 +84,7 @@ class Caller:
         Raises:
             StopCalls: calls to an endpoint stopped: key, credit, budget, settings, or no answers. Calls in flight have finished,
                 and all answers are stored.
-            UserError: an answer cannot be stored, or another process waits for batches of this store.
+            UserError: an answer cannot be stored, or another process works with batches of this store.
         """
         outcomes: dict[int, Outcome] = {}
         take = on_outcome or outcomes.__setitem__
@@ -106,7 +107,12 @@ class Caller:
         with self._batches_locked(), Pictures() as pictures, ungrouped(UserError):
             async with AsyncExitStack() as stack, asyncio.TaskGroup() as group:
                 runs: dict[str, _ModelRun] = {}
+                endpoints = {model.endpoint for model in self.models.values()}
+                batches = {
+                    endpoint: rows for endpoint in endpoints if (rows := self.store.open_batches(endpoint))
+                }
                 for calls in grouping.calls(requests):
+                    self._stop_batched(calls, batches)
                     for call in calls:
                         name = call.request.model
                         if name not in runs:
@@ -119,16 +125,39 @@ class Caller:
                     await asyncio.sleep(0)  # so that cached answers do not hold up calls
                 if not any(health.stopped for health in healths):
                     for run in runs.values():
-                        group.create_task(run.make_batches())
+                        endpoint = run.sender.model.endpoint
+                        group.create_task(run.make_batches(batches.get(endpoint, [])))
         if stopped := [health.stopped for health in healths if health.stopped is not None]:
             raise min(stopped, key=lambda error: isinstance(error, BudgetReached))
+
+    def _stop_batched(self, calls: Sequence[Call], batches: Mapping[str, Sequence[BatchRow]]) -> None:
+        """Stop an endpoint if one of its open batches contains some of these plain calls: they would be paid for twice."""
+        for endpoint, rows in batches.items():
+            keys = {
+                call.key
+                for call in calls
+                if (model := self.models[call.request.model]).mode == "calls" and model.endpoint == endpoint
+            }
+            for row in rows:
+                if num_calls := sum(call.key in keys for call in row.calls.values()):
+                    error = StopCalls(
+                        f"{endpoint}: batch {row.id or row.label} of an earlier run contains {num_calls:,} of these calls, which "
+                        "would be paid for twice: run with mode=batch to collect it. If you do not want to wait for it, cancel it "
+                        "at the provider first"
+                    )
+                    self._health[endpoint].stop(error)
 
     def _batches_locked(self) -> AbstractContextManager[object]:
         path = self.store.path
         if path is None or all(model.mode == "calls" for model in self.models.values()):
             return nullcontext()
         # Two processes that resume one unconfirmed batch would both create it.
-        return closing(open_locked(path.with_name(f"{path.name}.batches")))
+        try:
+            return closing(open_locked(path.with_name(f"{path.name}.batches")))
+        except UserError:
+            raise UserError(
+                f"another process works with batches of {path}; run the same command again when it has ended"
+            ) from None
 
     def _sender(self, model: ModelConfig) -> Sender:
         connection = Connection(model, self._mask)
@@ -159,13 +188,17 @@ class _ModelRun:
         await self._ahead.acquire()
         self.group.create_task(self._make(call)).add_done_callback(lambda _: self._ahead.release())
 
-    async def make_batches(self) -> None:
-        """Submit the calls collected so far, and make those that the batches do not answer; unless calls have stopped."""
+    async def make_batches(self, earlier: Sequence[BatchRow]) -> None:
+        """Submit the calls collected so far, and make those that the batches do not answer; unless calls have stopped.
+
+        ``earlier`` are the endpoint's open batches of earlier runs.
+        """
         health = self.sender.health
         if not self._batched or health.stopped is not None:
             return
         try:
-            for call in await BatchJobs(self.sender, self.grouping, self.pictures).run(self._batched):
+            jobs = BatchJobs(self.sender, self.grouping, self.pictures)
+            for call in await jobs.run(self._batched, earlier):
                 self.group.create_task(self._make(call))
         except StopCalls as error:
             health.stop(error)

@@ -45,6 +45,14 @@ class Rejection(ReplyError):
         self.certain = certain
 
 
+class Gone(Rejection):
+    """What a request names does not exist at the provider, or no longer (404, 410)."""
+
+
+class QueueFull(Rejection):
+    """The provider's queue has no room for a batch until others have ended."""
+
+
 @dataclass
 class AttemptFailed(Exception):
     """One attempt failed; a retry may succeed."""

@@ -14,6 +14,8 @@ from rge.common.options import AtLeastOne, Count, NotNegative, Positive, Share, 
 
 CHARACTERS_PER_TOKEN = 3
 """For token estimates of prompts; low on purpose, so that estimates err on the high side."""
+WITHOUT_BATCHES = ("https://api.anthropic.com/v1", "https://generativelanguage.googleapis.com/v1beta/openai")
+"""Addresses of compatible APIs without OpenAI's batch API: Anthropic, Gemini."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +38,8 @@ class ModelConfig:
     """Address of an OpenAI-compatible endpoint: https://api.anthropic.com/v1,
     https://generativelanguage.googleapis.com/v1beta/openai, or http://HOST:8000/v1 of `vllm serve`; null: OpenAI's own."""
     mode: Literal["calls", "batch"] = "calls"
-    """calls; or batch: OpenAI's batch API (or a compatible one), cheaper and within a day. Requests that a batch does
-    not answer are repeated as calls."""
+    """calls; or batch: OpenAI's batch API (or a compatible one), cheaper and within a day. Requests that fail
+    in a batch are repeated as calls."""
     key_env: str | None = None
     """Environment variable with the key; null: the endpoint needs none."""
     concurrency: AtLeastOne = 32
@@ -157,6 +159,8 @@ def check_model(where: str, model: ModelConfig) -> None:
         raise UserError(f"{where}.extra_body must be JSON: {error}") from None
     if model.base_url is not None:
         _check_url(f"{where}.base_url", model.base_url)
+        if model.mode == "batch" and model.base_url.rstrip("/") in WITHOUT_BATCHES:
+            raise UserError(f"{where}.mode=batch: {model.base_url} has no batches; use mode=calls")
 
 
 def _check_url(where: str, base_url: str) -> None:

@@ -5,12 +5,12 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from rge.calls.model_config import ModelConfig
+from rge.calls.model_config import WITHOUT_BATCHES, ModelConfig
 from rge.common.errors import UserError
 from rge.common.options import build, read_yaml
 
 TABLE = Path(__file__).with_name("prices.yaml")
-ADDRESSES = (None, "https://api.anthropic.com/v1", "https://generativelanguage.googleapis.com/v1beta/openai")
+ADDRESSES = (None, *WITHOUT_BATCHES)
 """Endpoints to which the shipped prices apply; None: OpenAI."""
 
 

@@ -95,7 +95,7 @@ class Spending:
     cached_tokens: int  # read from the provider's prompt cache
     output_tokens: int  # as billed
     cost: float  # of the answered calls
-    # Unanswered attempts that may be billed: timed out, cut off, or in flight when the process ended.
+    # Attempts without an answer that may be billed: lost (timed out, cut off, the process was killed), or in flight.
     lost_calls: int
     lost_cost: float  # their estimated maximum cost
     batch_calls: int  # answered calls made in batches
@@ -120,7 +120,7 @@ class BatchRow:
     id: str | None = None  # the provider's id of the batch; None: unknown whether it was created
     calls: dict[str, Attempt] = field(default_factory=dict)  # by their ``custom_id``
     status: str = "submitted"  # the provider's, when last seen; not stored
-    alone: bool = False  # no other batch was in flight when it was submitted; not stored
+    submitted_alone: bool = False  # no other batch was in flight when it was submitted; not stored
 
 
 class AnswerStore:
@@ -199,7 +199,7 @@ class AnswerStore:
         """Store the answer to an attempt and enter its cost; on return it survives a kill of the process.
 
         If another process has stored an answer under the same key, that one stays and both are paid. ``seconds`` are from sending
-        to the complete response; ``estimate`` (estimated input and output tokens, whether there were pictures) updates
+        to the complete response, 0 for a batch; ``estimate`` (estimated input and output tokens, whether there were pictures) updates
         `billing_stats`.
         """
         with self._transaction():

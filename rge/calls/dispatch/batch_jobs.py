@@ -10,15 +10,15 @@ import json
 import secrets
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from typing import TypeVar
 
 from rge.calls.dispatch.grouping import Call, Grouping
 from rge.calls.dispatch.sender import Sender
-from rge.calls.failures import AttemptFailed, Rejection, StopCalls
+from rge.calls.failures import AttemptFailed, Gone, QueueFull, Rejection, StopCalls
 from rge.calls.pictures import Pictures
-from rge.calls.providers.batches import MAX_BYTES, MAX_CALLS, BatchApi
+from rge.calls.providers.batches import MAX_BYTES, MAX_CALLS, QUEUE_FULL, BatchApi
 from rge.calls.providers.transport import Json, body
 from rge.calls.replies import ReplyError, as_dict, dict_items
 from rge.calls.store import Attempt, BatchRow
@@ -32,11 +32,11 @@ downloads of results before missing ones count as lost."""
 MAX_FAILED_POLLS = 20
 """Consecutive failures of a free request before the endpoint counts as down."""
 
-PARTIAL = ("expired", "cancelled")
-"""How batches end early: calls without a result were not made and are not billed."""
+PARTIAL = {"expired": "expired", "cancelled": "was cancelled"}
+"""How batches end early, in words: calls without a result were not made and are not billed."""
 
 
-class _NotKnown(StopCalls):
+class _CreationUnknown(StopCalls):
     """Whether the provider has created a batch is not known, so it stays open."""
 
 
@@ -46,70 +46,92 @@ class BatchJobs:
     def __init__(self, sender: Sender, grouping: Grouping, pictures: Pictures):
         self.sender, self.grouping, self.pictures = sender, grouping, pictures
         self.model, self.store, self.api = sender.model, sender.store, BatchApi(sender.connection)
-        self._wanted: dict[str, Call] = {}  # by key
+        self._wanted: dict[str, Call] = {}  # without an answer so far, by key
+        self._reasks: list[Call] = []  # calls that request unreadable answers again
         self._queue: deque[Call] = deque()  # to be submitted
         self._waiting: list[BatchRow] = []
-        self._full = False  # the provider's queue, until one of ours ends
-        self._why: str | None = None  # the first reason why a call got no answer
+        self._provider_full = False  # the provider's queue, until one of ours ends
+        self._first_failure: str | None = None  # the first reason why a call got no answer
         # The first result that stops calls; raised once its batch is stored.
         self._stop: StopCalls | None = None
 
-    async def run(self, calls: Sequence[Call]) -> list[Call]:
+    async def run(self, calls: Sequence[Call], earlier: Sequence[BatchRow]) -> list[Call]:
         """Answer calls through batches, and settle those that have an answer.
 
+        Args:
+            calls: of the model.
+            earlier: the open batches of earlier runs at its endpoint.
+
         Returns:
-            Calls to make one by one: those that failed, expired or were lost, and those that request unreadable answers again.
+            Calls to make one by one: those that failed or were lost, and those that request unreadable answers again. Once calls
+            to the endpoint have stopped, no more batches are submitted, so these are left, too.
 
         Raises:
-            StopCalls: the budget is used up and no batch is in flight, or the provider is unreachable, rejects or cancelled a
-                batch, or takes too long. The same command resumes.
+            StopCalls: the budget is used up and no batch is in flight, or the provider is unreachable, rejects a batch or ended
+                it early, or takes too long. The same command resumes.
             UserError: an answer cannot be stored.
         """
         self._wanted = {call.key: call for call in calls}
-        await self._resume()
+        await self._resume(earlier)
         await self._make_pilots()
-        while self._queue or self._waiting:
-            while self._queue and not self._full and await self._submit():
+        health = self.sender.health
+        while self._waiting or (self._queue and health.stopped is None):
+            while self._queue and not self._provider_full and health.stopped is None and await self._submit():
                 pass
             if self._waiting:
                 await self._wait_for_any()
-        left: list[Call] = []
-        for call in calls:
-            result = self.grouping.stored(call.key, self.model)
-            left += [call] if result is None else self.grouping.record(call, result)
-        if left:
-            why = (self._why or "their answers could not be read")[:300]
-            self.sender.health.say(
-                f"{self.model.name}: making {len(left):,} plain calls, at full price: {why}"
-            )
+        self._settle(list(self._wanted))
+        left = [*self._wanted.values(), *self._reasks]
+        if left and health.stopped is None:
+            why = (self._first_failure or "their answers could not be read")[:300]
+            health.say(f"{self.model.name}: making {len(left):,} plain calls, at full price: {why}")
+        elif left:
+            health.say(f"{self.model.name}: calls have stopped; {len(left):,} are left to the next run")
         return left
 
-    def _no_answer(self, why: str) -> None:
-        self._why = self._why or self.sender.connection.mask(why)
+    def _settle(self, keys: Iterable[str]) -> None:
+        """Settle the wanted calls with these keys that have an answer."""
+        for key in keys:
+            if key in self._wanted and (result := self.grouping.stored(key, self.model)) is not None:
+                self._reasks += self.grouping.record(self._wanted.pop(key), result)
 
-    async def _resume(self) -> None:
+    def _left(self, row: BatchRow) -> list[Call]:
+        """The wanted calls of a batch that have no answer so far."""
+        return [self._wanted[call.key] for call in row.calls.values() if call.key in self._wanted]
+
+    def _no_answer(self, why: str) -> None:
+        self._first_failure = self._first_failure or self.sender.connection.mask(why)
+
+    async def _resume(self, rows: Sequence[BatchRow]) -> None:
         """Take up the batches of earlier runs, and queue the calls that none of them contains."""
-        in_flight: set[str] = set()
-        for row in self.store.open_batches(self.model.endpoint):
-            keys = {call.key for call in row.calls.values()}
-            if not keys & self._wanted.keys():
-                continue
-            if row.id is None and not await self._find(row):
-                self.store.close_batch(row.label, billed=False)
-                continue
+        in_batches = {call.key for row in rows for call in row.calls.values()}
+        self._queue = deque(call for key, call in self._wanted.items() if key not in in_batches)
+        for row in rows:
+            try:
+                await self._take_up(row)
+            except StopCalls as error:
+                if self._left(row):
+                    raise
+                self.sender.health.say(str(error))  # the next run looks at it again, if it is still open
+
+    async def _take_up(self, row: BatchRow) -> None:
+        """Look at a batch of an earlier run: close it if it has ended, else wait for it if any of its calls is wanted."""
+        # Without calls: the process was killed after the last result was stored.
+        if not row.calls or (row.id is None and not await self._find(row)):
+            self.store.close_batch(row.label, billed=False)
+            self._queue.extend(self._left(row))
+        elif not await self._check(row) and self._left(row):
             self.sender.health.say(
-                f"{self.model.name}: waiting for batch {row.id} of an earlier run, {len(keys):,} calls"
+                f"{self.model.name}: waiting for batch {row.id} of an earlier run, {len(row.calls):,} calls"
             )
             self._waiting.append(row)
-            in_flight |= keys
-        self._queue = deque(call for key, call in self._wanted.items() if key not in in_flight)
 
     async def _make_pilots(self) -> None:
         """Under a budget, make a plain call with pictures and one without first, so that estimates rest on bills."""
         sender = self.sender
         for has_pictures in (False, True):
             calls = (call for call in self._queue if bool(call.request.num_pictures()) == has_pictures)
-            if not sender.budgets or (call := next(calls, None)) is None:
+            if not sender.budgets or sender.health.stopped or (call := next(calls, None)) is None:
                 continue
             max_cost = sender.estimate(call.request)[1]
             if sender.stats(call.request).calls or max_cost > self.store.remaining(sender.budgets):
@@ -119,6 +141,7 @@ class BatchJobs:
                 await sender.call(call, await self.pictures.of(call.request))
             except (ReplyError, ImageError) as error:
                 self._no_answer(str(error))
+            self._settle([call.key])
 
     # --------------------------------------------------------------------------------------------------------- sending
 
@@ -128,7 +151,7 @@ class BatchJobs:
         packed = await self._pack()
         if not packed:
             return True
-        row = BatchRow(f"rge-{secrets.token_hex(8)}", time.time(), alone=not self._waiting)
+        row = BatchRow(f"rge-{secrets.token_hex(8)}", time.time(), submitted_alone=not self._waiting)
         calls = [(call.key, *sender.estimate(call.request, batch=True)) for call, _ in packed]
         num_taken = store.begin_batch(row, self.model.endpoint, calls, sender.budgets)
         if num_taken and not await self._create(row, [content for _, content in packed[:num_taken]]):
@@ -163,47 +186,47 @@ class BatchJobs:
     async def _create(self, row: BatchRow, bodies: Sequence[bytes]) -> bool:
         """Create a batch, with retries. Returns False if the provider's queue is full and other batches are in flight."""
         try:
-            created = await self.sender.retried(lambda: self._attempt(row, bodies))
+            await self.sender.retried(lambda: self._attempt(row, bodies))
+        except _CreationUnknown:
+            raise
         except (AttemptFailed, Rejection, StopCalls) as error:
-            if not isinstance(error, _NotKnown):
-                self.store.close_batch(row.label, billed=False)
+            self.store.close_batch(row.label, billed=False)
+            queue_full = isinstance(error, QueueFull)
+            self._provider_full = bool(self._waiting) and (queue_full or self._provider_full)
+            if self._provider_full:
+                return False
             if isinstance(error, StopCalls):
                 raise
             raise StopCalls(
-                f"{self.model.name}: the endpoint does not accept the batch; {error}. Change the model's settings, or use plain "
-                "calls (mode=calls)"
+                f"{self.model.name}: the endpoint does not accept the batch; {error}. {_fix(queue_full)}"
             ) from None
-        if not created:
-            self.store.close_batch(row.label, billed=False)
-        return created
+        return True
 
-    async def _attempt(self, row: BatchRow, bodies: Sequence[bytes]) -> bool:
+    async def _attempt(self, row: BatchRow, bodies: Sequence[bytes]) -> None:
+        self._provider_full = False
         try:
             if row.file is None:
                 row.file = await self.api.upload(row.label, dict(zip(row.calls, bodies, strict=True)))
                 self.store.save_batch(row)
             row.id = await self.api.create(row.label, row.file)
         except AttemptFailed as error:
-            self._full = error.limited and bool(self._waiting)
-            if self._full:
-                return False
+            self._provider_full = error.limited  # unless a retry succeeds
             if error.limited or not await self._find(row):
                 raise
         self.store.save_batch(row)
-        return True
 
     async def _find(self, row: BatchRow) -> bool:
         """Search the provider for a batch whose creation got no answer, and record its id if it is found.
 
         Raises:
-            _NotKnown: the provider does not say.
+            _CreationUnknown: the provider does not say.
         """
         for _ in range(MAX_LOOKUPS if row.file is not None else 0):
             await asyncio.sleep(self.model.batch_poll_s)
             try:
                 row.id = await self._ask("which batches there are", partial(self.api.find, str(row.file)))
-            except (Rejection, StopCalls) as error:
-                raise _NotKnown(
+            except (Gone, StopCalls) as error:
+                raise _CreationUnknown(
                     f"{self.model.name}: the endpoint does not list batches ({error}), so it is unknown whether {row.label} was "
                     "accepted; run the same command to search again"
                 ) from None
@@ -213,18 +236,21 @@ class BatchJobs:
         return False
 
     async def _ask(self, what: str, request: Callable[[], Awaitable[T]]) -> T:
-        """Make a free request, up to `MAX_FAILED_POLLS` times; raises `Rejection` or `StopCalls`."""
+        """Make a free request, up to `MAX_FAILED_POLLS` times; raises `Gone` or `StopCalls`."""
+        about = f"{self.model.name}: could not find out {what}"
+        go_on = "Nothing is lost: run the same command to keep waiting"
         last_error = ""
         for _ in range(MAX_FAILED_POLLS):
             try:
                 return await request()
             except AttemptFailed as error:
                 last_error = self.sender.connection.mask(str(error))
+            except Gone:
+                raise
+            except Rejection as error:
+                raise StopCalls(f"{about}: {error}. {go_on}") from None
             await asyncio.sleep(min(self.model.batch_poll_s, self.model.max_backoff_s))
-        raise StopCalls(
-            f"{self.model.name}: could not find out {what} ({MAX_FAILED_POLLS} attempts); last error: {last_error}. Nothing is "
-            "lost: run the same command to keep waiting"
-        )
+        raise StopCalls(f"{about} ({MAX_FAILED_POLLS} attempts); last error: {last_error}. {go_on}")
 
     # --------------------------------------------------------------------------------------------------------- waiting
 
@@ -240,29 +266,32 @@ class BatchJobs:
                 )
             await asyncio.sleep(model.batch_poll_s)
             for row in list(self._waiting):
-                try:
-                    await self._check(row)
-                except Rejection as error:
-                    # Deleted, or past the provider's retention: what it cost is unknown.
-                    self.store.close_batch(row.label, billed=True)
-                    raise self._not_repeated(row, f"no longer exists at the provider ({error})") from None
+                if await self._check(row):
+                    self._waiting.remove(row)
 
-    def _not_repeated(self, row: BatchRow, why: str) -> StopCalls:
-        return StopCalls(
-            f"{self.model.name}: batch {row.id} {why}. Stopped rather than make plain calls at full price: run the same command "
-            "again to submit the rest as a new batch, or with mode=calls"
-        )
+    async def _check(self, row: BatchRow) -> bool:
+        """Poll a batch; if it has ended, store its results and close it. Returns whether it has."""
+        try:
+            batch = await self._poll(row)
+            if row.status == "failed":
+                self._requeue_failed(row, batch)
+            elif row.status in ("completed", *PARTIAL):
+                await self._store_results(row, batch)
+            else:
+                return False
+        except Gone as error:
+            # Deleted, or past the provider's retention: what it cost is unknown.
+            self.store.close_batch(row.label, billed=True)
+            self._raise_if_left(row, f"no longer exists at the provider ({error})")
+        return True
 
-    async def _check(self, row: BatchRow) -> None:
-        """Poll a batch, and store its results if it has ended. Raises `Rejection`: the provider does not know it."""
-        batch = await self._poll(row)
-        if row.status == "failed":
-            self._take_back(row, batch)
-        elif row.status in ("completed", *PARTIAL):
-            await self._store_results(row, batch)
-        else:
-            return
-        self._waiting.remove(row)
+    def _raise_if_left(self, row: BatchRow, why: str) -> None:
+        """Raise `StopCalls` if a batch leaves wanted calls without an answer: at full price they would need another consent."""
+        if left := self._left(row):
+            raise StopCalls(
+                f"{self.model.name}: batch {row.id} {why}; {len(left):,} of its calls have no answer. Stopped rather than make "
+                "plain calls at full price: run the same command again to submit the rest as a new batch, or with mode=calls"
+            )
 
     async def _poll(self, row: BatchRow) -> Json:
         batch = await self._ask(f"the status of batch {row.id}", partial(self.api.state, str(row.id)))
@@ -272,21 +301,18 @@ class BatchJobs:
             self.sender.health.say(f"{self.model.name}: batch {row.id}: {status}")
         return batch
 
-    def _take_back(self, row: BatchRow, batch: Json) -> None:
+    def _requeue_failed(self, row: BatchRow, batch: Json) -> None:
         """Queue the calls of a batch that failed as a whole again, if the provider's queue was full and held other batches."""
         self.store.close_batch(row.label, billed=False)
         errors = dict_items(as_dict(batch.get("errors")).get("data"))
-        queue_full = any(error.get("code") == "token_limit_exceeded" for error in errors)
-        if queue_full and not row.alone:
-            keys = [call.key for call in row.calls.values()]
-            self._queue.extend(self._wanted[key] for key in keys if key in self._wanted)
-            self._full = len(self._waiting) > 1
+        queue_full = any(error.get("code") == QUEUE_FULL for error in errors)
+        if queue_full and not row.submitted_alone:
+            self._queue.extend(self._left(row))
+            self._provider_full = any(other is not row for other in self._waiting)
             return
         reason = "; ".join(str(error.get("message")) for error in errors[:3]) or "no reason given"
-        fix = "Wait until fewer tokens are queued" if queue_full else "Change the model's settings"
         raise StopCalls(
-            f"{self.model.name}: batch {row.id} failed: {self.sender.connection.mask(reason)}. {fix}, or use plain calls "
-            "(mode=calls), and run the same command again"
+            f"{self.model.name}: batch {row.id} failed: {self.sender.connection.mask(reason)}. {_fix(queue_full)}"
         )
 
     async def _store_results(self, row: BatchRow, batch: Json) -> None:
@@ -297,38 +323,43 @@ class BatchJobs:
             missing = self.store.batch_calls(row.label)
             for result in results:
                 if (call := missing.pop(str(result.get("custom_id")), None)) is not None:
-                    self._store(row, call, result)
+                    self._store(call, result)
             if not missing:
                 break
             await asyncio.sleep(min(self.model.batch_poll_s, self.model.backoff_s))
             batch = await self._poll(row)
         self.store.close_batch(row.label, billed=row.status not in PARTIAL)
-        self._full = False
-        if missing and row.status == "cancelled":
-            why = f"was cancelled at the provider; {len(missing):,} of its calls have no answer"
-            raise self._not_repeated(row, why)
+        self._provider_full = False
+        self._settle(call.key for call in row.calls.values())
+        if row.status in PARTIAL:
+            self._raise_if_left(row, f"{PARTIAL[row.status]} at the provider")
         if self._stop is not None:
             raise self._stop
-        if missing:
+        if missing and self._left(row):
             about = f"batch {row.id} ({row.status})"
             self._no_answer(f"{about} contains no result for {len(missing):,} of its calls")
 
-    def _store(self, row: BatchRow, call: Attempt, result: Json) -> None:
+    def _store(self, call: Attempt, result: Json) -> None:
         """Store the answer in a result, or end its attempt without one."""
+        # A call of an earlier run may not be wanted now; its answer is stored all the same.
+        wanted = self._wanted.get(call.key)
         try:
             answer = self.api.answer(result)
         except (AttemptFailed, Rejection, StopCalls) as error:
             billed = isinstance(error, AttemptFailed) and error.billed
             self.store.end_attempt(call.number, billed=billed)
-            if isinstance(error, StopCalls):
-                self._stop = self._stop or error
-            elif isinstance(error, Rejection) and error.certain:
+            if isinstance(error, Rejection) and error.certain:
                 self.sender.rejected(call.key, error)
-            else:
+            elif wanted is not None and isinstance(error, StopCalls):
+                self._stop = self._stop or error
+            elif wanted is not None:
                 self._no_answer(str(error))
             return
-        # A call of an earlier run may not be wanted now; its answer is stored all the same.
-        wanted = self._wanted.get(call.key)
+        # Wall time over any number of runs is not a duration of the call: 0.
         request = None if wanted is None else wanted.request
-        took_s = time.time() - row.began
-        self.sender.keep(call, request, answer, took_s, batch=True)
+        self.sender.keep(call, request, answer, 0.0, batch=True)
+
+
+def _fix(queue_full: bool) -> str:
+    fix = "Wait until fewer tokens are queued" if queue_full else "Change the model's settings"
+    return f"{fix}, or use plain calls (mode=calls), and run the same command again"

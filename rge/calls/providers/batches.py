@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rge.calls.failures import AttemptFailed, Rejection
-from rge.calls.providers.errors import SHOWN_CHARACTERS, failure
+from rge.calls.failures import AttemptFailed, Gone, QueueFull, Rejection
+from rge.calls.providers.errors import SHOWN_CHARACTERS, codes, failure
 from rge.calls.providers.transport import PATH, Connection, Json
 from rge.calls.replies import as_dict, dict_items, parse
 
@@ -18,13 +18,15 @@ MAX_CALLS, MAX_BYTES = 50_000, 100_000_000
 TRANSFER_TIMEOUT_S = 3600.0
 """Time limit of an upload or download."""
 URL = f"/v1{PATH}"
+QUEUE_FULL = "token_limit_exceeded"
+"""The error code of a full queue, when a batch is created or fails."""
 
 
 @dataclass(frozen=True)
 class BatchApi:
     """The batch API of one endpoint.
 
-    All requests raise `AttemptFailed`, `Rejection` (also where a batch, a file or the whole API does not exist) or `StopCalls`.
+    All requests raise `AttemptFailed`, `Rejection` (`Gone` if a batch, a file or the whole API does not exist) or `StopCalls`.
     """
 
     connection: Connection
@@ -89,22 +91,25 @@ class BatchApi:
         if response.is_success:
             return response.content
         status, content = response.status_code, response.content
+        text = connection.mask(content.decode("utf-8", "replace"))
+        message = f"HTTP {status}: {text[:SHOWN_CHARACTERS]}"
+        if status in (404, 410):
+            raise Gone(message)
+        if QUEUE_FULL in codes(parse(content)):
+            raise QueueFull(message)
         error = failure(status, content, response.headers, connection.model, connection.mask)
-        if error is None or status == 404:
-            message = connection.mask(content.decode("utf-8", "replace"))
-            error = Rejection(f"HTTP {status}: {message[:SHOWN_CHARACTERS]}")
-        raise error
+        raise error or Rejection(message)
 
     async def _json(self, method: str, path: str, limit_s: float | None = None, **options: Any) -> Json:
         content = await self._send(method, path, limit_s, **options)
         value = parse(content)
         if not isinstance(value, dict):
             message = self.connection.mask(content.decode("utf-8", "replace"))
-            raise AttemptFailed(f"no JSON object at {path} but {message[:SHOWN_CHARACTERS]!r}", billed=True)
+            raise AttemptFailed(f"no JSON object at {path} but {message[:SHOWN_CHARACTERS]!r}")
         return value
 
 
 def _id(response: Json) -> str:
     if not isinstance(response.get("id"), str):
-        raise AttemptFailed(f"a response without id: {str(response)[:SHOWN_CHARACTERS]}", billed=True)
+        raise AttemptFailed(f"a response without id: {str(response)[:SHOWN_CHARACTERS]}")
     return response["id"]

@@ -1,5 +1,6 @@
 """The batch mode, against a server on this machine that speaks OpenAI's protocol, badly too."""
 
+import asyncio
 import json
 import sqlite3
 import time
@@ -15,7 +16,7 @@ from rge.calls.local_server import Answer, Batches, LocalServer, chat
 from rge.calls.model_config import ModelConfig
 from rge.calls.replies import MissingTag, Refused, tag
 from rge.calls.request import Request
-from rge.calls.store import AnswerStore
+from rge.calls.store import AnswerStore, BatchRow
 from rge.common.errors import UserError
 from rge.common.files import open_locked
 
@@ -153,6 +154,8 @@ def test_a_batch_answers_as_calls_do_at_half_the_price(provider, store):
     assert [read(one.reply) for one in found] == TEXTS
     assert (provider.created, provider.by_calls) == (1, [])
     assert caller.counts.asked == 6
+    with sqlite3.connect(store.path) as file:
+        assert {seconds for (seconds,) in file.execute("SELECT seconds FROM replies")} == {0}
     (spent,) = store.ledger()
     assert (spent.calls, spent.batch_calls, spent.input_tokens, spent.output_tokens) == (6, 6, 600, 120)
     assert spent.cost == pytest.approx(6 * PRICE)
@@ -199,14 +202,20 @@ def test_what_cannot_be_read_is_asked_again_by_calls(provider, store):
     assert provider.by_calls == [TEXTS[0]]
 
 
-def test_an_expired_batch_is_finished_by_calls(provider, store):
+def test_an_expired_batch_is_not_finished_at_the_whole_price(provider, store):
+    """The maximum that the user confirmed was that of batches."""
     provider.expires = 2
+    seen = {}
+    with pytest.raises(StopCalls, match="expired at the provider; 2 of its calls have no answer"):
+        Caller(model(provider), store).run(ask(*TEXTS), seen.__setitem__)
+    assert sorted(seen) == [0, 1, 2, 3], "what was answered is kept and handed over"
+    provider.expires = 0
     found = Caller(model(provider), store).run(ask(*TEXTS))
     assert [read(one.reply) for one in found] == TEXTS
-    assert sorted(provider.by_calls) == TEXTS[-2:]
+    assert (provider.created, provider.by_calls, asked_twice(provider)) == (2, [], TEXTS[-2:])
     (spent,) = store.ledger()
-    assert (spent.calls, spent.batch_calls, spent.lost_calls) == (6, 4, 0)
-    assert spent.cost == pytest.approx((4 + 2 * 2) * PRICE)
+    assert (spent.calls, spent.batch_calls, spent.lost_calls) == (6, 6, 0)
+    assert spent.cost == pytest.approx(6 * PRICE)
 
 
 @pytest.mark.parametrize(
@@ -320,13 +329,45 @@ def test_stopped_by_hand_while_a_batch_is_created(provider, store, monkeypatch):
     assert (provider.created, asked_twice(provider)) == (1, [])
 
 
-def test_a_queue_that_is_full_while_a_batch_is_in_flight(provider, store, monkeypatch):
+FULL = {"error": {"code": "token_limit_exceeded", "message": "queue"}}
+BUSY = {"error": {"message": "slow down"}}
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "num", "waits"),
+    [(BUSY, 429, 2, False), (BUSY, 429, 10**4, True), (FULL, 429, 10**4, True), (FULL, 400, 10**4, True)],
+    ids=["429 once or twice", "429 for long", "full", "full, 400"],
+)
+def test_a_queue_that_is_full_while_a_batch_is_in_flight(store, monkeypatch, body, status, num, waits):
+    """What is left waits for the end of a batch, but not after one 429, which may be about requests per minute."""
+
+    class Queue(OpenAI):
+        in_flight_at_second = None
+
+        async def respond(self, method, path, data):
+            if method == "POST" and path == "/v1/batches":
+                running = [one for one in self.batches.batches.values() if one["status"] == "in_progress"]
+                self.faults["create before"] = [Answer(body, status)] * bool(running and self.num > 0)
+                self.num -= bool(running)
+                if self.created == 1 and not self.faults["create before"]:
+                    self.in_flight_at_second = len(running)
+            return await super().respond(method, path, data)
+
     monkeypatch.setattr(batch_jobs, "MAX_CALLS", 4)
-    provider.faults = {"create before": [None, Answer({"error": {"message": "queue"}}, 429)]}
-    found = Caller(model(provider), store).run(ask(*TEXTS))
+    with openai_server(monkeypatch, Queue()) as provider:
+        provider.num = num
+        found = Caller(model(provider, max_limited_s=0.1), store).run(ask(*TEXTS))
     assert [read(one.reply) for one in found] == TEXTS
+    assert provider.in_flight_at_second == (0 if waits else 1)
     assert (provider.created, provider.by_calls, asked_twice(provider)) == (2, [], [])
     assert store.ledger()[0].cost == pytest.approx(6 * PRICE)
+
+
+def test_a_queue_that_others_fill_stops_at_once(provider, store):
+    provider.faults = {"create before": [Answer(FULL, 429)]}
+    with pytest.raises(StopCalls, match="does not accept the batch; HTTP 429.*Wait until fewer tokens"):
+        Caller(model(provider), store).run(ask(*TEXTS))
+    assert store.spent(model(provider)["m"].endpoint) == 0
 
 
 def test_a_queue_that_is_full_is_waited_for(provider, store):
@@ -475,10 +516,136 @@ def test_no_batch_is_submitted_once_calls_have_stopped(provider, store, monkeypa
     assert provider.created == 0
 
 
+def test_what_is_in_flight_when_calls_stop_is_collected_and_nothing_else_submitted(
+    provider, store, monkeypatch, capsys
+):
+    """Credit runs out between two batches."""
+    monkeypatch.setattr(batch_jobs, "MAX_CALLS", 4)
+    provider.batches.polls = 10
+    provider.faults = {"create before": [None, Answer(FULL, 429)]}
+    original = provider.chat
+
+    async def no_credit(path, body):
+        if body["messages"][-1]["content"][0]["text"] != "plain":
+            return await original(path, body)
+        while not provider.batches.num_polls:
+            await asyncio.sleep(0.01)
+        return Answer({"error": {"message": "no credit"}}, 402)
+
+    provider.handler = no_credit
+    both = {**model(provider), "plain": model(provider, mode="calls")["m"]}
+    with pytest.raises(StopCalls, match="no credit"):
+        Caller(both, store, progress=True).run([Request("plain", ("plain",)), *ask(*TEXTS)])
+    assert (provider.created, store.num_replies()) == (1, 4)
+    assert store.open_batches(both["m"].endpoint) == []
+    assert "calls have stopped; 2 are left to the next run" in capsys.readouterr().err
+
+
+def test_outcomes_of_a_batch_come_when_it_has_ended(store, monkeypatch):
+    seen = {}
+
+    class Slow(OpenAI):
+        async def poll(self, name):
+            if name == "batch_1" and len(seen) < 4:
+                return self.batches.batches[name]
+            return await super().poll(name)
+
+    monkeypatch.setattr(batch_jobs, "MAX_CALLS", 4)
+    with openai_server(monkeypatch, Slow()) as provider:
+        Caller(model(provider, batch_wait_s=5), store).run(ask(*TEXTS), seen.__setitem__)
+    assert [read(seen[place].reply) for place in range(6)] == TEXTS
+
+
+def left_open(provider, store) -> str:
+    """Stop while a batch is in flight; returns its endpoint."""
+    provider.batches.polls = 10**9
+    with pytest.raises(StopCalls, match="batch_wait_s"):
+        Caller(model(provider, batch_wait_s=0.05), store).run(ask(*TEXTS))
+    provider.batches.polls = 1 + max(provider.batches.num_polls.values())
+    return model(provider)["m"].endpoint
+
+
+@pytest.mark.parametrize("status", ["completed", "cancelled"])
+def test_plain_calls_do_not_pay_for_an_open_batch_again(provider, store, status):
+    endpoint = left_open(provider, store)
+    plain = model(provider, mode="calls")
+    with pytest.raises(
+        StopCalls, match=r"batch batch_0 of an earlier run contains 2 of these calls.*mode=batch"
+    ):
+        Caller(plain, store).run(ask("another", *TEXTS[:2]))
+    assert provider.by_calls == []
+    Caller(plain, store).run(ask("another"))
+    if status == "cancelled":
+        provider.batches.polls = 0
+        provider.batches.batches["batch_0"]["status"] = status
+        with pytest.raises(StopCalls, match="was cancelled"):
+            Caller(model(provider), store).run(ask("another", *TEXTS, "a third"))
+    else:
+        Caller(model(provider), store).run(ask(*TEXTS))
+    assert (provider.created, store.open_batches(endpoint)) == (1, [])
+    found = Caller(plain, store).run(ask(*TEXTS))
+    assert [read(one.reply) for one in found] == TEXTS
+    assert asked_twice(provider) == []
+
+
+GONE = Answer({"error": {"message": "not found"}}, 404)
+
+
+@pytest.mark.parametrize(
+    ("faults", "status", "num_open", "num_stored", "lost"),
+    [
+        ([], "in_progress", 0, 7, 0),  # the next request for its status completes it
+        ([], "validating", 1, 1, 6),
+        ([], "failed", 0, 1, 0),
+        ([GONE], "in_progress", 0, 1, 6),
+        ([Answer({"error": {"message": "odd"}}, 400)], "in_progress", 1, 1, 6),
+    ],
+    ids=["ended", "in progress", "failed", "gone", "odd"],
+)
+def test_a_batch_of_which_nothing_is_wanted_now_is_looked_at_once(
+    provider, store, faults, status, num_open, num_stored, lost
+):
+    """Otherwise it would count against the budget at its maximum for ever."""
+    endpoint = left_open(provider, store)
+    provider.batches.batches["batch_0"]["status"] = status
+    provider.faults = {"look": faults}
+    before = provider.batches.num_polls["batch_0"]
+    if faults or status != "in_progress":
+        provider.batches.polls = 1
+    (found,) = Caller(model(provider), store).run(ask("another"))
+    assert read(found.reply) == "another"
+    assert provider.batches.num_polls["batch_0"] <= before + 1, "nobody waits for it"
+    assert (len(store.open_batches(endpoint)), store.num_replies()) == (num_open, num_stored)
+    assert (store.ledger()[0].lost_calls, provider.by_calls) == (lost, [])
+
+
+def test_a_batch_killed_between_its_last_result_and_its_end_is_closed(provider, store):
+    endpoint = model(provider)["m"].endpoint
+    row = BatchRow("rge-1", 1.0, "file-9", "batch_9")
+    store.begin_batch(row, endpoint, [("key", (1, 1), 1.0)], {})
+    store.end_attempt(row.calls["rge-1-0"].number, billed=False)
+    Caller(model(provider), store).run(ask("another"))
+    assert store.open_batches(endpoint) == []
+
+
+@pytest.mark.parametrize("status", [400, 403, 422])
+@pytest.mark.parametrize("what", ["look", "results"])
+def test_a_request_that_is_refused_throws_no_batch_away(provider, store, what, status):
+    """A proxy, or a permission that was taken away: only a batch that is not there is gone."""
+    provider.faults = {what: [Answer({"error": {"message": "odd"}}, status)]}
+    with pytest.raises(StopCalls, match="odd"):
+        Caller(model(provider), store).run(ask(*TEXTS))
+    assert len(store.open_batches(model(provider)["m"].endpoint)) == 1
+    found = Caller(model(provider), store).run(ask(*TEXTS))
+    assert [read(one.reply) for one in found] == TEXTS
+    assert (provider.created, provider.by_calls) == (1, [])
+    assert store.ledger()[0].cost == pytest.approx(6 * PRICE)
+
+
 def test_one_process_waits_for_batches(store, monkeypatch):
     other = open_locked(store.path.with_name(f"{store.path.name}.batches"))
     with openai_server(monkeypatch) as provider:
-        with pytest.raises(UserError, match="another process is working in"):
+        with pytest.raises(UserError, match="another process works with batches of .*replies.sqlite"):
             Caller(model(provider), store).run(ask("a"))
         other.close()
         Caller(model(provider), store).run(ask("a"))
@@ -545,9 +712,9 @@ def test_a_cancelled_batch_is_not_bought_again_at_the_whole_price(store, monkeyp
     assert store.ledger()[0].cost == pytest.approx(6 * PRICE)
 
 
-@pytest.mark.parametrize("what", ["look", "results"])
-def test_a_batch_that_is_gone_is_not_bought_again_at_the_whole_price(provider, store, what):
-    provider.faults = {what: [Answer({"error": {"message": "not found"}}, 404)]}
+@pytest.mark.parametrize(("what", "status"), [("look", 404), ("results", 404), ("look", 410)])
+def test_a_batch_that_is_gone_is_not_bought_again_at_the_whole_price(provider, store, what, status):
+    provider.faults = {what: [Answer({"error": {"message": "not found"}}, status)]}
     with pytest.raises(StopCalls, match=r"batch \S+ no longer exists"):
         Caller(model(provider), store).run(ask(*TEXTS))
     assert provider.by_calls == []

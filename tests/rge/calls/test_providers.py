@@ -16,7 +16,7 @@ from rge.calls.dispatch.health import Pace
 from rge.calls.failures import StopCalls
 from rge.calls.keys import Mask
 from rge.calls.local_server import Answer, LocalServer, chat
-from rge.calls.model_config import ModelConfig, cache_names, check_model
+from rge.calls.model_config import WITHOUT_BATCHES, ModelConfig, cache_names, check_model
 from rge.calls.pictures import Pictures
 from rge.calls.providers.errors import parse_seconds
 from rge.calls.replies import EmptyChoices, MissingTag, Refused, check_complete, read_replies, tag
@@ -326,6 +326,14 @@ def test_settings_of_newer_models_are_sent_and_are_part_of_the_key(store):
         ({"extra_body": {"top_p": float("nan")}}, "extra_body must be JSON"),
         ({"mode": "later"}, "mode must be one of calls, batch"),
         ({"batch_price": 50}, "batch_price must be <= 1"),
+        (
+            {"mode": "batch", "base_url": f"{WITHOUT_BATCHES[0]}/"},
+            "anthropic.com/v1/ has no batches; use mode=calls",
+        ),
+        (
+            {"mode": "batch", "base_url": WITHOUT_BATCHES[1]},
+            "models.m.mode=batch: .*googleapis.* has no batches",
+        ),
     ],
 )
 def test_settings_that_cannot_be_right(settings, message):

@@ -74,14 +74,13 @@ class BatchJobs:
         self._wanted = {call.key: call for call in calls}
         await self._resume(earlier)
         await self._make_pilots()
-        health = self.sender.health
-        while self._waiting or (self._queue and health.stopped is None):
-            while self._queue and not self._provider_full and health.stopped is None and await self._submit():
+        while self._waiting or self._may_submit():
+            while self._may_submit() and await self._submit():
                 pass
             if self._waiting:
                 await self._wait_for_any()
         self._settle(list(self._wanted))
-        left = [*self._wanted.values(), *self._reasks]
+        left, health = [*self._wanted.values(), *self._reasks], self.sender.health
         if left and health.stopped is None:
             why = (self._first_failure or "their answers could not be read")[:300]
             health.say(f"{self.model.name}: making {len(left):,} plain calls, at full price: {why}")
@@ -144,6 +143,10 @@ class BatchJobs:
             self._settle([call.key])
 
     # --------------------------------------------------------------------------------------------------------- sending
+
+    def _may_submit(self) -> bool:
+        has_room = not (self._provider_full and self._waiting)
+        return bool(self._queue) and has_room and self.sender.health.stopped is None
 
     async def _submit(self) -> bool:
         """Submit a batch. Returns whether budgets and the provider's queue may have room for another."""

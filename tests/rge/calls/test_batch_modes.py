@@ -5,6 +5,7 @@ import json
 import sqlite3
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 from forked import Program
@@ -356,7 +357,7 @@ def test_a_queue_that_is_full_while_a_batch_is_in_flight(store, monkeypatch, bod
     monkeypatch.setattr(batch_jobs, "MAX_CALLS", 4)
     with openai_server(monkeypatch, Queue()) as provider:
         provider.num = num
-        found = Caller(model(provider, max_limited_s=0.1), store).run(ask(*TEXTS))
+        found = Caller(model(provider, max_limited_s=0.1 if waits else 60), store).run(ask(*TEXTS))
     assert [read(one.reply) for one in found] == TEXTS
     assert provider.in_flight_at_second == (0 if waits else 1)
     assert (provider.created, provider.by_calls, asked_twice(provider)) == (2, [], [])
@@ -651,10 +652,24 @@ def test_one_process_waits_for_batches(store, monkeypatch):
         Caller(model(provider), store).run(ask("a"))
 
 
-def test_two_models_wait_for_their_batches_at_once(store, monkeypatch):
+@pytest.mark.parametrize("resumed", [False, True])
+def test_models_wait_for_their_batches_at_once(store, monkeypatch, resumed):
+    """Two of them share an endpoint: neither takes the other's batch for one that nobody wants."""
+    requests = [*ask("a"), Request("n", ("b",)), Request("same", ("c",))]
     with openai_server(monkeypatch) as provider:
-        both = {"m": model(provider)["m"], "n": model(provider, name="n")["m"], "same": model(provider)["m"]}
-        found = Caller(both, store).run([*ask("a"), Request("n", ("b",)), Request("same", ("c",))])
+        all_three = {
+            label: model(provider, name=name)["m"] for label, name in (("m", "m"), ("n", "n"), ("same", "m"))
+        }
+        if resumed:
+            provider.batches.polls = 10**9
+            short = {label: replace(one, batch_wait_s=0.1) for label, one in all_three.items()}
+            with pytest.raises(StopCalls, match="batch_wait_s"):
+                Caller(short, store).run(requests)
+            provider.batches.polls = 2 + max(provider.batches.num_polls.values())
+            for name in provider.batches.batches:
+                provider.batches.num_polls[name] = provider.batches.polls - 2
+        found = Caller(all_three, store).run(requests)
+        assert not any(store.open_batches(one.endpoint) for one in all_three.values())
     assert [read(one.reply) for one in found] == ["a", "b", "c"]
     assert provider.by_calls == []
     assert provider.created == 3

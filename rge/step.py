@@ -35,15 +35,12 @@ from rge.model.embedding_model import (
     has_dropout,
     keeping,
 )
-from rge.model.packing import Branch
+from rge.model.packing import Branch, Read
 from rge.objective import Contrast, Objective
 from rge.rollout.writer import Rollout
 
 Masks = tuple[Tensor, Tensor, Tensor]
 """Positive, ignored and labelled negative candidates, see `candidate_masks`."""
-
-Read = Callable[[Callable[[int], list[Branch]]], Tensor]
-"""From the branches of each row to their states (N, D), without gradient."""
 
 
 class RolloutLoss(Protocol):

@@ -15,7 +15,7 @@ Shape suffixes: B = rows, T = tokens of all rows, P = tokens of the longest prom
 longest tail, N = read-out states, M = predicted tokens, L = sampled tokens.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -43,6 +43,10 @@ class Branch:
     predict: bool = False  # the ids are labels of the LM loss (the prompt's last state predicts the first)
     sampled: bool = False  # the ids were sampled, and their log probabilities are read
     unlabelled: int = 0  # number of first ids that are not labels
+
+
+Read = Callable[[Callable[[int], list[Branch]]], Tensor]
+"""From the branches of each row to their states (N, D), without gradient."""
 
 
 @dataclass(frozen=True, slots=True)

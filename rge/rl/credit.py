@@ -21,13 +21,12 @@ from rge.data.collate import Batch
 from rge.distributed import collectives as dist
 from rge.losses import hit_at_1
 from rge.model.embedding_model import EmbeddingModel, Readout
-from rge.model.packing import Branch
+from rge.model.packing import Branch, Read
 from rge.rl.policy import advantages, policy_loss, sampling_weights, standard_deviation
 from rge.rl.pool import Pool
 from rge.rl.reference import Reference, is_used, make_reference
 from rge.rl.rewards import Rollouts, evaluate, find_reward
 from rge.rollout.generate import Rationale
-from rge.step import Read
 
 DIFFERS = 1e-4
 """Rewards of a group that lie within this are equal: states of equal rationales differ by rounding."""

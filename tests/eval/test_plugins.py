@@ -10,7 +10,7 @@ from eval_fakes import FakeEncoder, loader, write_set
 from eval.__main__ import COMMANDS, command_of, main
 from eval.benchmarks.registry import BENCHMARKS, Benchmark, protocol_for, register_benchmark
 from eval.commands.run import RunOptions, run
-from eval.models.registry import EMBEDDERS, adapters, load_model, register_embedder
+from eval.models.registry import EMBEDDERS, adapters, register_embedder
 from eval.scoring.metrics import (
     METRICS,
     compute,
@@ -247,7 +247,7 @@ def test_an_embedder_of_a_plugin_is_named_in_what_it_makes(tmp_path, monkeypatch
     load_plugins(["plugin_five"])
     (tmp_path / "model").mkdir()
     data = write_set(tmp_path / "set", num_queries=6, num_candidates=20)
-    run(RunOptions(model=str(tmp_path / "model"), set=data, out=tmp_path / "run", report=False), load_model)
+    run(RunOptions(model=str(tmp_path / "model"), set=data, out=tmp_path / "run", report=False))
     made = json.loads((tmp_path / "run/results.json").read_text())
     assert made["plugins"] == made["identity"]["plugins"]
     assert made["plugins"]["plugin_five"]["gives"] == ["adapter mine"]

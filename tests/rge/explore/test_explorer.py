@@ -336,23 +336,6 @@ DONE = "!asking && by('hits').children.length > 0 && by('direct').children.lengt
 
 
 @pytest.mark.slow
-def test_the_page_of_a_checkpoint_that_writes_nothing(browser, tmp_path):
-    checkpoint = shutil.copytree(DEMO_CHECKPOINT, tmp_path / "direct")
-    settings = json.loads((checkpoint / "rge.json").read_text())
-    (checkpoint / "rge.json").write_text(json.dumps(settings | {"reasons": "none"}))
-    with forked.Program(
-        "-m", "rge", "explore", "port=0", f"checkpoint={checkpoint}", cwd=tmp_path
-    ) as program:
-        browser.open(program.printed(r"257 items: (http://127\.0\.0\.1:\d+) ")[1], 1200, 900)
-        browser.until(DONE)
-        assert "without writing a rationale" in browser.js("by('what').innerText")
-        shown = "[...document.querySelectorAll('main > *')].filter((part) => part.offsetHeight).map((part) => part.innerText)"
-        _, found = browser.js(shown)
-        assert found.startswith("Found\n")
-        program.send(signal.SIGTERM)
-
-
-@pytest.mark.slow
 def test_a_person_at_the_page(server, browser, tmp_path):
     browser.open(server, 1200, 900)
     browser.until("by('strip').children.length == 24")
@@ -456,3 +439,20 @@ def test_the_page_fits(server, browser, width):
     )
     assert small == 0
     assert complaints(browser) == []
+
+
+@pytest.mark.slow
+def test_the_page_of_a_checkpoint_that_writes_nothing(browser, tmp_path):
+    checkpoint = shutil.copytree(DEMO_CHECKPOINT, tmp_path / "direct")
+    settings = json.loads((checkpoint / "rge.json").read_text())
+    (checkpoint / "rge.json").write_text(json.dumps(settings | {"reasons": "none"}))
+    with forked.Program(
+        "-m", "rge", "explore", "port=0", f"checkpoint={checkpoint}", cwd=tmp_path
+    ) as program:
+        browser.open(program.printed(r"257 items: (http://127\.0\.0\.1:\d+) ")[1], 1200, 900)
+        browser.until(DONE)
+        assert "without writing a rationale" in browser.js("by('what').innerText")
+        shown = "[...document.querySelectorAll('main > *')].filter((part) => part.offsetHeight).map((part) => part.innerText)"
+        _, found = browser.js(shown)
+        assert found.startswith("Found\n")
+        program.send(signal.SIGTERM)

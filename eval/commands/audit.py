@@ -157,7 +157,7 @@ def audit_training(wanted: RetrievalSet, files: Sequence[Path], *, lenient: bool
     """Count pictures and pairs of a set that also occur in training files.
 
     ``files``: training records, see `rge.common.schema.Record`; other JSON lines are ignored. ``lenient``: also lines that are
-    not JSON, which training left out (``data.on_bad=skip``).
+    not valid records, which training left out (``data.on_bad=skip``).
     """
     seen = _seen(tuple(map(_stamp, files)), lenient)
     flags_of: dict[str, list[bool]] = {key: [] for key in COUNTED}

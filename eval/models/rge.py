@@ -9,7 +9,6 @@ prompt. Here all items are computed one by one; the release batches candidates, 
 imported with ``verbatim=true instructions=rge``, which keeps MMEB-eval's texts.
 """
 
-import io
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -23,7 +22,7 @@ from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoPr
 from eval.models.common import ThirdParty, hash_of_files, loading, place, settings_of
 from eval.models.registry import Facts
 from rge.common.errors import UserError
-from rge.common.images import picture_bytes
+from rge.common.images import open_picture, picture_bytes
 from rge.common.mmeb_prompts import PLACEHOLDER
 from rge.common.prompt_profiles import EMB_TOKEN, PROFILES
 from rge.common.schema import Encoded, ImageRef, Item
@@ -230,7 +229,7 @@ def greedy(facts: Facts, model: Any) -> dict[str, Any]:
 
 def opened(ref: ImageRef) -> Image.Image:
     """A picture as Pillow opens it, without EXIF rotation; the caller drops transparency, as transformers 4 did."""
-    return Image.open(io.BytesIO(picture_bytes(ref)))
+    return open_picture(picture_bytes(ref))
 
 
 def small_sides(image: Image.Image) -> Image.Image:

@@ -274,12 +274,17 @@ def read_verdicts(run: Path, files: Sequence[Path]) -> dict[str, Said]:
     """
     images = frames.by("id", frames.stage_rows(run, "seed", "images"))
     queries = frames.by("query_id", frames.stage_rows(run, "generate", "queries"))
-    known = {
-        key: shown_hash(queries[row["query_id"]] | row, images)
-        for key, row in _decided(run).items()
-        # an earlier stage may be being redone
-        if row["state"] in STATES.values() and row["query_id"] in queries and row["candidate_id"] in images
-    }
+    known = {}
+    for key, row in _decided(run).items():
+        query = queries.get(
+            row["query_id"]
+        )  # None, like pictures that are missing: an earlier stage may be being redone
+        if (
+            row["state"] in STATES.values()
+            and query
+            and {query["image_id"], row["candidate_id"]} <= images.keys()
+        ):
+            known[key] = shown_hash(query | row, images)
     people: dict[str, Said] = {}
     for file in files:
         by, said = _verdicts(file, known)

@@ -12,7 +12,7 @@ from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoPr
 
 from eval.__main__ import main
 from eval.models.registry import load_model
-from eval.models.rge import PICTURE, small_sides
+from eval.models.rge import PICTURE, opened, small_sides
 from eval.sets.retrieval_set import load_set
 from rge.common.errors import UserError
 from rge.common.mmeb_prompts import PLACEHOLDER, SETS
@@ -202,3 +202,11 @@ def test_from_the_release_s_files_to_a_row_that_says_so(path, tmp_path, capsys):
     ):
         assert main([*run, *given, f"out={tmp_path / 'no'}"]) == 2
         assert wrong in capsys.readouterr().err
+
+
+def test_a_heic_is_opened_in_a_process_that_has_read_none(monkeypatch):
+    pillow_heif = pytest.importorskip("pillow_heif")
+    held = io.BytesIO()
+    pillow_heif.from_pillow(Image.new("RGB", (40, 30), "red")).save(held)
+    monkeypatch.setattr(Image, "ID", [name for name in Image.ID if name != "HEIF"])
+    assert opened(held.getvalue()).size == (40, 30)

@@ -466,6 +466,24 @@ def test_verdicts_do_not_count_for_another_question_of_the_same_name(finished, t
         review.read_verdicts(out, [file])
 
 
+@pytest.mark.parametrize("gone", ["question", "picture"])
+def test_verdicts_while_an_earlier_stage_is_redone_are_left_out(finished, tmp_path, capsys, gone):
+    """The decisions are still those of before, but a question, or a question's picture, is no longer there."""
+    file = tmp_path / "ada.json"
+    file.write_text(
+        json.dumps({"verdicts": {name: {"verdict": "reject"} for name in ("q1 -> a", "q2 -> e")}})
+    )
+    queries, images = finished.rows("generate", "queries"), finished.rows("seed", "images")
+    if gone == "question":
+        rows = [row for row in queries if row["query_id"] != "q1"]
+        table_of(finished, "generate", "queries/part-00000.parquet", "queries", rows)
+    else:
+        (of_q1,) = [row["image_id"] for row in queries if row["query_id"] == "q1"]
+        table_of(finished, "seed", "images.parquet", "images", [row for row in images if row["id"] != of_q1])
+    assert review.read_verdicts(finished.out, [file])["ada"].keys() == {"q2 -> e"}
+    assert "1 of 2 verdicts are left out" in capsys.readouterr().err
+
+
 def test_two_files_of_one_person_are_refused(finished, tmp_path):
     files = [verdicts(tmp_path / f"{number}.json", by="two", a="accept") for number in range(2)]
     with pytest.raises(UserError, match="two files are from 'two'"):

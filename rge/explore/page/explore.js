@@ -104,6 +104,7 @@ async function ask(rationale) {
 
 // Where a hit was without the rationale.
 function moved(hit, place, compared) {
+  if (by("direct").parentElement.hidden) return null;
   if (hit.was === place + 1) return element("span", "same place", "was");
   if (hit.was && hit.was <= place) return element("span", `\u25bc was #${hit.was}`, "was");
   return element("span", hit.was ? `\u25b2 was #${hit.was}` : `\u25b2 not in the top ${compared}`, "was up");

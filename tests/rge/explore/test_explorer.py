@@ -455,4 +455,5 @@ def test_the_page_of_a_checkpoint_that_writes_nothing(browser, tmp_path):
         shown = "[...document.querySelectorAll('main > *')].filter((part) => part.offsetHeight).map((part) => part.innerText)"
         _, found = browser.js(shown)
         assert found.startswith("Found\n")
+        assert "place" not in found  # nothing is compared
         program.send(signal.SIGTERM)

@@ -480,6 +480,8 @@ LATENTS = ("latent_1", "latent_2", "latent", "latent_8", "taught", "silent")
 """Arms with think tokens; the last writes nothing itself."""
 AUTO = (0.02, 0.1, 0.25, 0.5, 0.75, 0.9, 0.98)
 """Thresholds of `mode=auto`."""
+AUTO_BETWEEN = {"mixed_adaptive_longest": (0.3, 0.35, 0.4, 0.45)}
+"""Further thresholds, where most of what can be saved lies between two of these."""
 GATES = {"mixed_adaptive_longest": (30, 40, 50)}
 """Shares of queries that the gate lets write, %; 50 for all other arms."""
 
@@ -731,15 +733,15 @@ def mixed_arms(options: Options, data: Path, set_name: str) -> list[Arm]:
     weights = {files[name] / f"{name}.jsonl": weight for name, weight in MIXED_WEIGHTS.items()}
     records = (sources_word("joint", weights), EQUAL)
     sets, arms = {set_name: data / options.on}, []
-    auto = f"auto={','.join(f'{value:g}' for value in AUTO)}"
     for name, settings in MIXED.items():
-        shares = GATES.get(name, (50,))
+        shares, thresholds = GATES.get(name, (50,)), sorted((*AUTO, *AUTO_BETWEEN.get(name, ())))
+        auto = f"auto={','.join(f'{value:g}' for value in thresholds)}"
         asked = ("k=0", f"gate={','.join(f'{share / 100:g}' for share in shares)}", auto)
         arms.append(Arm(name, "joint", "cold", (*records, *settings), query_mode=""))
         points = {"words": "reasoning", "direct": "direct"}
         points |= {"gate" if share == 50 else f"gate {share}": f"gate-{share}" for share in shares}
         if set(ADAPTIVE) <= set(settings):
-            points |= {f"auto {value:g}": f"auto-{value:g}" for value in AUTO}
+            points |= {f"auto {value:g}": f"auto-{value:g}" for value in thresholds}
         arms += [
             Arm(f"{name}, {title}", "", name, query_mode="budget", ask=asked, sets=sets, point=point)
             for title, point in points.items()

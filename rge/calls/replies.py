@@ -221,6 +221,8 @@ def usage(raw: bytes, expected: tuple[int, int]) -> Usage:
     num_input, num_output = (0, 0) if refused else expected
     num_input = count(reported.get("prompt_tokens"), num_input)
     num_output = count(reported.get("completion_tokens"), num_output)
+    # Gemini and xAI bill thoughts as output, but report them in the total alone.
+    num_output = max(num_output, count(reported.get("total_tokens"), 0) - num_input)
     cached = count(as_dict(reported.get("prompt_tokens_details")).get("cached_tokens"), 0)
     return Usage(num_input, num_output, min(cached, num_input), refused)
 

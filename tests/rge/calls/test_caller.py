@@ -246,6 +246,16 @@ def test_a_count_of_tokens_that_cannot_be_is_replaced_by_the_estimate(store):
     assert (found.input_tokens, found.output_tokens) == (100, 7)
 
 
+def test_thoughts_that_are_only_in_the_total_are_paid_for(store):
+    """As Gemini and xAI report them: 100 for the prompt, 20 for the answer, 380 for thoughts."""
+    thinks = chat("fine", input_tokens=100, output_tokens=20)
+    thinks.body["usage"]["total_tokens"] = 500
+    with LocalServer(Echo(thinks)) as server:
+        Caller(model(server, output_price=1e6), store).run([ask("a")])
+    (found,) = store.ledger()
+    assert (found.input_tokens, found.output_tokens, found.cost) == (100, 400, 400)
+
+
 def test_the_budget_stops_and_the_next_run_goes_on(store):
     """Price 1 per output token: a call costs 20 and might cost 100, so 200 buys six: 5 * 20 + 100 fits, 120 + 100 not."""
     echo = Echo()

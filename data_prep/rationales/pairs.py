@@ -19,7 +19,7 @@ from rge.common.schema import ImageRef, Positive, Record, Target
 from rge.data.sources import RecordFile
 
 WINDOW = 1000
-"""Records whose pictures and rationales are compared with each other."""
+"""Most records whose pictures and rationales are compared with each other."""
 SCORES = ".scores.jsonl"
 """Ending of the files of scores beside the results."""
 PICTURES = "pictures.parquet"
@@ -80,12 +80,12 @@ class Source:
     beside_own: list[tuple[str, str, str, str]] = field(default_factory=list)
 
     def windows(self) -> Iterator[Window]:
-        """All pairs, `WINDOW` records at a time."""
+        """All pairs, at most `WINDOW` records at a time."""
         written = iter(self.written)
-        for start in range(0, len(self.records), WINDOW):
-            batch = [self.records[row] for row in range(start, min(start + WINDOW, len(self.records)))]
+        for rows in evenly(len(self.records), WINDOW):
             yield [
-                [Pair(record, target, next(written, [])) for target in record.positives] for record in batch
+                [Pair(record, target, next(written, [])) for target in record.positives]
+                for record in map(self.records.__getitem__, rows)
             ]
 
     def pairs(self) -> Iterator[Pair]:
@@ -102,6 +102,12 @@ class Source:
             return caption
         image = str(target.image)
         return self.captions.get(image) or self.captions.get(os.path.relpath(image, self.records.path.parent))
+
+
+def evenly(num: int, most: int) -> list[range]:
+    """Split rows into ranges of nearly equal size, at most `most`: in a short last one there were few targets to compare with."""
+    parts = -(-num // most)
+    return [range(part * num // parts, (part + 1) * num // parts) for part in range(parts)]
 
 
 def sources_of(options: RationaleOptions) -> list[Source]:

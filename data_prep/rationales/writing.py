@@ -17,6 +17,7 @@ from data_prep.rationales.pairs import (
     Pair,
     Source,
     Window,
+    evenly,
     read_captions,
     replies_of,
     request_for,
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 LEAK_ENCODERS = ("siglip", "checkpoint")
 """Kinds of encoders that judge how far a rationale singles out the target's picture."""
 GAIN_WINDOW = 256
-"""Pairs whose targets share one softmax when gains are measured."""
+"""Most pairs whose targets share one softmax when gains are measured."""
 
 
 class Writing:
@@ -188,8 +189,8 @@ class Writing:
             for pair in pairs:
                 pair.own = own
         pairs = list(chain.from_iterable(window))
-        for start in range(0, len(pairs), GAIN_WINDOW):
-            batch = pairs[start : start + GAIN_WINDOW]
+        for rows in evenly(len(pairs), GAIN_WINDOW):
+            batch = pairs[rows.start : rows.stop]
             asked = [(pair.record, pair.positive) for pair in batch]
             texts = [[candidate.text or "" for candidate in pair.good] for pair in batch]
             for pair, gain_K in zip(batch, judge.judge(asked, texts), strict=True):

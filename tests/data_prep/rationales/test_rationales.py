@@ -520,6 +520,26 @@ def test_the_candidate_that_gains_most_is_taken(records, tmp_path, checkpoint, m
     assert out.read_text() == ""
 
 
+@pytest.mark.parametrize(
+    "window", ["data_prep.rationales.pairs.WINDOW", "data_prep.rationales.writing.GAIN_WINDOW"]
+)
+def test_no_pair_is_compared_with_itself_alone(records, tmp_path, checkpoint, monkeypatch, window):
+    """Four pairs, at most three at once: two and two, since the gain of a single pair would be 0 whatever is written."""
+    sizes = []
+    weigh = GainJudge.judge
+
+    def judge(self, pairs, candidates):
+        sizes.append(len(pairs))
+        return weigh(self, pairs, candidates)
+
+    monkeypatch.setattr(GainJudge, "judge", judge)
+    monkeypatch.setattr(window, 3)
+    with LocalServer(several) as server:
+        words = [f"records={records}", f"out={tmp_path / 'out.jsonl'}", "model.name=m", "candidates=4"]
+        main(["rationales", *words, f"model.base_url={server.url}", f"select={checkpoint}"])
+    assert sizes == [2, 2]
+
+
 def test_the_dry_run_counts_and_asks_nothing(records, tmp_path, capsys):
     """Four pairs, three candidates each: twelve calls of at most 256 tokens, one picture each."""
     words = [

@@ -4,7 +4,7 @@ import hashlib
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
@@ -55,22 +55,24 @@ def seed(run: Run) -> dict[str, Any]:
     tables, parts = scan_library(run, library, encoder)
     table, state = pa.concat_tables(tables), LibraryState.read(folder)
     del tables
-    unique, bad = usable(table, state, config.library.near_duplicates)
+    images, kept_ND = _before(run, table, state)
+    most_bits = config.library.near_duplicates
+    unique, bad = usable(table, state, most_bits, [image["id"] for image in images])
     listed = len(table) - len(state.gone)
     if not len(unique):
         raise UserError(
             f"library.path {config.library.path}: none of the {listed} pictures is usable: {reasons(bad)}"
         )
-    images, kept_ND = _before(run, table, state)
-    new = unique
+    new, share_new = unique, None
     if state.extensions:
-        # Duplicates of pictures that are gone now count as pictures of their own.
-        freed = _is_in(table["sha256"].take(unique), table["sha256"].take(pa.array(state.gone, pa.int64())))
-        new = unique[(unique >= state.extensions[-1]["start"]) | freed]
+        # Repeats of pictures that are gone now count as pictures of their own.
+        at_first, _ = usable(table, LibraryState(), most_bits)
+        new = unique[(unique >= state.extensions[-1]["start"]) | ~np.isin(unique, at_first)]
         new = new[~_is_in(table["id"].take(new), pa.array([image["id"] for image in images], pa.string()))]
+        share_new = len(new) / max(1, (at_first < state.extensions[0]["start"]).sum())
     # Only good pictures have vectors, so a picture's row is the number of good pictures before it.
     vector_of = np.cumsum(pc.is_null(table["reason"]).to_numpy()) - 1
-    more, vectors_ND = _sampled(run, table, state, new, gather(parts, vector_of[new]), images)
+    more, vectors_ND = _sampled(run, table.take(new), gather(parts, vector_of[new]), share_new, images)
     images += more
     for image in images:
         image["caption"] = state.captions.get(image["id"], image["caption"])
@@ -92,8 +94,13 @@ def seed(run: Run) -> dict[str, Any]:
     }
 
 
-def usable(table: pa.Table, state: LibraryState, most_bits: int | None) -> tuple[np.ndarray, Rows]:
-    """Rows of the usable, distinct pictures that are still in the library; and the others with their reasons."""
+def usable(
+    table: pa.Table, state: LibraryState, most_bits: int | None, preferred: Collection[str] = ()
+) -> tuple[np.ndarray, Rows]:
+    """Rows of the usable, distinct pictures that are still in the library; and the others with their reasons.
+
+    Of near-duplicates, the first stays, or the first of the `preferred` ids.
+    """
     columns = ["id", "reason", "ref", "sha256", "phash"]
     frame = table.select(columns).to_pandas().drop(index=state.gone).rename(columns={"ref": "detail"})
     good = frame[frame["reason"].isna()]
@@ -101,6 +108,7 @@ def usable(table: pa.Table, state: LibraryState, most_bits: int | None) -> tuple
     frame.loc[good.index[repeated_N], "reason"] = DUPLICATE
     good = good[~repeated_N]
     if most_bits is not None:
+        good = good.iloc[np.argsort(~good["id"].isin(preferred), kind="stable")]
         repeats = near_duplicates(good["phash"].tolist(), most_bits)
         rows = good.index[[of is not None for of in repeats]]
         frame.loc[rows, "reason"] = NEAR_DUPLICATE
@@ -111,25 +119,25 @@ def usable(table: pa.Table, state: LibraryState, most_bits: int | None) -> tuple
 
 
 def _sampled(
-    run: Run, table: pa.Table, state: LibraryState, new: np.ndarray, vectors_ND: np.ndarray, images: Rows
+    run: Run, new: pa.Table, vectors_ND: np.ndarray, share_new: float | None, images: Rows
 ) -> tuple[Rows, np.ndarray]:
     """Cluster the new pictures and sample from each cluster; returns rows and vectors.
 
-    An extension gets clusters of its own, in proportion to its size, so that earlier samples do not change.
+    An extension of the earlier `images` gets clusters of its own, so that these do not change; `share_new` is its size relative to
+    the first library's.
     """
     config = run.config.seed
     if not len(new):
         return [], vectors_ND
     num_clusters, first = config.clusters, 0
-    if state.extensions:
-        original = sum(row < state.extensions[0]["start"] for row in usable(table, LibraryState(), None)[0])
-        num_clusters = min(len(new), max(1, round(config.clusters * len(new) / max(1, original))))
+    if share_new is not None:
+        num_clusters = min(len(new), max(1, round(config.clusters * share_new)))
         first = 1 + max((image["cluster"] for image in images), default=-1)
     cluster_N = first + cluster(vectors_ND, num_clusters, config.iterations, config.seed)
     chosen = sample_clusters(cluster_N, config.per_cluster, config.seed)
-    rows = table.take(new[chosen]).select(IMAGE_COLUMNS).to_pylist()
+    rows = new.take(chosen).select(IMAGE_COLUMNS).to_pylist()
     found = [{**row, "cluster": number} for row, number in zip(rows, cluster_N[chosen].tolist(), strict=True)]
-    if state.extensions:  # in random order, since `drawn` takes the first ones
+    if share_new is not None:  # in random order, since `drawn` takes the first ones
         order = sorted(range(len(found)), key=lambda place: _hash(found[place]["id"]))
         return [found[place] for place in order], vectors_ND[chosen][order]
     return found, vectors_ND[chosen]

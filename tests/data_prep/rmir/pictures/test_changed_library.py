@@ -13,6 +13,7 @@ from data_prep.rmir import oracle
 from data_prep.rmir.config import OracleConfig
 from data_prep.rmir.main import run_stages
 from data_prep.rmir.pictures.encoders import PixelEncoder
+from data_prep.rmir.pictures.near_duplicates import phash
 from data_prep.rmir.run import STAGES, Run
 from rge.calls.local_server import LocalServer
 from rge.common.errors import UserError
@@ -52,6 +53,62 @@ def seeded(tmp_path, library, changed="stop"):
         return {image["id"]: (image, vector) for image, vector in zip(images, vectors, strict=True)}
     finally:
         run.close()
+
+
+@pytest.fixture
+def chain(tmp_path):
+    """Three pictures: b nearly repeats a and c, which do not nearly repeat each other; and two others."""
+    (tmp_path / "chain").mkdir()
+    for name, number in (("y", 1), ("z", 2)):
+        paint(tmp_path / "chain" / f"{name}.png", number)
+    base = np.random.default_rng(3).integers(0, 255, (SIZE, SIZE, 3)).astype(float)
+    other = np.random.default_rng(4).integers(0, 255, (SIZE, SIZE, 3)).astype(float)
+    hashes = {}
+    for share in np.linspace(0, 1, 101):
+        picture = Image.fromarray(((1 - share) * base + share * other).astype(np.uint8))
+        hashes[share] = int(phash(picture), 16), picture
+    first, picture = hashes[0.0]
+    picture.save(tmp_path / "chain" / "a.png")
+    near = [share for share, (bits, _) in hashes.items() if 0 < (first ^ bits).bit_count() <= 4]
+    middle, picture = hashes[near[-1]]
+    picture.save(tmp_path / "chain" / "b.png")
+    ends = [
+        picture
+        for bits, picture in hashes.values()
+        if 0 < (middle ^ bits).bit_count() <= 4 < (first ^ bits).bit_count()
+    ]
+    ends[0].save(tmp_path / "chain" / "c.png")
+    return tmp_path / "chain"
+
+
+def near_duplicates_left_out(tmp_path, library, clusters, changed="stop"):
+    """The seed set without near-duplicates, and these with what they repeat."""
+    config = config_of(tmp_path / "out", library)
+    config.seed.clusters, config.seed.per_cluster = clusters, 9
+    config.library.changed, config.library.near_duplicates = changed, 4
+    run = Run(config, progress=False)
+    try:
+        run_stages(run, ["seed"])
+        images = {row["id"] for row in run.rows("seed", "images")}
+        rejected = {row["id"]: row["detail"] for row in run.rows("seed", "rejected")}
+        assert not images & rejected.keys()
+        return images, rejected
+    finally:
+        run.close()
+
+
+def test_a_near_duplicate_of_a_removed_picture_takes_its_place(tmp_path, chain):
+    (chain / "c.png").unlink()
+    assert near_duplicates_left_out(tmp_path, chain, 3) == ({"a", "y", "z"}, {"b": "repeats a"})
+    (chain / "a.png").unlink()
+    assert near_duplicates_left_out(tmp_path, chain, 3, "extend") == ({"b", "y", "z"}, {})
+
+
+def test_a_seed_picture_stays_if_the_picture_before_it_is_freed(tmp_path, chain):
+    """Without a, b is no near-duplicate of it any more; but c is in the seed set, and b nearly repeats it."""
+    assert near_duplicates_left_out(tmp_path, chain, 4) == ({"a", "c", "y", "z"}, {"b": "repeats a"})
+    (chain / "a.png").unlink()
+    assert near_duplicates_left_out(tmp_path, chain, 4, "extend") == ({"c", "y", "z"}, {"b": "repeats c"})
 
 
 def test_an_unchanged_library_is_not_opened_again(tmp_path, photos, monkeypatch):

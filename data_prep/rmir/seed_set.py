@@ -369,9 +369,11 @@ def keep_pictures(run: Run, library: Library, images: Rows) -> None:
         )
     for image in missing.values():
         image["ref"] = str(path(image))
+    own = os.path.join(os.getcwd(), f"{run.out}/")
     for image in images:
-        if image["ref"].startswith(own := f"{run.out}/"):
-            image["ref"] = frames.OUT + image["ref"].removeprefix(own)
+        # Later commands may be started in another folder, and the run's own may be moved.
+        ref = os.path.join(os.getcwd(), image["ref"])
+        image["ref"] = frames.OUT + ref.removeprefix(own) if ref.startswith(own) else ref
 
 
 def embed_pictures(encoder: ImageEncoder, refs: list[ImageRef]) -> np.ndarray:

@@ -3,6 +3,7 @@
 import csv
 import shutil
 import tarfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -121,6 +122,17 @@ def test_an_unchanged_library_is_not_opened_again(tmp_path, photos, monkeypatch)
         "data_prep.rmir.pictures.changes.picture_bytes", lambda *_: pytest.fail("opened again")
     )
     assert seeded(tmp_path, photos).keys() == first.keys()
+
+
+def test_pictures_are_found_from_another_folder(tmp_path, photos, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before = seeded(Path(), "photos")
+    monkeypatch.chdir("/")
+    run = begun(tmp_path, photos)
+    images = run.by("id", "seed", "images")
+    run.close()
+    assert images.keys() == before.keys()
+    assert all(Path(image["ref"]).is_file() for image in images.values())
 
 
 def test_a_change_is_an_error_that_says_what_changed(tmp_path, photos):

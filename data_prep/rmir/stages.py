@@ -296,6 +296,7 @@ def keep(run: Run) -> dict[str, Any]:
     frames.write_rows(run.path("keep", "doubted.parquet"), [{"id": name} for name in sorted(doubted)])
     counts = Counter(state for _, state in states)
     counted = {state: counts[state] for state in maths.STATES}
+    counted["unanimous"] = decided["confidence"].to_pylist().count(1.0)
     return {"triplets": len(states), **counted, "doubted_images": len(doubted)}
 
 

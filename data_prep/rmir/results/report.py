@@ -11,7 +11,7 @@ from data_prep.rmir.run import Run, stages_of
 from rge.common.files import write_json, write_text
 
 PAPER: dict[str, float | None] = {
-    "thrown away by the filter": 0.40,
+    "discarded by the filter": 0.40,
     "pool share of the seed set": 35803 / 500000,
     "queries with an answer, of the seed set": 8321 / 500000,
     "test share of the queries": 1634 / 8321,
@@ -97,9 +97,12 @@ def ratios(stages: dict[str, dict[str, Any]]) -> dict[str, float]:
     counts = {stage: found["counts"] for stage, found in stages.items()}
     found = {}
     if "filter" in counts and counts["filter"]["queries"]:
-        found["thrown away by the filter"] = 1 - counts["filter"]["valid"] / counts["filter"]["queries"]
-    if "keep" in counts and counts["keep"]["triplets"]:
-        found["unanimous panels"] = 1 - counts["keep"]["doubted"] / counts["keep"]["triplets"]
+        found["discarded by the filter"] = 1 - counts["filter"]["valid"] / counts["filter"]["queries"]
+    if (keep := counts.get("keep")) and keep["triplets"]:
+        unanimous = keep.get(
+            "unanimous", keep["triplets"] - keep["doubted"]
+        )  # runs of earlier versions did not count them
+        found["unanimous panels"] = unanimous / keep["triplets"]
     if "pool" in counts:
         found["pool share of the seed set"] = counts["pool"]["images"] / counts["seed"]["seed"]
     if "split" in counts and (total := counts["split"]["test"] + counts["split"]["train"]):

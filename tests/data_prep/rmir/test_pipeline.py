@@ -414,6 +414,15 @@ def world(tmp_path):
     run.close()
 
 
+@pytest.mark.parametrize("least", [1.0, 0.8])
+def test_a_majority_that_is_enough_is_not_unanimous(world, least):
+    """One of seven panels says four times yes."""
+    world.config.keep.min_confidence = least
+    kept = world.run("keep", stages.keep)["counts"]
+    assert kept["doubted"] == (least == 1)
+    assert report.ratios({"keep": {"counts": kept}})["unanimous panels"] == pytest.approx(6 / 7)
+
+
 def test_the_doubted_image_leaves_the_whole_set(world):
     """`b` is a sure answer to q1, but doubted for q2: it is removed everywhere."""
     kept = stages.keep(world)

@@ -149,16 +149,15 @@ def dict_items(value: Any) -> list[dict[str, Any]]:
 
 
 def _choice(choice: dict[str, Any]) -> Reply | ReplyError:
-    message, stop = choice.get("message"), str(choice.get("finish_reason") or "stop")
-    if stop.startswith("content_filter"):  # Gemini: "content_filter: PROHIBITED_CONTENT", without a message
-        message, stop = as_dict(message), "refusal"
-    if not isinstance(message, dict):
-        return EmptyChoices("a choice without a message")
+    # Gemini leaves the message out if it was filtered, or cut off while the model was thinking.
+    message, stop = as_dict(choice.get("message")), str(choice.get("finish_reason") or "stop")
+    if stop.startswith("content_filter"):  # Gemini: "content_filter: PROHIBITED_CONTENT"
+        stop = "refusal"
     text = _without_thoughts(_text(message.get("content")))
     if isinstance(message.get("refusal"), str) and message["refusal"]:
         text, stop = message["refusal"], "refusal"
     if not text.strip() and stop not in ("length", "refusal"):
-        return EmptyChoices("the message is empty")
+        return EmptyChoices("the message is missing or empty")
     return Reply(_as_tags(text, whole=stop != "length"), stop)
 
 

@@ -6,6 +6,7 @@ import io
 import json
 import time
 from collections import Counter
+from functools import partial
 
 import numpy as np
 import pytest
@@ -186,6 +187,18 @@ def test_an_answer_cut_short_is_given_more_room(store):
         check_complete(reply, "x")
 
     with LocalServer(server) as at:
+        (found,) = Caller(model(at), store).run([ask("a", max_tokens=10)], read=read)
+    assert found.reply.text == "<x>y</x>"
+
+
+@pytest.mark.parametrize("message", [{}, {"message": None}, {"message": {"role": "assistant"}}], ids=str)
+def test_thoughts_cut_short_are_given_more_room(store, message):
+    """As Gemini answers if its thoughts alone reach ``max_tokens``."""
+    cut = chat("")
+    cut.body["choices"] = [{"index": 0, "finish_reason": "length", **message}]
+    server = Server(lambda body: chat("<x>y</x>") if body["max_tokens"] > 10 else cut)
+    with LocalServer(server) as at:
+        read = partial(check_complete, last_tag="x")
         (found,) = Caller(model(at), store).run([ask("a", max_tokens=10)], read=read)
     assert found.reply.text == "<x>y</x>"
 

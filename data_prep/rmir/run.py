@@ -170,7 +170,7 @@ class Run:
         for image in images:
             image["caption_by"] = "library" if image["caption"] else None
         if (model := self.config.caption.model) is not None:
-            written, writer = self.by("id", "caption", "captions"), self.config.models[model].name
+            written, writer = self.by("id", "caption", "captions"), self.config.models[model].published_name
             for image in images:
                 if image["id"] in written:
                     image.update(caption=written[image["id"]]["caption"], caption_by=writer)

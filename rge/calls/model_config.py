@@ -1,6 +1,7 @@
 """Configuration of one model behind one endpoint."""
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -100,6 +101,11 @@ class ModelConfig:
     def endpoint(self) -> str:
         """Name and address: the key of budgets, rate limits and the ledger."""
         return f"{self.name} at {self.base_url or 'openai'}"
+
+    @property
+    def published_name(self) -> str:
+        """The name without folders if it is a path, by which vLLM serves local weights."""
+        return os.path.basename(self.name.rstrip("/")) if os.path.isabs(self.name) else self.name
 
     def key(self) -> str | None:
         """The key of ``key_env``; raises as `read_key` does."""

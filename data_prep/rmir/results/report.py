@@ -51,7 +51,7 @@ def published(config: RmirConfig) -> dict[str, Any]:
     models = {}
     for label, model in config.models.items():
         about = {
-            "name": model.name,
+            "name": model.published_name,
             "family": model.family,
             **model.cache_settings(),
             "max_side_px": model.max_side_px,

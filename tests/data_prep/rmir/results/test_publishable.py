@@ -279,6 +279,23 @@ def test_the_leak_by_embedding_separates_naming_from_describing():
     assert set(picture_leaks(encoder, few, describes)) == {None}, "too few to tell a kind"
 
 
+def test_a_model_that_is_served_by_its_path_is_published_without_the_path(tmp_path):
+    config = config_of(tmp_path / "out", tmp_path)
+    config.models["writer"].name, config.caption.model = "/secret/weights/qwen/", "writer"
+    run = Run(config, progress=False)
+    frames.write_rows(
+        run.path("seed", "images.parquet"), [dict.fromkeys(frames.SCHEMAS["images"].names) | {"id": "a"}]
+    )
+    frames.write_rows(
+        run.path("caption", "captions/part-00000.parquet"), [{"id": "a", "caption": "a hat", "key": "k"}]
+    )
+    [image] = run.images()
+    run.close()
+    settings = report.published(config)
+    assert (image["caption_by"], settings["models"]["writer"]["name"]) == ("qwen", "qwen")
+    assert settings["models"]["judge"]["name"] == "judge"
+
+
 @pytest.mark.slow
 def test_the_data_set_says_where_each_picture_is_from_and_nothing_of_its_camera(tmp_path):
     """A photograph on its side with a device in its EXIF, and a table that knows two authors."""

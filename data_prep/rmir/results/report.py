@@ -7,7 +7,7 @@ from typing import Any
 
 from data_prep.rmir.config import RmirConfig
 from data_prep.rmir.results import card
-from data_prep.rmir.run import Run, stages_of
+from data_prep.rmir.run import NOT_IN_FINGERPRINT, Run, stages_of
 from rge.common.files import write_json, write_text
 
 PAPER: dict[str, float | None] = {
@@ -57,11 +57,13 @@ def published(config: RmirConfig) -> dict[str, Any]:
             "max_side_px": model.max_side_px,
         }
         models[label] = {key: value for key, value in about.items() if key != "extra_body"}
-    library = {
-        key: value for key, value in whole["library"].items() if key not in ("path", "shard_size", "changed")
-    }
+    for key in ("path", *NOT_IN_FINGERPRINT):
+        whole["library"].pop(key, None)
+        whole["retrieve"].pop(key, None)
     stages = [stage for stage in stages_of(config) if stage not in ("pool", "audit")] + ["export"]
-    settings = {"library": library, "models": models, **{stage: whole[stage] for stage in stages}}
+    settings = {"library": whole["library"], "models": models, **{stage: whole[stage] for stage in stages}}
+    if config.prompts is not None:
+        settings["prompts"] = sorted(path.name for path in Path(config.prompts).glob("*.md"))
     for spec in settings["retrieve"]["more"]:
         spec["encoder"].pop("path")
     return settings

@@ -20,6 +20,7 @@ from data_prep.rmir.config import (
     check,
 )
 from data_prep.rmir.main import run_stages
+from data_prep.rmir.results import report
 from data_prep.rmir.run import STAGES, Run, fingerprints
 from data_prep.rmir.wording import SHIPPED, wording
 from rge.calls.local_server import LocalServer, chat
@@ -84,9 +85,13 @@ def test_the_kind_of_reasoning_of_the_docs_is_asked_for(tmp_path):
         config.seed.clusters = 3
         check(config)
         run = Run(config, progress=False)
-        run_stages(run, STAGES[: STAGES.index("judge") + 1])
+        run_stages(run, STAGES)
         queries = run.rows("generate", "queries")
+        report.write(run)
         run.close()
+    card = (tmp_path / "out" / "dataset" / "README.md").read_text()
+    assert "except for those that this run replaced: kinds.md.\n" in card
+    assert not any(setting in card for setting in ("memory_mb", "shard_size", str(tmp_path)))
     assert len(seen) == 3
     assert [query["query_id"] for query in queries] == [f"{number}-MATE-1" for number in range(6)]
     assert {query["category"] for query in queries} == {"material"}

@@ -48,6 +48,7 @@ def estimate(options: RationaleOptions) -> str:
     with closing(AnswerStore(path if path.is_file() else None)) as store:
         stats = {kind: store.billing_stats(model.endpoint, kind) for kind in (False, True)}
         kept = store.num_replies()
+    num_calls = -(-options.candidates // model.draws_a_call)  # of a pair
     tasks: Counter[str] = Counter()
     total: Counter[str] = Counter()
     for source in sources_of(options):
@@ -56,9 +57,15 @@ def estimate(options: RationaleOptions) -> str:
             bills = stats[bool(request.num_pictures())]
             given, answered = model.estimate(request)
             most_in, most_out = model.estimate(request, bills)
-            total.update({"in": round(options.candidates * given * bills.mean_input)})
-            more = {"calls": 1, "out": answered, "most in": most_in, "most out": most_out}
-            total.update({key: options.candidates * number for key, number in more.items()})
+            total.update(
+                {
+                    "calls": num_calls,
+                    "in": round(num_calls * given * bills.mean_input),
+                    "most in": num_calls * most_in,
+                    "out": options.candidates * answered,
+                    "most out": options.candidates * most_out,
+                }
+            )
             tasks[task_of(pair, options)] += 1
     batch = model.mode == "batch"
     least = model.cost(total["in"], 0, batch=batch)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import yaml
 
-from data_prep.rmir.config import ExpectConfig, RmirConfig, load_config, models_used
+from data_prep.rmir.config import ExpectConfig, JudgeSpec, RmirConfig, load_config, models_used
 from data_prep.rmir.decisions import REVIEWED, about_panel
 from data_prep.rmir.oracle import Oracle, write_library
 from data_prep.rmir.pictures.download import is_address
@@ -155,6 +155,7 @@ class _Asked:
     calls: Range
     characters: int  # of one prompt
     pictures: int = 1  # in one prompt
+    answers: float = 1.0  # to one call
 
 
 def _seed_counts(config: RmirConfig, finished: dict[str, dict[str, Any]]) -> tuple[dict[str, Any], int]:
@@ -186,14 +187,17 @@ def _asked(
     found = min(found, max(seed["usable"] - retrieve.exclude_input, 0))
     about, most = counted("retrieve", "triplets", valid[0] * found, valid[1] * found)
     captions = (seed["seed"] - seed["with_caption"],) * 2
+
+    def judged(spec: JudgeSpec) -> _Asked:
+        num_calls = -(-spec.count // config.models[spec.model].draws_a_call)  # of a triplet
+        calls = about * num_calls, most * num_calls
+        return _Asked(spec.model, calls, len(texts.judge) + 80, 2, spec.count / num_calls)
+
     return {
         "caption": [_Asked(config.caption.model or "", captions, len(texts.caption))],
         "generate": [_Asked(config.generate.model, (inputs, inputs), len(texts.generate))],
         "filter": [_Asked(config.filter.model, queries, len(texts.filter) + 200)],
-        "judge": [
-            _Asked(spec.model, (about * spec.count, most * spec.count), len(texts.judge) + 80, 2)
-            for spec in config.judge.judges
-        ],
+        "judge": [judged(spec) for spec in config.judge.judges],
     }
 
 
@@ -255,9 +259,9 @@ def _costs(config: RmirConfig, store: AnswerStore, stage: str, asked: _Asked) ->
     number, most = asked.calls
     per_call = asked.characters / CHARACTERS_PER_TOKEN + asked.pictures * model.picture_tokens
     answers = {**ExpectConfig().output_tokens, **config.expect.output_tokens}
-    tokens_in, tokens_out = number * per_call * stats.mean_input, number * answers[stage]
+    tokens_in, tokens_out = number * per_call * stats.mean_input, number * asked.answers * answers[stage]
     most_in = most * per_call * stats.max_input
-    most_out = most * getattr(config, stage).max_tokens * stats.max_output
+    most_out = most * asked.answers * getattr(config, stage).max_tokens * stats.max_output
     batch = model.mode == "batch"
     cost = model.cost(int(tokens_in), int(tokens_out), batch=batch)
     most_cost = model.cost(int(most_in), int(most_out), batch=batch)

@@ -873,6 +873,18 @@ def test_the_dry_run_asks_nothing_and_multiplies(tmp_path):
         if len(cells := [cell.strip() for cell in line.strip("| ").split("|")]) == 6
     }
     assert (calls["filter", "large"], calls["judge", "large"]) == ("12", "54")
+    # Four judges by two calls of three draws at most: half of the prompts, and as many answers.
+    drawn = small(tmp_path / "out", tmp_path / "all.csv", "http://127.0.0.1:9/v1")
+    drawn.models["judge"].draws_a_call = 3
+    before, after = (
+        [cell.replace(",", "") for cell in line.split("|")[3:6]]
+        for page in (shown, estimate(drawn))
+        for line in page.splitlines()
+        if line.startswith("| judge | small |")
+    )
+    assert [float(old) / float(new) for old, new in zip(before, after, strict=True)] == pytest.approx(
+        [2, 2, 1], rel=1e-4
+    )
     # A library of fewer pictures than are looked for: all are candidates, and the query's own one only where that is asked for.
     few = small(tmp_path / "out", tmp_path / "all.csv", "http://127.0.0.1:9/v1")
     few.retrieve.by_image = few.retrieve.by_caption = 10_000

@@ -240,7 +240,8 @@ class Run:
         return found["stages"]
 
     def _totals(self) -> dict[str, float]:
-        return {"calls": self.store.num_replies(), "cost": self.store.total_cost()}
+        cost = sum(entry.cost for entry in self.store.ledger())
+        return {"calls": self.store.num_replies(), "cost": cost}
 
     def _since(self, before: dict[str, float]) -> dict[str, float]:
         return {key: round(number - before[key], 6) for key, number in self._totals().items()}

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 
 from data_prep.rmir import frames
 from data_prep.rmir.config import LibraryConfig
-from data_prep.rmir.pictures.changes import Changes, LibraryState, compare, files_of, rows_of
+from data_prep.rmir.pictures.changes import Changes, LibraryState, compare, files_of
 from data_prep.rmir.pictures.download import resolve
 from data_prep.rmir.pictures.encoders import ImageEncoder, image_encoder, text_encoder
 from data_prep.rmir.pictures.indices import embed_captions
@@ -236,8 +236,10 @@ def settle_library(run: Run) -> None:
 
 def _carry_over(folder: Path, state: LibraryState, found: Changes, table: pa.Table, finished: bool) -> None:
     """Record the changes; back up the choice of a finished seed stage and mark the stage as not done."""
-    left = [*found.removed, *found.changed]
-    state.gone = sorted({*state.gone, *rows_of(table, left, state.gone)})
+    left = {*found.removed, *found.changed}
+    state.gone = sorted(
+        {*state.gone, *np.flatnonzero(_is_in(table["id"], pa.array(left, pa.string()))).tolist()}
+    )
     state.captions = {
         name: text for name, text in state.captions.items() if name not in left
     } | found.captions
@@ -314,13 +316,12 @@ def _inspect_block(run: Run, rows: Rows, number: int) -> list[ImageRef]:
     config = run.config
     there, failed = resolve(rows, run.out / "downloads", config.download, progress=run.progress)
     found = inspect(there, config.library)
-    reason = [
-        failed.get(row["id"]) or why for row, why in zip(rows, found["reason"].to_pylist(), strict=True)
+    for row, about in zip(rows, found, strict=True):
+        about["reason"] = failed.get(row["id"]) or about["reason"]
+    frames.write_rows(_part(run, number), found)
+    return [
+        row["data"] or row["ref"] for row, about in zip(there, found, strict=True) if about["reason"] is None
     ]
-    place = found.schema.get_field_index("reason")
-    found = found.set_column(place, found.schema.field(place), pa.array(reason, pa.string()))
-    frames.write_table(_part(run, number), found)
-    return [row["data"] or row["ref"] for row, why in zip(there, reason, strict=True) if why is None]
 
 
 def _add_ids(

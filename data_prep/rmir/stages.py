@@ -240,12 +240,10 @@ def judge(run: Run) -> dict[str, Any]:
         lambda name: len(candidates[name]) * len(panel),
     )
     run.in_shards("judge", sorted(candidates), asking)
-    by_judge = count_votes(run)
     return {
         "triplets": sum(map(len, candidates.values())),
-        "judgements": sum(sum(votes.values()) for votes in by_judge.values()),
+        "judgements": sum(map(len, frames.parts(run.path("judge", "judgements")))),
         "panel": len(panel),
-        "by_judge": by_judge,
     }
 
 
@@ -266,20 +264,6 @@ def _verdict(outcome: Outcome) -> tuple[str, str]:
     except ReplyError as error:
         verdict = {Refused: maths.ABSTAIN, Rejection: maths.MISSING}.get(type(error), maths.ERROR)
         return verdict, f"{error.kind}: {error}"
-
-
-def count_votes(run: Run) -> dict[str, dict[str, int]]:
-    """Number of verdicts of each kind, by judge."""
-    counts = Counter(
-        vote
-        for panels in decisions.panels(run.path("judge", "judgements"))
-        for votes in panels.values()
-        for vote in votes
-    )
-    found: dict[str, dict[str, int]] = {}
-    for (judge, sample, verdict), number in sorted(counts.items()):
-        found.setdefault(f"{judge} {sample}", dict.fromkeys(maths.VERDICTS, 0))[verdict] = number
-    return found
 
 
 def keep(run: Run) -> dict[str, Any]:

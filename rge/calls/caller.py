@@ -116,8 +116,10 @@ class Caller:
                     for call in calls:
                         name = call.request.model
                         if name not in runs:
-                            sender = self._sender(self.models[name])
-                            await stack.enter_async_context(sender.connection.client)
+                            connection = Connection(self.models[name], self._mask)
+                            health = self._health[self.models[name].endpoint]
+                            sender = Sender(connection, health, self.store, self.counts, self._budget)
+                            await stack.enter_async_context(connection.client)
                             runs[name] = _ModelRun(sender, grouping, pictures, group)
                         await runs[name].add(call)
                     if any(health.stopped for health in healths):
@@ -158,10 +160,6 @@ class Caller:
             raise UserError(
                 f"another process works with batches of {path}; run the same command again when it has ended"
             ) from None
-
-    def _sender(self, model: ModelConfig) -> Sender:
-        connection = Connection(model, self._mask)
-        return Sender(connection, self._health[model.endpoint], self.store, self.counts, self._budget)
 
     def _say(self, text: str) -> None:
         if self.progress:

@@ -332,10 +332,6 @@ class AnswerStore:
         """The ledger by endpoint."""
         return [Spending(*row) for row in self._query(_LEDGER)]
 
-    def total_cost(self) -> float:
-        """Total cost of all answered calls."""
-        return sum(row.cost for row in self.ledger())
-
     def remaining(self, budgets: Budgets) -> float:
         """What is left of the tightest budget; infinity without one."""
         return min((budget - self.spent(endpoint) for endpoint, budget in budgets.items()), default=math.inf)

@@ -5,7 +5,6 @@ The seed stage's table ``inspected`` is never rewritten; ``library.json`` beside
 
 import hashlib
 import json
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -131,11 +130,3 @@ def _digest(row: dict[str, Any]) -> str | None:
         return hashlib.sha256(picture_bytes(row["data"] or row["ref"])).hexdigest()
     except ImageError:
         return None
-
-
-def rows_of(inspected: pa.Table, ids: Iterable[str], gone: Iterable[int]) -> list[int]:
-    """Rows of ``inspected`` with the given ids, except those already gone."""
-    wanted, before = set(ids), set(gone)
-    return [
-        row for row, name in enumerate(inspected["id"].to_pylist()) if name in wanted and row not in before
-    ]

@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
-import pyarrow as pa
 from PIL import Image
 
 from data_prep.rmir.config import LibraryConfig
-from data_prep.rmir.frames import SCHEMAS
 from data_prep.rmir.pictures.download import is_address, without_secrets
 from data_prep.rmir.pictures.near_duplicates import phash
 from rge.common.errors import UserError
@@ -222,8 +220,8 @@ def fetched(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def inspect(rows: list[dict[str, Any]], config: LibraryConfig) -> pa.Table:
-    """The table ``inspected``: hash and size of each picture, or the reason to leave it out (null for usable pictures).
+def inspect(rows: list[dict[str, Any]], config: LibraryConfig) -> list[dict[str, Any]]:
+    """Rows of the table ``inspected``: hash and size of each picture, or the reason to leave it out (None for usable pictures).
 
     Decodes each picture once, on all cores.
     """
@@ -238,7 +236,7 @@ def inspect(rows: list[dict[str, Any]], config: LibraryConfig) -> pa.Table:
         return named | look(row["data"] or "", config.min_side_px, config.filters) | {"reason": NOT_UTF8}
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return pa.Table.from_pylist(list(pool.map(looked, rows)), schema=SCHEMAS["inspected"])
+        return list(pool.map(looked, rows))
 
 
 def encodable(row: dict[str, Any]) -> dict[str, Any]:

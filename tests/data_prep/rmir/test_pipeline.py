@@ -386,8 +386,8 @@ def test_libraries(tmp_path):
     table.write_text("id,image,caption\n1,a.png,a square\n2,b/a.png,\n")
     rows = list(Library(LibraryConfig(path=str(table))).rows())
     assert [(row["id"], row["caption"]) for row in rows] == [("1", "a square"), ("2", None)]
-    assert inspect(rows, LibraryConfig())["reason"].to_pylist() == [None, None]
-    assert inspect(rows, LibraryConfig(min_side_px=41))["reason"].to_pylist() == ["too small"] * 2
+    assert [row["reason"] for row in inspect(rows, LibraryConfig())] == [None, None]
+    assert [row["reason"] for row in inspect(rows, LibraryConfig(min_side_px=41))] == ["too small"] * 2
     table.write_text("id,picture\n1,a.png\n")
     with pytest.raises(UserError, match="row 1 has no image"):
         list(Library(LibraryConfig(path=str(table))).rows())

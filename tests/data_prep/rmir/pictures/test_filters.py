@@ -24,7 +24,7 @@ def three(tmp_path, monkeypatch):
 
 def looked_at(folder, *names):
     config = LibraryConfig(path=str(folder), filters=list(names))
-    return {row["id"]: row["reason"] for row in inspect(list(Library(config).rows()), config).to_pylist()}
+    return {row["id"]: row["reason"] for row in inspect(list(Library(config).rows()), config)}
 
 
 def test_ones_own_filter_leaves_pictures_out_with_its_reason(three):

@@ -1,7 +1,6 @@
 """Write, check and choose rationales, and write the records that get one."""
 
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
@@ -25,7 +24,7 @@ from data_prep.rationales.pairs import (
 )
 from data_prep.rmir.config import check_encoder
 from data_prep.rmir.pictures.encoders import CheckpointEncoder, ImageEncoder, image_encoder
-from rge.calls.caller import Caller, Outcome
+from rge.calls.caller import Caller, Outcome, check_answered
 from rge.calls.replies import ReplyError
 from rge.calls.request import Request
 from rge.calls.store import AnswerStore
@@ -127,24 +126,14 @@ class Writing:
 
         total = None if rewrite else sum(source.counts["asked"] for source in self.sources)
         caller.run(requests(), take, read=prompts.read, title="rationales", total=total)
-        self._check_answered(lost, len(places))
+        unanswered = [outcome for outcome in lost if outcome.unanswered]
+        check_answered(unanswered, len(places), wait=self.options.on_unanswered == "wait")
         if not rewrite and lost and len(lost) == len(places) and all(outcome.rejected for outcome in lost):
             caller.store.forget_rejections(outcome.key for outcome in lost)
             raise UserError(
                 f"all {len(lost)} calls were rejected, such as: {lost[0].error}. Nothing was written; change the model's "
                 "settings and run the same command again"
             )
-
-    def _check_answered(self, lost: Sequence[Outcome], num_calls: int) -> None:
-        unanswered = [outcome for outcome in lost if outcome.unanswered]
-        if unanswered:
-            message = (
-                f"{len(unanswered)} of {num_calls} calls are unanswered, such as: {unanswered[0].error}. The other answers are "
-                "stored; run the same command again to repeat only these calls"
-            )
-            if self.options.on_unanswered == "wait":
-                raise UserError(f"{message}. on_unanswered=proceed continues without them")
-            print(message, file=sys.stderr)
 
     def _wanted(self, written: Sequence[Candidate], rewrite: bool) -> list[int]:
         """Numbers of a pair's candidates to write or rewrite."""

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -15,7 +14,7 @@ from data_prep.rmir.config import RmirConfig
 from data_prep.rmir.decisions import overruled
 from data_prep.rmir.pictures.encoders import identity
 from data_prep.rmir.wording import wording
-from rge.calls.caller import Caller, Outcome, Read
+from rge.calls.caller import Caller, Outcome, Read, check_answered
 from rge.calls.model_config import cache_names
 from rge.calls.request import Picture, Request
 from rge.calls.store import AnswerStore
@@ -438,14 +437,7 @@ class _Shards:
         else:
             for shard in self._held_back:
                 self._write(shard)
-        if self.unanswered:
-            message = (
-                f"{self.stage}: {len(self.unanswered)} of {self.asked} calls are unanswered, such as: "
-                f"{self.unanswered[0].error}. The other answers are stored; run the same command again to repeat only these calls"
-            )
-            if wait:
-                raise UserError(f"{message}. on_unanswered=proceed continues without their items")
-            print(f"{message}; their items are left out until then", file=sys.stderr, flush=True)
+        check_answered(self.unanswered, self.asked, wait=wait, about=f"{self.stage}: ")
 
 
 def reasons(rows: Sequence[dict[str, Any]]) -> dict[str, int]:

@@ -166,6 +166,19 @@ class Caller:
             sys.stderr.write(f"{text}\n")
 
 
+def check_answered(unanswered: Sequence[Outcome], num_calls: int, *, wait: bool, about: str = "") -> None:
+    """Raise a `UserError` if calls are unanswered; unless ``wait`` (``on_unanswered``), only say so. ``about`` begins the message."""
+    if not unanswered:
+        return
+    message = (
+        f"{about}{len(unanswered)} of {num_calls} calls are unanswered, such as: {unanswered[0].error}. The other answers are stored; "
+        "run the same command again to repeat only these calls"
+    )
+    if wait:
+        raise UserError(f"{message}. on_unanswered=proceed continues without what they are about")
+    sys.stderr.write(f"{message}; what they are about is left out until then\n")
+
+
 class _ModelRun:
     """The calls of one model in one run."""
 

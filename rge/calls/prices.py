@@ -50,5 +50,5 @@ def confirm(estimate: str, *, yes: bool) -> None:
     if yes or not (sys.stdin.isatty() and sys.stderr.isatty()):
         return
     sys.stderr.write("Continue? [y/N] ")
-    if input().strip().lower() not in ("y", "yes"):
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):  # "": Ctrl-D
         raise UserError("cancelled before any call was made; pass yes=true to skip the confirmation")

@@ -245,7 +245,7 @@ def test_the_estimate_is_asked_about_on_a_terminal_and_learns(world, tmp_path, m
     words = [f"config={tmp_path / 'config.yaml'}"]
     for stream in ("stdin", "stderr"):
         monkeypatch.setattr(f"sys.{stream}.isatty", lambda: True)
-    monkeypatch.setattr("builtins.input", lambda: "n")
+    monkeypatch.setattr("sys.stdin.readline", lambda: "n\n")
     with pytest.raises(UserError, match="cancelled before any call was made; pass yes=true"):
         main(words)
     assert not world.asked
@@ -259,6 +259,6 @@ def test_the_estimate_is_asked_about_on_a_terminal_and_learns(world, tmp_path, m
     before = [line for line in first.splitlines() if line.startswith("| judge | writer")]
     assert row != before, "the tokens of a picture are those of the bills"
     asked = sum(world.asked.values())
-    monkeypatch.setattr("builtins.input", lambda: "y")
+    monkeypatch.setattr("sys.stdin.readline", lambda: "y\n")
     main(words)
     assert sum(world.asked.values()) > asked

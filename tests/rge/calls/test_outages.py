@@ -385,16 +385,13 @@ def test_prices_come_from_a_table_where_none_are_given(tmp_path, monkeypatch):
         fill_prices(models, mine)
 
 
-def test_one_is_asked_only_on_a_terminal(monkeypatch, capsys):
-    def never():
-        raise AssertionError("asked")
-
-    monkeypatch.setattr("builtins.input", never)
+@pytest.mark.parametrize("typed", ["no\n", "\n", ""], ids=["no", "return", "ctrl-d"])
+def test_one_is_asked_only_on_a_terminal(monkeypatch, capsys, typed):
     confirm("about 5", yes=False)  # standard input is no terminal here
     for stream in ("stdin", "stderr"):
         monkeypatch.setattr(f"sys.{stream}.isatty", lambda: True)
     confirm("about 6", yes=True)
     assert capsys.readouterr().err == "about 5\nabout 6\n"
-    monkeypatch.setattr("builtins.input", lambda: "no")
+    monkeypatch.setattr("sys.stdin.readline", lambda: typed)
     with pytest.raises(UserError, match="cancelled before any call was made"):
         confirm("about 7", yes=False)

@@ -48,18 +48,16 @@ class Writing:
     def __init__(self, options: RationaleOptions):
         self.options, self.sources = options, sources_of(options)
         self.judge = None if options.select is None else _judge(options.select, options.min_knowability)
-        self.by_sight = self._leak_encoder()
+        self.by_sight: ImageEncoder | None = None
+        if options.encoder is not None:
+            check_encoder("encoder", options.encoder, LEAK_ENCODERS)
+            self.by_sight = image_encoder(options.encoder)
+        elif self.judge is not None:
+            self.by_sight = CheckpointEncoder(self.judge.encoder, self.judge.batch_size)
         for source in self.sources:
             source.captions = read_captions(source.records.path, options.captions)
             if options.leak != "keep" and self.by_sight is None:
                 self._check_measurable(source)
-
-    def _leak_encoder(self) -> ImageEncoder | None:
-        if (config := self.options.encoder) is not None:
-            check_encoder("encoder", config, LEAK_ENCODERS)
-            return image_encoder(config)
-        judge = self.judge
-        return None if judge is None else CheckpointEncoder(judge.encoder, judge.batch_size)
 
     def _check_measurable(self, source: Source) -> None:
         """Raise if no target has a text or a caption to measure leaks by."""

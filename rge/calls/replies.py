@@ -101,7 +101,8 @@ _FENCED = re.compile(r"```(?:json)?\s*(\{.*\})\s*```", re.DOTALL)
 def parse(raw: bytes) -> Any | None:
     """Parse a body; None if it is not JSON. Lone surrogates, which cannot be written to a file, are replaced."""
     try:
-        return _replace_surrogates(json.loads(raw))
+        whole = json.dumps(json.loads(raw), ensure_ascii=False).encode("utf-8", "replace")
+        return json.loads(whole)
     except (ValueError, RecursionError):
         return None
 
@@ -196,16 +197,6 @@ def _tagged(fields: dict[str, Any]) -> str:
         f"<{name}>{_tagged(value) if isinstance(value, dict) else value}</{name}>"
         for name, value in fields.items()
     )
-
-
-def _replace_surrogates(value: Any) -> Any:
-    if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode() if not value.isascii() else value
-    if isinstance(value, list):
-        return [_replace_surrogates(item) for item in value]
-    if isinstance(value, dict):
-        return {_replace_surrogates(key): _replace_surrogates(item) for key, item in value.items()}
-    return value
 
 
 def usage(raw: bytes, expected: tuple[int, int]) -> Usage:

@@ -181,7 +181,7 @@ def checkpoint_hash(checkpoint: Path) -> str:
     """Sha256 over names and contents of weights, configs, tokenizer and ``rge.json``, except the run's ``identity`` in it."""
     digest = hashlib.sha256()
     for path in sorted(checkpoint.iterdir()):
-        if path.suffix not in IDENTIFYING or path.name == DONE:
+        if path.suffix not in IDENTIFYING or path.name == DONE or path.name.startswith("."):
             continue
         with path.open("rb") as content:
             found = hashlib.file_digest(content, "sha256")

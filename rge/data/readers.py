@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from rge.common.errors import UserError
-from rge.common.files import find_shipped
+from rge.common.files import find_shipped, visible_files
 from rge.common.registry import Registry
 from rge.common.schema import Record
 from rge.config import RecordsConfig, SourceConfig
@@ -185,8 +185,9 @@ def _tables_beside_pictures(folder: Path, config: RecordsConfig) -> dict[str, li
 
     if datasets.load_dataset_builder(str(folder), config.name).name != "imagefolder":
         return None
-    found = (path for path in folder.rglob("*") if path.suffix in (".parquet", ".jsonl"))
-    tables = sorted(str(path.relative_to(folder)) for path in found if path.stem != "metadata")
+    every = (Path(place, name) for place, names in visible_files(folder) for name in names)
+    found = (path for path in every if path.suffix in (".parquet", ".jsonl") and path.stem != "metadata")
+    tables = sorted(str(path.relative_to(folder)) for path in found)
     return {config.split: tables} if tables else None
 
 

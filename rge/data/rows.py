@@ -142,7 +142,9 @@ class Columns:
                 if value is not None:
                     found[part] = value
             elif part != "query":
-                lists.setdefault(part, {})[leaf] = value if isinstance(value, list) else [value]
+                leaves = lists.setdefault(part, {})
+                if value is not None:
+                    leaves[leaf] = value if isinstance(value, list) else [value]
             elif value is not None:
                 found[part] = {**found.get(part, {}), leaf: value}
         for part, leaves in lists.items():

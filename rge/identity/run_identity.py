@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 import rge
-from rge.common.files import HOME
+from rge.common.files import HOME, visible_files
 from rge.common.registry import OURS, plugins_loaded, registered_by
 
 IDENTITY = "identity.json"
@@ -138,11 +138,15 @@ def version_of(*modules: ModuleType) -> str:
 
 
 def content_of(path: Path, but: Sequence[str] = (), *, like: str = "*") -> dict[str, Any]:
-    """Size and hash of a file or of the files in a folder (`like` this pattern, `but` not these names), and what was read."""
+    """Size and hash of a file or of the files in a folder (`like` this pattern, `but` not these names), and what was read.
+
+    Hidden files do not count: a Mac leaves ``.DS_Store`` and ``._*`` behind, and ``hf download`` the time of its last look.
+    """
     if path.is_file():
         size, exact = path.stat().st_size, path.stat().st_size <= EXACT_BYTES
         return {"bytes": size, "sha256": _sha256_of(path, exact), "read": _read_of(exact)}
-    files = sorted(file for file in path.rglob(like) if file.is_file() and file.name not in but)
+    every = (Path(folder, name) for folder, names in visible_files(path) for name in names)
+    files = [file for file in every if file.match(like) and file.name not in but and file.is_file()]
     size = sum(file.stat().st_size for file in files)
     hashes = {str(file.relative_to(path)): _sha256_of(file, size <= EXACT_BYTES) for file in files}
     return {"bytes": size, "sha256": digest(hashes), "read": _read_of(size <= EXACT_BYTES)}

@@ -11,6 +11,7 @@ The order is always the same, so `first` continues where an earlier run stopped.
 changed, without opening it.
 """
 
+import glob
 import os
 import tarfile
 from collections import Counter
@@ -104,8 +105,9 @@ def find(path: str) -> Files:
 def _matching(fs: Any, pattern: str, is_local: bool) -> list[str]:
     if not any(mark in pattern for mark in "*?["):
         return []
-    files = sorted(fs.glob(pattern))
-    return [os.path.relpath(file) for file in files] if is_local and not os.path.isabs(pattern) else files
+    if is_local:
+        return sorted(map(os.path.normpath, glob.glob(pattern, recursive=True)))
+    return sorted(file for file in fs.glob(pattern) if not os.path.basename(file).startswith("."))
 
 
 def _in_folder(path: str, fs: Any, root: str, is_local: bool) -> Files:
@@ -113,10 +115,9 @@ def _in_folder(path: str, fs: Any, root: str, is_local: bool) -> Files:
         return Files(fs, "saved", root, (), is_local)
     if next(picture_files(fs, root, is_local), None) is not None:
         return Files(fs, "folder", root, (), is_local)
+    every = sorted(file for file, _ in _files_below(fs, root, is_local))
     for kind in ("parquet", "tar"):
-        if files := sorted(file for file in fs.find(root) if _ending_kind(file) == kind):
-            if is_local:
-                files = [os.path.join(root, os.path.relpath(file, root)) for file in files]
+        if files := [file for file in every if _ending_kind(file) == kind]:
             return Files(fs, kind, root, tuple(files), is_local)
     raise TableError(
         f"{path} holds no picture ({', '.join(SUFFIXES)}), no Parquet file and no tar, and was not saved by `datasets`"
@@ -173,18 +174,21 @@ def _stamp(info: Mapping[str, Any]) -> str:
 
 def picture_files(fs: Any, root: str, is_local: bool) -> Iterator[tuple[str, str]]:
     """Path and stamp of the picture files below a folder, by name and grouped by folder; hidden ones are left out."""
+    for file, info in _files_below(fs, root, is_local):
+        if file.lower().endswith(SUFFIXES):
+            yield file, file_stamp(file) if info is None else _stamp(info)
+
+
+def _files_below(fs: Any, root: str, is_local: bool) -> Iterator[tuple[str, Any]]:
+    """The visible files below a folder, by name and grouped by folder, and what a store says about each; None of local ones."""
     if is_local:
         for folder, names in visible_files(root):
-            for name in names:
-                if name.lower().endswith(SUFFIXES):
-                    path = os.path.join(folder, name)
-                    yield path, file_stamp(path)
+            yield from ((os.path.join(folder, name), None) for name in names)
         return
-    info = fs.find(root, detail=True)
-    for file in sorted(info, key=os.path.split):
-        inside = file.removeprefix(root).strip("/").split("/")
-        if file.lower().endswith(SUFFIXES) and not any(part.startswith(".") for part in inside):
-            yield file, _stamp(info[file])
+    found = fs.find(root, detail=True)
+    for file in sorted(found, key=os.path.split):
+        if not any(part.startswith(".") for part in file.removeprefix(root).strip("/").split("/")):
+            yield file, found[file]
 
 
 def file_stamp(file: str | Path) -> str:

@@ -142,6 +142,7 @@ def test_the_hash_sees_weights_and_settings_and_nothing_else(lively, settings, t
     export(lively, tmp_path / "a", settings)
     export(lively, tmp_path / "b", settings)
     (tmp_path / "b/notes.md").write_text("not part of it")
+    (tmp_path / "b/._model.safetensors").write_bytes(b"a Mac's")
     assert checkpoint_hash(tmp_path / "a") == checkpoint_hash(tmp_path / "b")
     export(lively, tmp_path / "b", {**settings, "profile": "plain"})
     assert checkpoint_hash(tmp_path / "a") != checkpoint_hash(tmp_path / "b")

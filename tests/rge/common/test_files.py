@@ -9,7 +9,7 @@ import pytest
 
 from rge.common import files
 from rge.common.files import FileError, relative, replacing, write_bytes, write_json, write_text
-from rge.tables.pictures import picture_files
+from rge.tables.pictures import find, picture_files
 
 
 def test_what_is_written_is_there(tmp_path):
@@ -114,3 +114,24 @@ def test_hidden_files_of_an_object_store_are_no_pictures():
     finally:
         store.rm("/of.hidden", recursive=True)
     assert found == ["/of.hidden/b.png", "/of.hidden/a/c.png"]
+
+
+@pytest.mark.parametrize("address", ["memory://", ""])
+def test_hidden_tables_and_archives_are_no_part_of_a_collection(tmp_path, monkeypatch, address):
+    monkeypatch.chdir(tmp_path)
+    fs, root = fsspec.core.url_to_fs(f"{address}shards")
+    top = root if address else "shards"
+    for name in (
+        "1.parquet",
+        "._1.parquet",
+        ".ipynb_checkpoints/1.parquet",
+        "more/2.parquet",
+        "more/._2.parquet",
+    ):
+        fs.makedirs(f"{root}/{name}".rpartition("/")[0], exist_ok=True)
+        fs.pipe(f"{root}/{name}", b"x")
+    try:
+        assert find(f"{address}shards").paths == (f"{top}/1.parquet", f"{top}/more/2.parquet")
+        assert find(f"{address}shards/*.parquet").paths == (f"{top}/1.parquet",)
+    finally:
+        fs.rm(root, recursive=True)

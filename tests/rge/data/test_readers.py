@@ -11,6 +11,8 @@ from pathlib import Path
 
 import forked
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
@@ -225,6 +227,23 @@ def test_columns_of_other_names_become_fields(odd):
     assert len(open_records(RecordsConfig(dataset=str(odd), name="one", columns=COLUMNS))) == 1
 
 
+def test_a_row_may_lack_one_of_the_columns_that_describe_its_targets(tmp_path):
+    rows = [
+        {"q": "a", "right": ["x", "y"], "cot": None, "shown": ["0.png", "1.png"], "said": None},
+        {"q": "b", "right": ["x"], "cot": ["since"], "shown": None, "said": ["no"]},
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    columns = {
+        "query.text": "q", "positives.text": "right", "positives.rationale": "cot",
+        "negatives.image": "shown", "negatives.text": "said",
+    }  # fmt: skip
+    first, second = open_records(RecordsConfig(dataset=str(tmp_path), columns=columns))
+    assert [(one.text, one.rationale) for one in first.positives] == [("x", None), ("y", None)]
+    assert [(Path(one.image).name, one.text) for one in first.negatives] == [("0.png", None), ("1.png", None)]
+    assert [(one.text, one.rationale) for one in second.positives] == [("x", "since")]
+    assert [(one.image, one.text) for one in second.negatives] == [(None, "no")]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -253,6 +272,10 @@ def test_pictures_beside_a_table_do_not_make_a_folder_of_pictures(home, tmp_path
     found = open_records(config, pictures=PictureIndex(), first=COUNT)
     assert [one.id for one in found] == [one.id for one in RecordFile(home / "lines" / "train.jsonl")]
     assert Path(found[1].query.images[0]).is_file()
+    for name in ("._mine.jsonl", ".ipynb_checkpoints/mine-checkpoint.jsonl"):
+        (tmp_path / "lines" / name).parent.mkdir(exist_ok=True)
+        shutil.copy(tmp_path / "lines/mine.jsonl", tmp_path / "lines" / name)
+    assert len(open_records(config, first=10 * COUNT)) == COUNT
 
 
 def test_a_streams_folder_may_be_a_relative_path(home, monkeypatch):

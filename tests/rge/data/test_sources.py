@@ -20,6 +20,7 @@ from rge.data.sources import (
     identity,
     write_jsonl,
 )
+from rge.identity.run_identity import content_of
 
 
 def record(name: str = "r1", **changes) -> dict:
@@ -166,6 +167,9 @@ def test_a_byte_order_mark_is_no_part_of_the_first_record(tmp_path):
     file = RecordFile(path)
     assert [file[index].id for index in range(2)] == ["a", "b"]
     assert file.place(0) == 0
+    assert file.content == {**content_of(path), "records": 2, "left_out": 0}, (
+        "as a finished stage compares it"
+    )
     assert training_data([SourceConfig(path=str(path))])["instructions"]["by_task"]
     path.write_bytes(codecs.BOM_UTF8 + b"\n" + json.dumps(record("a")).encode())
     assert [one.id for one in map(RecordFile(path).__getitem__, range(1))] == ["a"]

@@ -250,6 +250,19 @@ def test_content_is_exact_up_to_a_size_and_says_which(tmp_path, monkeypatch):
     assert content_of(tmp_path, but=("README.md",))["bytes"] == exact["bytes"]
 
 
+def test_content_does_not_change_where_a_folder_was_only_looked_at_or_downloaded_again(tmp_path):
+    """A Mac's Finder and copies, an editor, and `hf download`, which writes the time of its last look."""
+    folder = tmp_path / ".cache" / "model"
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(b"weights")
+    before = content_of(folder)
+    for name in (".DS_Store", "._model.safetensors", ".cache/huggingface/model.safetensors.metadata"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(b"x")
+    assert content_of(folder) == before
+    assert content_of(folder, like="*.safetensors") == before
+
+
 def test_differences_leave_out_what_only_one_of_them_loaded():
     a = {"software": {"modules": {"rge.a": "1", "rge.b": "1"}}, "plugins": {}, "start": None}
     b = {

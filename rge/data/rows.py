@@ -146,7 +146,15 @@ class Columns:
                 if value is not None:
                     leaves[leaf] = value if isinstance(value, list) else [value]
             elif value is not None:
-                found[part] = {**found.get(part, {}), leaf: value}
+                others = found.get(part, {})
+                if not isinstance(others, dict):  # a column `query` with the text alone
+                    if part not in self.config.columns.values():
+                        raise ValueError(
+                            f"{part}: must have text or images, got {type(others).__name__}; map it, for example "
+                            f"{part}.text: {part}"
+                        )
+                    others = {}
+                found[part] = {**others, leaf: value}
         for part, leaves in lists.items():
             found[part] = _zip_leaves(part, leaves)
         return with_defaults(found, self.config.title, self.config.split, number)

@@ -227,6 +227,20 @@ def test_columns_of_other_names_become_fields(odd):
     assert len(open_records(RecordsConfig(dataset=str(odd), name="one", columns=COLUMNS))) == 1
 
 
+def test_a_column_may_have_the_name_of_the_field_that_it_is_a_part_of(tmp_path):
+    rows = [{"query": f"q{n}", "photo": f"{n}.png", "positives": ["a", "b"]} for n in range(2)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    columns = {"query.images": "photo", "query.text": "query", "positives.text": "positives"}
+    found = open_records(RecordsConfig(dataset=str(tmp_path), columns=columns))[1]
+    assert (found.query.text, [Path(ref).name for ref in found.query.images]) == ("q1", ["1.png"])
+    assert [one.text for one in found.positives] == ["a", "b"]
+    del columns["query.text"]  # the question would be lost
+    with pytest.raises(
+        RecordError, match=r":0: query: must have text or images, got str; .*query.text: query"
+    ):
+        open_records(RecordsConfig(dataset=str(tmp_path), columns=columns))
+
+
 def test_a_row_may_lack_one_of_the_columns_that_describe_its_targets(tmp_path):
     rows = [
         {"q": "a", "right": ["x", "y"], "cot": None, "shown": ["0.png", "1.png"], "said": None},

@@ -372,7 +372,7 @@ def _outline(recipe: Recipe) -> HubModel:
     if recipe.init is not None:
         read_config(start := checkpoint_folder(Path(recipe.init)))
         if is_adapter_checkpoint(start):
-            find_base(start, instead=recipe.model.path)
+            find_base(start, instead=recipe.model.path, key="model.path")
     elif recipe.model.path is not None:
         read_config(recipe.model.path, recipe.model.revision)
     return outline(recipe.model, recipe.init)[0]

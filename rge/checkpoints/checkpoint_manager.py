@@ -90,7 +90,7 @@ class CheckpointManager:
         self._training_data = training_data(sources)
         if recipe.export.adapters_only and accelerator.is_main_process:
             commit, rows = getattr(embedder.model.config, "_commit_hash", None), embedder.rows_of_base
-            self._base = Base.of(start, commit, rows)
+            self._base = Base.of(start, commit, rows, recipe.model.path)
         self.metric = "val_" + (metric if validation and validation.objective.compares else "loss_lm")
         stop_after_this_step_at_signals()
 

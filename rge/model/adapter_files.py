@@ -140,10 +140,12 @@ class Base:
     rows: int
 
     @classmethod
-    def of(cls, start: str, commit: str | None, rows: int) -> "Base":
-        """The base of a stage that starts from a directory or a hub id, or from a checkpoint of adapters."""
+    def of(cls, start: str, commit: str | None, rows: int, instead: str | None = None) -> "Base":
+        """The base of a stage that starts from a directory or a hub id, or from a checkpoint of adapters, see `find_base`."""
         if is_adapter_checkpoint(start):
             recorded = _recorded(Path(start))
+            if recorded["revision"] is None and not Path(recorded["path"]).is_dir():  # moved since
+                recorded["path"] = str(find_base(Path(start), instead=instead).resolve())
             return cls(*(recorded[key] for key in ("path", "revision", "sha256", "rows")))
         place = Path(start) if Path(start).is_dir() else fetched(start, commit, FETCHED)
         return cls(start, commit, _hash_of(place), rows)
@@ -163,8 +165,12 @@ def base_of(checkpoint: Path, asked: str | Path | None) -> Path | None:
     return None
 
 
-def find_base(checkpoint: Path, asked: str | Path | None = None, instead: str | None = None) -> Path:
+def find_base(
+    checkpoint: Path, asked: str | Path | None = None, instead: str | None = None, *, key: str = "base"
+) -> Path:
     """The directory of the base of a checkpoint's adapters: `asked`, else as in ``rge.json``, or `instead`.
+
+    `key` is the user's key for another directory.
 
     Raises:
         AdapterError: it is missing, or has other weights.
@@ -181,7 +187,7 @@ def find_base(checkpoint: Path, asked: str | Path | None = None, instead: str | 
     if others:
         problem = f"and {', '.join(others)} has other weights{reason}: name the right one"
     raise AdapterError(
-        f"the adapters in {checkpoint} belong to the base {wanted['path']} ({wanted['sha256'][:12]}), {problem} with base="
+        f"the adapters in {checkpoint} belong to the base {wanted['path']} ({wanted['sha256'][:12]}), {problem} with {key}="
     )
 
 

@@ -242,7 +242,7 @@ def embedder_to_train(start: str, config: ModelConfig, adapters_only: bool = Fal
         max_pixels=config.max_pixels,
         add_emb=True,
         think_tokens=config.think_tokens,
-        base=find_base(Path(start), instead=config.path) if adapted else None,
+        base=find_base(Path(start), instead=config.path, key="model.path") if adapted else None,
         merge=not adapters_only,
     )
     if config.gradient_checkpointing:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -169,11 +170,18 @@ def test_the_base_is_found_named_or_missed(written, base, lively_path, tmp_path)
     _, adapters = written
     expected = Embedder.from_pretrained(adapters).checkpoint_hash
     moved = shutil.move(tmp_path, tmp_path.with_name(f"{tmp_path.name}_moved"))  # both together
-    adapters = type(tmp_path)(moved) / "run/adapters"
+    adapters = Path(moved) / "run/adapters"
     found = Embedder.from_pretrained(adapters)
     assert found.base.samefile(adapters / "../../base")
     assert found.checkpoint_hash == expected
+    went_on = Base.of(str(adapters), None, 320).as_recorded_in(adapters.with_name("next"))
+    assert Path(went_on["path"]).samefile(adapters / "../../base"), "where it is now, not where it was"
+    assert went_on["beside"] == "../../base"
     shutil.rmtree(adapters / "../../base")
+    elsewhere = Base.of(str(adapters), None, 320, str(lively_path))
+    assert Path(elsewhere.path).samefile(lively_path)
+    with pytest.raises(AdapterError, match=r"which is not here: name its directory with model.path="):
+        embedder_to_train(str(adapters), ModelConfig(path="nowhere/else/at/all", dtype="float32"))
     with pytest.raises(
         AdapterError, match=rf"adapters belong to the base {base} \(\w+\), which is not here.*base="
     ):

@@ -243,18 +243,14 @@ def problems(recipe: Recipe, stages: Sequence[str], num_processes: int) -> Itera
     """Batching problems of all stages: unknown augmentations, batches with fewer queries than processes."""
     if recipe.data.augment != "none" and recipe.data.augment not in AUGMENTATIONS:
         yield f"data.augment must be one of none, {', '.join(AUGMENTATIONS)}, got {recipe.data.augment!r}"
-    for key, size in _batch_sizes(recipe, stages).items():
-        if size < num_processes:
-            yield f"{key}={size} leaves some of the {num_processes} processes without a query; raise it, or launch fewer"
-
-
-def _batch_sizes(recipe: Recipe, stages: Sequence[str]) -> dict[str, int]:
     sizes = {f"{name}.batch_size": getattr(recipe, name).batch_size for name in stages}
     scratch = recipe.model.scratch
     is_built = recipe.init is not None or Path(recipe.out, "backbone").exists()
     if scratch is not None and scratch.naming and not is_built:
         sizes["model.scratch.naming_batch_size"] = scratch.naming_batch_size
-    return sizes
+    for key, size in sizes.items():
+        if size < num_processes:
+            yield f"{key}={size} leaves some of the {num_processes} processes without a query; raise it, or launch fewer"
 
 
 class StepBatches(Collator):

@@ -135,7 +135,8 @@ def _sizes(
 
 def _measured(record: Record, builder: PromptBuilder, need_oracle: bool, need_candidates: bool) -> list[int]:
     def measure(item: Item, side: str) -> Measured:
-        return builder.measure(item, side, [_size_of(ref) for ref in item.images])
+        sizes = [picture_size(ref) if isinstance(ref, bytes) else _size_of_file(ref) for ref in item.images]
+        return builder.measure(item, side, sizes)
 
     query = measure(query_item(record), "query")
     targets = (*record.positives, *record.negatives) if need_candidates else ()
@@ -200,10 +201,6 @@ def clashes(laid: Sequence[tuple[Records, Layout]]) -> list[str]:
 
 
 _size_of_file = lru_cache(maxsize=1 << 16)(picture_size)
-
-
-def _size_of(ref: ImageRef) -> tuple[int, int]:
-    return picture_size(ref) if isinstance(ref, bytes) else _size_of_file(ref)
 
 
 def summary(found: Sequence[tuple[Records, Layout]], recipe: Recipe) -> list[str]:

@@ -147,16 +147,15 @@ class Columns:
                     leaves[leaf] = value if isinstance(value, list) else [value]
             elif value is not None:
                 others = found.get(part, {})
-                if not isinstance(others, dict):  # a column `query` with the text alone
-                    if part not in self.config.columns.values():
-                        raise ValueError(
-                            f"{part}: must have text or images, got {type(others).__name__}; map it, for example "
-                            f"{part}.text: {part}"
-                        )
-                    others = {}
-                found[part] = {**others, leaf: value}
+                # A column `query` with the text alone.
+                if not isinstance(others, dict) and part not in self.config.columns.values():
+                    raise ValueError(
+                        f"{part}: must have text or images, got {type(others).__name__}; map it, for example "
+                        f"{part}.text: {part}"
+                    )
+                found[part] = {**(others if isinstance(others, dict) else {}), leaf: value}
         for part, leaves in lists.items():
-            found[part] = _zip_leaves(part, leaves)
+            found[part] = _zip_leaves(part, found.get(part), leaves)
         return with_defaults(found, self.config.title, self.config.split, number)
 
 
@@ -173,8 +172,11 @@ def _get_path(row: Mapping[str, Any], path: str) -> Any:
     return value
 
 
-def _zip_leaves(part: str, leaves: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
-    """``{text: [a, b], image: [c, d]}`` as ``[{text: a, image: c}, {text: b, image: d}]``, without what is empty."""
+def _zip_leaves(part: str, targets: Any, leaves: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
+    """``{text: [a, b], image: [c, d]}`` as ``[{text: a, image: c}, {text: b, image: d}]``, added to `targets`, without what is empty."""
+    if isinstance(targets, list) and all(isinstance(target, dict) for target in targets):
+        names = dict.fromkeys(name for target in targets for name in target)
+        leaves = {name: [target.get(name) for target in targets] for name in names} | dict(leaves)
     lengths = {f"{part}.{leaf}": len(values) for leaf, values in leaves.items()}
     if len(set(lengths.values())) > 1:
         shown = ", ".join(f"{name} {length}" for name, length in lengths.items())
@@ -210,6 +212,7 @@ class RowRecords(Reopened, StoredRecords):
     """Records of a table, by number."""
 
     unit, empty = "row", "the source is empty"
+    extent = {"read": "all but the bytes of pictures"}
 
     def __init__(
         self, config: RecordsConfig, open_source: Callable[[RecordsConfig], Opened], **checks: Unpack[Checks]
@@ -217,9 +220,6 @@ class RowRecords(Reopened, StoredRecords):
         Reopened.__init__(self, config, open_source)
         self.folder = self.opened[2]
         StoredRecords.__init__(self, config.label, **checks)
-
-    def _extent(self) -> dict[str, Any]:
-        return {"read": "all but the bytes of pictures"}
 
     def _scan(self, sha256: Any, progress: bool = False) -> Iterator[Scanned]:
         rows, columns, _ = self.opened

@@ -118,6 +118,7 @@ class StoredRecords(Records, ABC):
 
     unit: str  # what messages call the place of a record
     empty: str  # the message about a source without records
+    extent: dict[str, Any]  # what is read, for `content`
     folder: Path  # that paths of pictures are relative to
     offsets: np.ndarray  # (N,) int64 places of the records, memory-mapped if there are many
 
@@ -132,20 +133,15 @@ class StoredRecords(Records, ABC):
         if broken and not (skips and len(self.offsets)):
             none = ", and data.on_bad=skip leaves none" if skips else ""
             raise RecordError(f"training records break the format{none}:\n{self._listed(broken)}")
-        self.bad = [self._bad(one) for one in broken]
+        self.bad = [
+            BadRecord(self.name, one.place, one.id, f"{self.unit} {one.label}: {'; '.join(one.problems)}")
+            for one in broken
+        ]
         self.size = len(self.offsets)
         numbers = {"records": self.size, "left_out": len(broken)}
-        self.content = self._extent() | {"sha256": sha256.hexdigest()} | numbers
+        self.content = self.extent | {"sha256": sha256.hexdigest()} | numbers
         if broken:
             self.content["left_out_at"] = number_of(str([one.place for one in broken]))
-
-    def _bad(self, one: Scanned) -> BadRecord:
-        reason = f"{self.unit} {one.label}: {'; '.join(one.problems)}"
-        return BadRecord(self.name, one.place, one.id, reason)
-
-    @abstractmethod
-    def _extent(self) -> dict[str, Any]:
-        """What was read, for `content`."""
 
     @abstractmethod
     def _scan(self, sha256: Any, progress: bool = False) -> Iterator[Scanned]:
@@ -225,6 +221,7 @@ class RecordFile(StoredRecords):
         self.path = find_shipped(path)
         self.folder = self.path.parent
         _refuse_other_formats(self.path)
+        self.extent = {"bytes": self.path.stat().st_size, "read": "all"}
         super().__init__(str(self.path), **checks)
 
     @classmethod
@@ -234,9 +231,6 @@ class RecordFile(StoredRecords):
         file.path, file.offsets, file.bad, file.content = path, offsets, bad, content
         file.name, file.folder, file.size = str(path), path.parent, len(offsets)
         return file
-
-    def _extent(self) -> dict[str, Any]:
-        return {"bytes": self.path.stat().st_size, "read": "all"}
 
     def _scan(self, sha256: Any, progress: bool = False) -> Iterator[Scanned]:
         size, start = self.path.stat().st_size, 0

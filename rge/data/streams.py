@@ -87,7 +87,9 @@ class Reader(Records):
         self._group, self._groups = number % groups, groups
         self._turn, self._turns = number // groups, of // groups
         self._number = number
-        self._lengths = _noted(stream.notes, stream.config.key)
+        notes = [] if stream.notes is None else read_json_lines(stream.notes)
+        key = stream.config.key  # of the streams that are noted in this file
+        self._lengths = {note["shard"]: note["rows"] for note in notes if note["stream"] == key}
         self._blocks: Iterator[tuple[int, list[Row]]] | None = None
         self._first, self._block = 0, list[Row]()
 
@@ -134,7 +136,8 @@ class Reader(Records):
             done = max(0, (index - begins) // size) * size
             number, rows = done // size, self._rows(epoch, done)
             while block := list(islice(rows, size)):
-                yield begins + number * size, self._mixed(block, epoch, number)
+                chance = np.random.default_rng([self.stream.seed, _MIXED, self._number, epoch, number])
+                yield begins + number * size, [block[place] for place in chance.permutation(len(block))]
                 number += 1
             mine = self._num_rows_of_epoch(epoch)  # all shards are known now
             assert mine is not None
@@ -144,10 +147,6 @@ class Reader(Records):
                     "streaming: false"
                 )
             begins, epoch = begins + mine, epoch + 1
-
-    def _mixed(self, block: list[Row], epoch: int, number: int) -> list[Row]:
-        chance = np.random.default_rng([self.stream.seed, _MIXED, self._number, epoch, number])
-        return [block[place] for place in chance.permutation(len(block))]
 
     def _order(self, epoch: int) -> list[int]:
         order = np.random.default_rng([self.stream.seed, _SHARDS, epoch]).permutation(self._shards)
@@ -207,9 +206,3 @@ class Reader(Records):
 
 _SHARDS, _MIXED = 0x5A4D, 0x313D
 """Salts: make these draws independent of other uses of the seed."""
-
-
-def _noted(notes: Path | None, key: str | None) -> dict[int, int]:
-    """Lengths of shards that were read completely; a truncated note is ignored."""
-    lines = read_json_lines(notes) if notes is not None else []
-    return {note["shard"]: note["rows"] for note in lines if note["stream"] == key}

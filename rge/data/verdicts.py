@@ -102,7 +102,9 @@ class Verdicts:
         if not files:
             return []
         named = list(_named_pictures(files))
-        pictures: Iterator[tuple[ImageRef, str, str]] = chain(named, _embedded_pictures(files))
+        shown = ((ref, file.name, record_id) for file in files for ref, record_id in _shown(file))
+        embedded = (each for each in shown if isinstance(each[0], bytes))
+        pictures: Iterator[tuple[ImageRef, str, str]] = chain(named, embedded)
         entries = {file.name: self._entry(Path(file.name), "pictures") for file in files}
         good: dict[str, list[Any]] = {name: [] for name in entries}
         faults: list[str] = []
@@ -135,7 +137,8 @@ class Verdicts:
 
     def _entry(self, path: Path, *settings: object) -> Path:
         """Cache path of a file's verdict, by its name and the settings; a changed file overwrites it."""
-        return self.folder / f"{_digest(str(path.absolute()), str(path), *settings)}.npz"
+        named = "".join(f"{part}\0" for part in (path.absolute(), path, *settings))
+        return self.folder / f"{hashlib.blake2b(named.encode(), digest_size=16).hexdigest()}.npz"
 
     def _settled(self, stamp: list[int] | None) -> bool:
         return stamp is None or stamp[0] < self.began_ns - RECENT_NS
@@ -205,11 +208,6 @@ def _named_pictures(files: Sequence[Records]) -> Iterator[tuple[str, str, str]]:
                 yield ref, file.name, record_id
 
 
-def _embedded_pictures(files: Sequence[Records]) -> Iterator[tuple[ImageRef, str, str]]:
-    for file in files:
-        yield from ((ref, file.name, name) for ref, name in _shown(file) if isinstance(ref, bytes))
-
-
 def _look_at(known: np.ndarray, began_ns: int, ref: ImageRef) -> tuple[int | None, str | None]:
     """A picture's state as a number, if it can be cached, and why it cannot be decoded; not decoded if it is `known`."""
     number = _state_of(ref, began_ns) if isinstance(ref, str) else None
@@ -237,10 +235,3 @@ def _stamp(path: str | Path) -> list[int] | None:
     except (OSError, ValueError):
         return None
     return [found.st_mtime_ns, found.st_size]
-
-
-def _digest(*parts: object) -> str:
-    found = hashlib.blake2b(digest_size=16)
-    for part in parts:
-        found.update(part if isinstance(part, bytes) else f"{part}\0".encode())
-    return found.hexdigest()

@@ -31,6 +31,7 @@ BUFFER_BYTES = 1 << 20
 """Bytes of a Parquet file read at once, so that a row group of 2 GB is never completely in memory."""
 BATCH_BYTES, MAX_BATCH_ROWS = 8 << 20, 1024
 """Approximate bytes, and maximum rows, of Parquet decoded at once."""
+csv.field_size_limit(1 << 30)  # the library's 128 kB are less than a long document
 
 
 class TableError(UserError):

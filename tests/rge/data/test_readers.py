@@ -241,6 +241,16 @@ def test_a_column_may_have_the_name_of_the_field_that_it_is_a_part_of(tmp_path):
         open_records(RecordsConfig(dataset=str(tmp_path), columns=columns))
 
 
+def test_a_column_may_add_to_the_targets_of_another(tmp_path):
+    rows = [{"q": "a", "cot": ["since", "as"], "stands_for": ["key"],
+             "positives": [{"text": "x"}, {"text": "y"}], "negatives": [{"text": "n", "id": "7"}]}]  # fmt: skip
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    columns = {"query.text": "q", "positives.rationale": "cot", "negatives.identity": "stands_for"}
+    [found] = open_records(RecordsConfig(dataset=str(tmp_path), columns=columns), need_rationale=True)
+    assert [(one.text, one.rationale) for one in found.positives] == [("x", "since"), ("y", "as")]
+    assert [(one.text, one.id, one.identity) for one in found.negatives] == [("n", "7", "key")]
+
+
 def test_a_row_may_lack_one_of_the_columns_that_describe_its_targets(tmp_path):
     rows = [
         {"q": "a", "right": ["x", "y"], "cot": None, "shown": ["0.png", "1.png"], "said": None},

@@ -24,6 +24,11 @@ def test_text_tables_give_the_same_rows_and_keep_ids_as_they_are(tmp_path, name,
     assert list(table_rows(tmp_path / name, first=1)) == ROWS[1:]
 
 
+def test_a_cell_may_hold_a_long_document(tmp_path):
+    (tmp_path / "a.csv").write_text(f"id,text\n1,{'word ' * 50_000}\n")
+    assert [len(row["text"]) for row in table_rows(tmp_path / "a.csv")] == [250_000]
+
+
 def test_parquet_gives_the_columns_asked_for_from_any_row_on(tmp_path):
     path = tmp_path / "a.parquet"
     pq.write_table(

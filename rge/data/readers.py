@@ -174,7 +174,8 @@ def load(config: RecordsConfig) -> tuple[Any, Path]:
                 "there is no such folder. If it is a file of JSON lines, give it as path:; if it is a name on the hub, it may "
                 "need `hf auth login`, or HF_HUB_OFFLINE or HF_DATASETS_OFFLINE is set and it is not in this machine's cache"
             )
-        reason = str(error) or type(error).__name__
+        says_why = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else None
+        reason = str(says_why or error) or type(error).__name__
         raise RecordError(f"data set {config.label} cannot be loaded: {reason}; {fix}") from error
     return found, folder if local else Path()
 

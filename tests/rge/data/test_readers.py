@@ -325,6 +325,17 @@ def test_an_empty_folder_is_an_error(tmp_path):
         open_records(RecordsConfig(dataset=str(tmp_path)))
 
 
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [('{"query": oops}', "JSON parse error"), ('{"question": "?"}', "column names don't match")],
+)
+def test_a_file_of_a_data_set_that_cannot_be_read_says_why(tmp_path, line, reason):
+    (tmp_path / "a.jsonl").write_text('{"query": {"text": "?"}}\n')
+    (tmp_path / "b.jsonl").write_text(line + "\n")
+    with pytest.raises(RecordError, match=rf"cannot be loaded: (.|\n)*{reason}"):
+        open_records(RecordsConfig(dataset=str(tmp_path)))
+
+
 def broken(home: Path, folder: Path) -> None:
     """The records with four bad ones: no positive, no rationale, an id twice, a picture that is not there."""
     lines = (home / "lines" / "train.jsonl").read_text().splitlines()

@@ -58,12 +58,10 @@ def finished(folder: Path, recipe: Recipe, name: str) -> bool:
 def problems(recipe: Recipe, stages: Sequence[str], accelerator: Accelerator) -> Iterator[str]:
     """Reasons why the open stages cannot start or resume in the run's folder."""
     checks = [partial(check_start, recipe)]
-    folders = {name: Path(recipe.out, name) for name in stages}
-    checks += [
-        partial(check_state, folder, recipe, name, accelerator)
-        for name, folder in folders.items()
-        if not (folder / "final" / RGE_JSON).is_file()  # otherwise `finished` has said why it does not count
-    ]
+    for name in stages:
+        folder = Path(recipe.out, name)
+        if not (folder / "final" / RGE_JSON).is_file():  # otherwise `finished` has said why it does not count
+            checks.append(partial(check_state, folder, recipe, name, accelerator))
     for check in checks:
         try:
             check()
@@ -152,23 +150,16 @@ def _files_now(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_state(folder: Path, recipe: Recipe, name: str, accelerator: Accelerator) -> None:
     """Raise CheckpointError or LaunchError if this recipe or launch cannot resume from the stage's newest state."""
-    if (newest := newest_state(folder / "state")) is not None:
-        path, done = newest
-        check_same_recipe(done["recipe"], recipe, name, path)
-        launch.check_resume(done["launch"], accelerator, path)
-        _check_streams(done, recipe, name, accelerator, path)
-
-
-def _check_streams(
-    done: dict[str, Any], recipe: Recipe, name: str, accelerator: Accelerator, path: Path
-) -> None:
-    """Refuse another number of readers of a stream, which are the data workers of all processes."""
-    streams = [source.label for source in getattr(recipe, name).sources if source.streaming]
-    if not streams:
+    if (newest := newest_state(folder / "state")) is None:
         return
+    path, done = newest
+    check_same_recipe(done["recipe"], recipe, name, path)
+    launch.check_resume(done["launch"], accelerator, path)
+    streams = [source.label for source in getattr(recipe, name).sources if source.streaming]
+    # The readers of a stream are the data workers of all processes.
     then = done["launch"]["num_processes"], done["recipe"]["data"]["num_workers"]
     now = accelerator.num_processes, recipe.data.num_workers
-    if (then[0], max(then[1], 1)) != (now[0], max(now[1], 1)):
+    if streams and (then[0], max(then[1], 1)) != (now[0], max(now[1], 1)):
         raise CheckpointError(
             f"{path} was saved by {then[0]} processes with data.num_workers={then[1]}, and now there are {now[0]} with "
             f"{now[1]}: the stream {streams[0]} is divided among all of them, so continue with the same numbers"

@@ -95,8 +95,8 @@ class Workers:
         on_progress: Callable[[int], object],
     ) -> None:
         job = next(jobs, None)
-        if job is not None:
-            self._start()
+        if job is not None and not self._workers:
+            self._workers.extend(_Worker(self.make, device) for device in self.devices)
         waited_for = 0
         while job is not None or waited_for:
             for worker in self._workers:
@@ -104,18 +104,12 @@ class Workers:
                     worker.send((self._round, *job))
                     waited_for += 1
                     job = next(jobs, None)
-            if job is None and not waited_for:
-                return
             for kind, said in filter(None, map(self._message, self._heard())):
                 if kind == "progress":
                     on_progress(*said)
                 if kind == "result":
                     waited_for -= 1
                     on_result(*said)
-
-    def _start(self) -> None:
-        if not self._workers:
-            self._workers.extend(_Worker(self.make, device) for device in self.devices)
 
     def _message(self, worker: "_Worker") -> tuple[str, list[Any]] | None:
         """A worker's message of this round; None for one of an earlier round that ended with an error."""

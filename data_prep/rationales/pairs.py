@@ -121,7 +121,7 @@ def sources_of(options: RationaleOptions) -> list[Source]:
         )
     files = {records: out}
     if records.is_dir():
-        paths = [path for path in sorted(records.glob("*.jsonl")) if not path.name.endswith(SCORES)]
+        paths = [path for path in sorted(records.glob("[!.]*.jsonl")) if not path.name.endswith(SCORES)]
         files = {path: out / path.name for path in paths}
     if not files:
         raise UserError(f"records={records} is a folder without .jsonl files")

@@ -77,7 +77,7 @@ def wording(folder: str | None = None) -> Wording:
 
 def _replaced(folder: Path) -> dict[str, str]:
     """Texts of a user's folder, by file name; raises as `wording` does."""
-    texts = {path.name: _text(path) for path in sorted(folder.glob("*.md"))}
+    texts = {path.name: _text(path) for path in sorted(folder.glob("[!.]*.md"))}
     if not texts:
         raise UserError(f"prompts={folder} is no folder with any of the files {', '.join(FILES)}")
     for name, text in texts.items():

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import wraps
+from pathlib import Path
 from typing import Any, Generic, Literal, Self, TypeVar
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch import Tensor
 from eval.models.registry import Facts
 from rge.checkpoints.settings import Settings
 from rge.common.errors import UserError
+from rge.common.files import visible_files
 from rge.common.prompt_profiles import PROFILES, Profile
 from rge.common.schema import Encoded, Item
 from rge.model.embedding_model import normalise
@@ -209,7 +211,8 @@ def hash_of_files(facts: Facts) -> str:
     If no weight file has a known format, all files count, since an embedder may have its own format.
     """
     path, digest = facts.path, hashlib.sha256()
-    files = [file for file in sorted(path.rglob("*")) if file.is_file()]
+    every = sorted(Path(folder, name) for folder, names in visible_files(path) for name in names)
+    files = [file for file in every if file.is_file()]
     has_weights = any(file.suffix in WEIGHTS for file in files)
     for file in files:
         if file.suffix in LOADED or not has_weights:

@@ -104,7 +104,7 @@ def register(
     folder = local_folder(checkpoint, revision)
     settings = read_settings(folder)
     places = filter(None, (folder, base_of(folder, options.get("base"))))
-    weights = [path for place in places for path in place.glob("*.safetensors")]
+    weights = [path for place in places for path in place.glob("[!.]*.safetensors")]
     if name is None:
         on_hub = "/" in str(checkpoint) and not Path(checkpoint).expanduser().exists()
         name = str(checkpoint) if on_hub else "/".join(folder.resolve().parts[-2:])

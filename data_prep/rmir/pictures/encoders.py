@@ -181,12 +181,12 @@ def identity(config: EncoderConfig) -> dict[str, Any]:
 
 
 def content_hash(folder: Path) -> str:
-    """SHA-256 over the names and contents of a folder's files, which detects retrained weights at the same path.
+    """SHA-256 over the names and contents of a folder's visible files, which detects retrained weights at the same path.
 
     `rge.checkpoints.export.checkpoint_hash` would need torch, which ``status`` and dry runs do not load.
     """
     digest = hashlib.sha256()
-    for path in sorted(folder.iterdir()):
+    for path in sorted(folder.glob("[!.]*")):
         if path.is_file():
             digest.update(path.name.encode() + b"\0")
             with path.open("rb") as content:

@@ -63,7 +63,7 @@ def published(config: RmirConfig) -> dict[str, Any]:
     stages = [stage for stage in stages_of(config) if stage not in ("pool", "audit")] + ["export"]
     settings = {"library": whole["library"], "models": models, **{stage: whole[stage] for stage in stages}}
     if config.prompts is not None:
-        settings["prompts"] = sorted(path.name for path in Path(config.prompts).glob("*.md"))
+        settings["prompts"] = sorted(path.name for path in Path(config.prompts).glob("[!.]*.md"))
     for spec in settings["retrieve"]["more"]:
         spec["encoder"].pop("path")
     return settings

@@ -263,6 +263,7 @@ def test_a_folder_of_records_has_one_budget_and_one_ledger(records, tmp_path, ca
         path = records.parent / f"{name}.jsonl"
         path.write_text(path.read_text().replace('"text":"good"', f'"text":"good {row}"'))
     records.unlink()
+    (records.parent / "._a.jsonl").write_bytes(b"\0\5\x16\7")  # a Mac's
     out = tmp_path / "out"
     with LocalServer(answer) as server:
         words = [

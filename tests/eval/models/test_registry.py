@@ -32,6 +32,8 @@ def test_weights_in_any_format_decide_the_hash(tmp_path, name):
     for content in (b"1", b"2"):
         (tmp_path / name).write_bytes(content)
         hashes.add(hash_of_files(facts_of(tmp_path)))
+    (tmp_path / f"._{name}").write_bytes(b"a Mac's")
+    hashes.add(hash_of_files(facts_of(tmp_path)))
     assert len(hashes) == 2
 
 

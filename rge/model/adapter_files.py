@@ -92,8 +92,9 @@ def load_trainable_adapters(model: HubModel, folder: Path) -> None:
         ids = then["trainable_token_indices"][matrix.removesuffix(".weight")]
         row_of = dict(zip(ids, saved[_rows_in_peft(matrix)], strict=True))
         for row in rows.values():
-            with dist.whole([row.weight]):
-                row.weight.copy_(row_of.pop(row.token_id))
+            if row.token_id in row_of:  # the checkpoint may have fewer think tokens
+                with dist.whole([row.weight]):
+                    row.weight.copy_(row_of.pop(row.token_id))
         weight = model.get_parameter(matrix)
         with dist.whole([weight]):
             for token_id, row_D in row_of.items():

@@ -59,10 +59,15 @@ def read_config(path: str | Path, revision: str | None = None) -> PretrainedConf
     """
     if not Path(path).exists() and (str(path).startswith((".", "/", "~")) or str(path).count("/") != 1):
         raise BackboneError(f"no model can be loaded from {path}: there is no such directory")
-    if (Path(path) / ADAPTERS).is_file() and not (Path(path) / "config.json").is_file():
+    if Path(path).exists() and not (Path(path) / "config.json").is_file():
+        if (Path(path) / ADAPTERS).is_file():
+            raise BackboneError(
+                f"{path} contains PEFT adapters and no model: give the model that they were trained on, or merge them into it "
+                "(PeftModel.merge_and_unload, save_pretrained)"
+            )
         raise BackboneError(
-            f"{path} contains PEFT adapters and no model: give the model that they were trained on, or merge them into it "
-            "(PeftModel.merge_and_unload, save_pretrained)"
+            f"no model can be loaded from {path}: it has no config.json; checkpoints of finished stages are in "
+            "<out>/<stage>/final"
         )
     families = list(FAMILIES)  # first, since loading the families registers configs that transformers lacks
     try:

@@ -268,6 +268,18 @@ def test_training_goes_on_from_them_or_from_them_merged(written, lively):
         embedder_to_train(str(adapters), model, adapters_only=True)
 
 
+def test_think_tokens_may_be_added_to_a_checkpoint_without(written, lively):
+    """Such as by a joint stage after a cold start that had none: they start as they do without adapters."""
+    _, adapters = written
+    model = ModelConfig(path="nowhere/else", dtype="float32", lora=LoraConfig(**LORA), think_tokens=2)
+    grown = embedder_to_train(str(adapters), model, adapters_only=True)
+    assert torch.equal(grown.model.emb_row.weight, lively.model.emb_row.weight)
+    line_break = grown.processor.tokenizer("\n", add_special_tokens=False).input_ids[-1]
+    start = grown.model.get_input_embeddings().weight[line_break]
+    for row in (grown.model.think_1_row, grown.model.think_2_row):
+        assert torch.equal(row.weight, start)
+
+
 def test_the_config_is_the_same_however_often_it_is_written(written, lively, tmp_path):
     """PEFT writes a set in the order of its hashes, which differs from process to process."""
     _, adapters = written

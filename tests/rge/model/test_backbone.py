@@ -140,9 +140,11 @@ def damaged(lively_path, tmp_path):
     return shutil.copytree(lively_path, tmp_path / "damaged")
 
 
-def test_an_empty_directory(tmp_path):
-    with pytest.raises(BackboneError, match="no model can be loaded from "):
-        load_backbone(tmp_path)
+def test_a_directory_without_a_model(lively_path, tmp_path):
+    """Such as a run's own folder, or a file of a checkpoint."""
+    for path in (tmp_path, lively_path / "config.json"):
+        with pytest.raises(BackboneError, match=r"no config.json; checkpoints .* in <out>/<stage>/final"):
+            load_backbone(path)
 
 
 def test_adapters_alone(tmp_path):

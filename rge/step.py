@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, replace
+from itertools import chain
 from typing import Protocol
 
 import torch
@@ -283,16 +284,20 @@ class _Forward:
     def _own_states(self) -> Tensor:
         """The rollout's final states; those missing for the current weights are computed now."""
         embedder, batch, rationales = self.embedder, self.batch, self.rationales
-        states = [rationale.state_D for rationale in rationales]
-        missing = [number for number, state in enumerate(states) if state is None]
+        states, num_each = [rationale.state_D for rationale in rationales], self.num_each
+        # All of a query's, from one encoding of its prompt.
+        missing = sorted({number // num_each for number, state in enumerate(states) if state is None})
         # With sharded parameters every forward is collective: each rank must run equally many.
         most = max(dist.gather_sizes(len(missing), embedder.device))
         for start in range(0, most, self.micro_batch_size):
-            numbers = missing[start : start + self.micro_batch_size] or [0]
-            ids = [[*rationales[number].ids, embedder.emb_id] for number in numbers]
-            branches = [[Branch(each, read_state=True)] for each in ids]
-            packed = embedder.pack([batch.queries[number // self.num_each] for number in numbers], branches)
-            for number, state in zip(numbers, embedder(packed)[0].state_ND, strict=True):
+            rows = missing[start : start + self.micro_batch_size] or [0]
+            groups = [range(row * num_each, (row + 1) * num_each) for row in rows]
+            branches = [
+                [Branch([*rationales[number].ids, embedder.emb_id], read_state=True) for number in group]
+                for group in groups
+            ]
+            packed = embedder.pack([batch.queries[row] for row in rows], branches)
+            for number, state in zip(chain(*groups), embedder(packed)[0].state_ND, strict=True):
                 if states[number] is None:
                     states[number] = state
         return torch.stack(states)  # type: ignore[arg-type]

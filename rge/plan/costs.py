@@ -240,6 +240,8 @@ class Load:
     oracles: int = 1  # branches with the oracle rationale: after the prompt, after think tokens
     reference: bool = False  # they are also read under a reference, for a KL divergence
     beside: int = 0  # tokens of branches of further states, and think tokens before an oracle rationale
+    trains_candidates: bool = True  # otherwise they are only ranked, for rewards
+    updates: int = 1  # optimizer updates per rollout
 
     @property
     def tail(self) -> int:
@@ -282,6 +284,7 @@ class Setup:
     rollout_rows: int = 1  # rationales generated at once
     captures: bool = False  # generation steps are captured as CUDA graphs, whose buffers stay for the run
     micro_queries: int = 1  # queries per forward
+    dropout: bool = False  # states depend on masks: what is computed first is what has a gradient later
     keep: str = "none"  # `train.keep_activations` with ``auto`` resolved
     once: bool = True  # prompts are encoded once: the rollout continues from their pass with gradient
     engine: float = 0.0  # bytes of an external engine during the rollout
@@ -336,24 +339,34 @@ def flops(shapes: Shapes, load: Load, setup: Setup) -> dict[str, float]:
         found["reference"] = query_pictures * seen + n.queries * (
             sum(text(n.prompt, 1 + n.own_tokens, n.own_tokens)) + 2.0 * s.hidden * s.vocabulary * n.own_tokens
         )
-    if n.contrastive and n.chunks > 1 and setup.keep == "none":
-        if not n.own:
-            read = 1 + n.beside + (1 if n.read_own else n.oracle + 1)
-            found["queries without gradient"] = see("queries") + n.queries * sum(text(n.prompt, read, 1))
-        found["candidates without gradient"] = see("candidates") + n.candidates * sum(text(n.candidate, 2, 1))
     query = text(n.prompt, n.tail, n.labels + (n.each if n.read_own else 0))
     candidate = text(n.candidate, 2, 1 + n.label_candidates)
-    products, looks = (n.queries * query[part] + n.candidates * candidate[part] for part in (0, 1))
-    head = 2.0 * s.hidden * s.vocabulary * (n.queries * n.labels + n.candidates * n.label_candidates)
-    found["forward"] = products + looks + see("queries") + see("candidates") + head
+    caches = n.contrastive and n.chunks > 1  # gradients
+    recomputes = caches and setup.keep == "none"
+    if recomputes and (setup.dropout or not n.own):
+        read = text(n.prompt, 1 + n.beside + (1 if n.read_own else n.oracle + 1), 1)
+        found["queries without gradient"] = see("queries") + n.queries * sum(query if setup.dropout else read)
+    elif caches and n.updates > 1:  # the rollout's states are those of the first
+        own = n.queries * sum(text(n.prompt, 1 + n.own_tokens, n.each))
+        found["queries without gradient"] = (1 - 1 / n.updates) * (see("queries") + own)
+    if recomputes or (n.contrastive and not n.trains_candidates):
+        found["candidates without gradient"] = see("candidates") + n.candidates * sum(text(n.candidate, 2, 1))
+    candidates = n.candidates * n.trains_candidates
+    products, looks = (n.queries * query[part] + candidates * candidate[part] for part in (0, 1))
+    head = 2.0 * s.hidden * s.vocabulary * (n.queries * n.labels + candidates * n.label_candidates)
+    found["forward"] = products + looks + see("queries") + head
+    if n.trains_candidates:
+        found["forward"] += see("candidates")
     # Attention's backward recomputes the scores: five products for the forward's two.
     backward = (1 if setup.adapters else 2) * (products + head) + 2.5 * looks
     recomputed = products + looks
     if setup.train_vision:
-        backward += n.pictures * (2 * picture.products + 2.5 * picture.attention)
-        recomputed += n.pictures * seen
+        pictures = query_pictures + candidates * n.candidate_pictures
+        backward += pictures * (2 * picture.products + 2.5 * picture.attention)
+        recomputed += pictures * seen
     found["backward"] = backward + (recomputed if setup.checkpointing else 0.0)
-    return found
+    once = ("rollout", "reference")
+    return {name: count if name in once else n.updates * count for name, count in found.items()}
 
 
 def naming_flops(shapes: Shapes, *, pictures: int, name_tokens: int, train_text: bool) -> tuple[float, float]:
@@ -536,7 +549,7 @@ def step_seconds(
         weights = setup.dtype_bytes * (shapes.layers * shapes.layer + shapes.hidden * shapes.vocabulary)
         cache = _cache(shapes, setup) * min(setup.rollout_rows, rows) * (load.prompt + load.own / 2)
         seconds += passes * (load.own + 2) * (weights + cache) / bandwidth
-    return seconds + 2 * kept_bytes(shapes, load, setup)[1] / (HOST_TBS * 1e12)
+    return seconds + 2 * load.updates * kept_bytes(shapes, load, setup)[1] / (HOST_TBS * 1e12)
 
 
 def communication(shapes: Shapes, load: Load, setup: Setup) -> float:
@@ -544,22 +557,26 @@ def communication(shapes: Shapes, load: Load, setup: Setup) -> float:
     num_gpus, back_end = setup.num_gpus, setup.back_end
     share = (num_gpus - 1) / num_gpus
     # DDP, ZeRO-1 and FSDP2 sum gradients over GPUs in float32, ZeRO-2 and 3 in the computing dtype.
-    gradient = setup.trained * (setup.dtype_bytes if back_end in ("zero2", "zero3") else 4) * share
+    gradient = (
+        load.updates * setup.trained * (setup.dtype_bytes if back_end in ("zero2", "zero3") else 4) * share
+    )
     weight = shapes.parameters * setup.dtype_bytes * share
-    embeddings = 4.0 * shapes.hidden * load.candidates * (num_gpus - 1) * (2 if load.contrastive else 0)
+    embeddings = (
+        4.0 * shapes.hidden * load.candidates * (num_gpus - 1) * (2 if load.contrastive else 0) * load.updates
+    )
     if back_end == "ddp":
         sent = 2 * gradient  # once per step, with the last micro batch
     elif back_end in ("zero1", "zero2"):
         # Gradients are scattered with every micro batch under ZeRO-2, once under ZeRO-1; then weights are gathered.
         sent = gradient * (load.chunks if back_end == "zero2" else 1)
-        sent += setup.trained * setup.dtype_bytes * share
+        sent += load.updates * setup.trained * setup.dtype_bytes * share
     else:
         # Weights are gathered for each pass over a micro batch's queries or candidates, and once for the rollout.
         sides = 1 + (load.candidates > 0)
         passes = 2 * sides
         if load.chunks > 1 and load.contrastive and setup.keep == "none":
             passes += sides - bool(load.own)  # own rationales have left the queries' states
-        sent = gradient * load.chunks + weight * (passes * load.chunks + bool(load.own))
+        sent = gradient * load.chunks + weight * (load.updates * passes * load.chunks + bool(load.own))
     return sent + embeddings
 
 

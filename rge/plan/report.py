@@ -248,6 +248,8 @@ def load_of(recipe: Recipe, shapes: Shapes, options: PlanOptions, longest: Longe
     targets, states = objective.lm_targets, [*objective.states]
     positives = longest["positives"] if recipe.data.positives == "all" else 1
     latents = sum(name in ("latent", "think") for name in (objective.anchor, *states, *targets))
+    # Rewards may need it without a branch, and a mixture puts it in place of an own rationale.
+    reads_oracle = objective.alpha_lm > 0 or (objective.alpha_con > 0 and objective.anchor == "oracle")
     beside = len(states) + ("direct" in targets) + latents * recipe.model.think_tokens
     return Load(
         queries=queries,
@@ -256,7 +258,7 @@ def load_of(recipe: Recipe, shapes: Shapes, options: PlanOptions, longest: Longe
         prompt=longest["query"],
         candidate=longest["candidate"],
         own=rationale * objective.needs_rollout,
-        oracle=longest["rationale"] * objective.needs_oracle,
+        oracle=longest["rationale"] * reads_oracle,
         read_own=objective.needs_rollout
         or (objective.alpha_con > 0 and objective.anchor in ("none", "latent")),
         contrastive=objective.compares,
@@ -268,6 +270,8 @@ def load_of(recipe: Recipe, shapes: Shapes, options: PlanOptions, longest: Longe
         beside=beside,
         sampled=objective.alpha_rl > 0,
         reference=objective.alpha_rl > 0 and recipe.rl.beta > 0,
+        trains_candidates=objective.trains_candidates,
+        updates=objective.num_updates,
     )
 
 
@@ -319,6 +323,7 @@ def setup_of(recipe: Recipe, model: HubModel, options: PlanOptions) -> Setup:
         and recipe.model.attn_implementation in ("auto", "varlen")
         and recipe.rollout.backend == "own",
         micro_queries=min(recipe.train.micro_batch_size, queries),
+        dropout=lora is not None and lora.dropout > 0,
         engine=engine_bytes(recipe, options) if recipe.rollout.vllm_sleep else 0.0,
     )
 

@@ -84,8 +84,6 @@ def ways(recipe: Recipe, load: Load, setup: Setup) -> Iterator[Setup]:
     if several:
         places = ["none", "device", "host"] if asked == "auto" else [asked]
     wanted = {"once": [True], "twice": [False], "auto": [False, True] if several else [True]}[prompt_pass]
-    lora = recipe.model.lora
-    has_dropout = lora is not None and lora.dropout > 0
     by_us = load.own > 0 and recipe.rollout.backend == "own"
     for keep in places:
         possible = by_us and encodes_once(
@@ -93,7 +91,7 @@ def ways(recipe: Recipe, load: Load, setup: Setup) -> Iterator[Setup]:
             queries_a_rank=load.queries,
             micro_batch_size=setup.micro_queries,
             sharded=setup.shares_weights,
-            has_dropout=has_dropout,
+            has_dropout=setup.dropout,
             keep=keep,
         )
         for once in dict.fromkeys(once and possible for once in wanted):

@@ -23,6 +23,7 @@ from rge.common.errors import UserError
 from rge.common.schema import Item
 from rge.config import (
     BACK_ENDS,
+    LoraConfig,
     LossConfig,
     ModelConfig,
     Recipe,
@@ -37,6 +38,7 @@ from rge.data.mixture import Mixture
 from rge.data.sources import RecordFile
 from rge.model import varlen
 from rge.model import vision_tower as vision
+from rge.model.adapters import add_adapters
 from rge.model.attention import Pass, install
 from rge.model.backbone import (
     BackboneError,
@@ -456,6 +458,62 @@ def test_flops_of_a_policy_gradient_against_the_counter(deep, batch, count_flops
     of_a_recipe = load_recipe(["recipe=qwen25vl_3b", "stage=rl", "rl.batch_size=64", "rl.num_rationales=8"])
     planned = plan.plan(of_a_recipe, plan.outline(of_a_recipe.model)[0], PlanOptions(for_="rl"))
     assert planned.tokens["own rationales"] == 64 * 8 * 129
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("weights", "chunks"), [({"alpha_con": 0.5}, 2), ({"alpha_lm": 0.0}, 1)], ids=str)
+def test_flops_of_two_updates_against_the_counter(deep, batch, count_flops, tmp_path, weights, chunks):
+    """The second needs new states; and the policy gradient alone has none for the candidates. Within 10 per cent."""
+    with torch.no_grad():
+        deep.model.get_input_embeddings().weight[deep.emb_id] = 0
+    settings = {"max_new_tokens": 12, "batch_size": 20, "temperature": 1.0, "seeds": range(20), "num_each": 4}
+    rationales = generate(deep, batch.queries, **settings)
+    recipe = Recipe(recipe="tiny", stage="rl", rl=RLConfig(num_iterations=2, **weights))
+    recipe.loss.alpha_lm, recipe.loss.alpha_con = 0.5, 0.5
+    objective, rollout = Objective.of(recipe, "rl"), Rollout(rationales)
+
+    def step() -> None:
+        credit = Reinforcement(recipe, deep, None, tmp_path).begin(batch, rationales, measure=False)
+        take = TrainingStep(deep, deep, objective, -(-5 // chunks))
+        take(batch, rollout, credit)
+        take(batch, rollout.after_update(), credit)
+
+    counted = count_flops(step)
+    with_lm = objective.alpha_lm > 0
+    load = dataclasses.replace(
+        load_of(deep, batch, 12, chunks), each=4, sampled=True, oracle=11 * with_lm, label_candidates=with_lm,
+        trains_candidates=objective.trains_candidates, updates=objective.num_updates,
+    )  # fmt: skip
+    found = flops(shapes_of(deep.model, PIXELS), load, Setup())
+    assert sum(size for name, size in found.items() if name != "rollout") == pytest.approx(counted, rel=0.1)
+
+
+@pytest.mark.slow
+def test_flops_with_dropout_against_the_counter(deep, batch, count_flops):
+    """In several micro batches, whatever has a gradient is computed before with the same masks."""
+    with torch.no_grad():
+        deep.model.get_input_embeddings().weight[deep.emb_id] = 0
+    add_adapters(deep.model, LoraConfig(rank=1, dropout=0.1), deep.emb_id)
+    rationales = generate(deep.train(), batch.queries, max_new_tokens=12, batch_size=5)
+    step = TrainingStep(deep, deep, Objective(0.5, 0.5), 3)
+    counted = count_flops(lambda: step(batch, Rollout(rationales)))
+    shapes, load = shapes_of(deep.model, PIXELS), load_of(deep, batch, 12, 2)
+    setups = [Setup(adapters=True, train_vision=False, dropout=dropout) for dropout in (True, False)]
+    found, without = (flops(shapes, load, setup) for setup in setups)
+    assert sum(found.values()) - found["rollout"] == pytest.approx(counted, rel=0.1)
+    assert sum(without.values()) - without["rollout"] < 0.9 * counted
+
+
+def test_a_plan_knows_what_a_policy_gradient_leaves_out(the_3b):
+    words = ["recipe=qwen25vl_3b", "stage=rl", "rl.alpha_lm=0", "rl.rewards=[{name: oracle_overlap}]"]
+    recipe = load_recipe([*words, "rl.num_iterations=2", "model.lora={rank: 8, dropout: 0.05}"])
+    found = plan.plan(recipe, the_3b, PlanOptions(for_="rl"))
+    assert (found.load.oracle, found.load.trains_candidates, found.load.updates) == (0, False, 2)
+    once = plan.plan(
+        load_recipe([*words, "model.lora={rank: 8, dropout: 0.05}"]), the_3b, PlanOptions(for_="rl")
+    )
+    assert found.flops > 1.7 * once.flops
+    assert found.bytes_sent["zero2"] > 1.9 * once.bytes_sent["zero2"]
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from accelerate.utils import LoggerType
 from rge.common.commands import progress_bar
 from rge.common.files import read_json_lines, write_text
 from rge.common.options import nearest
-from rge.config import LogConfig, Recipe, RecipeError, to_dict
+from rge.config import LogConfig, Recipe, to_dict
 from rge.identity.run_identity import flattened
 
 
@@ -27,18 +27,11 @@ def problems(log: LogConfig) -> Iterator[str]:
         if name not in known:
             yield f"log.trackers: there is no tracker {name!r}{nearest(name, known)}"
         elif name not in map(str, get_available_trackers()):
-            package = PACKAGES.get(name, name)
-            yield f"log.trackers={name} needs its library, which is not installed: pip install {package}"
-
-
-PACKAGES = {"comet_ml": "comet-ml"}
-"""Names on PyPI, if they differ from the tracker's."""
+            yield f"log.trackers={name} needs its library, which is not installed: pip install {name}"
 
 
 def start_trackers(accelerator: Accelerator, recipe: Recipe) -> None:
-    """Start a run in every tracker of the recipe; a resumed run continues the same run of W&B."""
-    if wrong := list(problems(recipe.log)):
-        raise RecipeError("; ".join(wrong))
+    """Start a run in every tracker of the recipe, which has no `problems`; a resumed run continues the same run of W&B."""
     if recipe.log.trackers:
         accelerator.project_configuration.logging_dir = str(Path(recipe.out) / "trackers")
         accelerator.log_with = [LoggerType(name) for name in dict.fromkeys(recipe.log.trackers)]

@@ -120,11 +120,8 @@ def contrastive_losses(
         if not all(isinstance(one, Tensor) and one.dim() == 0 for one in found):
             raise UserError(f"loss.terms: {name} must return a scalar tensor, the sum of the queries' losses")
         losses[name] = torch.stack(found).mean()
-    (first, weight), *others = terms.items()
-    total = losses[first] * weight
-    for name, weight in others:
-        total = total + losses[name] * weight
-    return losses | {"contrastive_loss": total}
+    weighted = [losses[name] * weight for name, weight in terms.items()]
+    return losses | {"contrastive_loss": sum(weighted[1:], weighted[0])}
 
 
 def alignment(

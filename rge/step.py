@@ -176,7 +176,7 @@ class _Forward:
         readouts = model(*packs)
         if len(readouts) == 1:
             q = readouts[0]
-            return q, Readout(q.state_ND[:0], q.nll.new_zeros(()), 0)
+            return q, Readout(q.state_ND[:0], q.nll.new_zeros(()))
         return readouts[0], readouts[1]
 
     def first_pass(self, keep: str) -> tuple[Tensor, Tensor, dict[int, _First]]:

@@ -35,7 +35,7 @@ from rge.distributed import launch
 from rge.distributed.failure_detection import watch_other_ranks
 from rge.distributed.stop_signals import restoring_handlers
 from rge.logs import Logs, start_trackers
-from rge.model.backbone import check_sizes, vision_parameters
+from rge.model.backbone import vision_parameters
 from rge.model.embedding_model import embedder_to_train
 from rge.objective import Objective
 from rge.optim.optimizers import learning_rate, make_optimizer, set_learning_rate
@@ -89,7 +89,6 @@ def train_stage(
     stage: StageConfig = getattr(recipe, name)
     objective = Objective.of(recipe, name)
     embedder = embedder_to_train(start, recipe.model, recipe.export.adapters_only)
-    check_sizes(recipe.loss.matryoshka_dims, embedder.model)
     batches = make_batches(recipe, stage, embedder.processor, records, **objective.needs)
     rewarded = name == "rl" and objective.needs_rollout
     reinforcement = make_reinforcement(recipe, embedder, folder, accelerator) if rewarded else None

@@ -327,8 +327,6 @@ class Cache:
     `places` are indices of prompts, repeated for several continuations; `num_new_tokens` is the maximum per prompt.
     """
 
-    read_R = None
-
     def __init__(self, encoded: EncodedParts, places: Sequence[int], num_new_tokens: int):
         lengths = [encoded.part.lengths[place] for place in places]
         self.length = longest = max(lengths)
@@ -384,8 +382,6 @@ class RunningCache:
     `capacity` tokens, and their number is a tensor on the device, `length_B`. `room_of` allocates everything that a step reads or
     writes; `places` as in `Cache`.
     """
-
-    read_R = None
 
     def __init__(self, encoded: EncodedParts, places: Sequence[int], capacity: int, room_of: Room):
         self.whole = encoded.buffers(places, capacity, heads_first=False, room_of=room_of)

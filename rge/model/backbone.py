@@ -156,14 +156,10 @@ def load_backbone(
         add_tokens(model, tokenizer, thinks, tokenizer("\n", add_special_tokens=False).input_ids[-1])
     _check_tokens(path, tokenizer, emb_token, thinks)
     emb_id, *think_ids = tokenizer.convert_tokens_to_ids([emb_token, *thinks])
-    suppressed = _special_ids(tokenizer, model.get_input_embeddings().num_embeddings) - {emb_id}
-    barred = sorted(suppressed)
+    special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    unused = range(len(tokenizer), model.get_input_embeddings().num_embeddings)
+    barred = sorted(special.union(tokenizer.all_special_ids, unused) - {emb_id})
     return Backbone(model, processor, emb_id, barred, attn_implementation, tuple(think_ids), before)
-
-
-def _special_ids(tokenizer: Any, num_rows: int) -> set[int]:
-    named = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return named.union(tokenizer.all_special_ids, range(len(tokenizer), num_rows))
 
 
 def _check_tokens(path: str | Path, tokenizer: Any, emb_token: str, thinks: Sequence[str]) -> None:

@@ -71,8 +71,7 @@ class Readout:
     """Results of one packed batch."""
 
     state_ND: Tensor  # unit-norm states at the branches' ``<emb>``, float32 (float64 for a float64 model)
-    nll: Tensor  # summed negative log likelihood of the `num_tokens` predicted tokens, in nats
-    num_tokens: int
+    nll: Tensor  # summed negative log likelihood of the predicted tokens, in nats
     encoded: EncodedPrompts | None = None  # keys and values of the prompts, if there were no tails
     # Of the sampled tokens, branch after branch, see `rge.losses.rationale_log_probs`; None without any.
     log_prob_L: Tensor | None = None
@@ -176,7 +175,7 @@ class EmbeddingModel(nn.Module):
         if tails is None:
             keys, values = zip(*(plan.kept[layer] for layer in range(plan.num_layers)), strict=True)
             encoded = EncodedPrompts(prompts, [*keys], [*values])  # type: ignore[arg-type]
-            return Readout(hidden_TD[:0], hidden_TD.new_zeros(()), 0, encoded)
+            return Readout(hidden_TD[:0], hidden_TD.new_zeros(()), encoded)
         tail_TD, head = hidden_TD[plan.num_prompt_tokens :], self.model.get_output_embeddings()
         predicting_MD, nll_P = tail_TD[tails.predict_index_M], None
         if packed.by_branch:
@@ -185,7 +184,6 @@ class EmbeddingModel(nn.Module):
         found = Readout(
             state_ND=normalise(tail_TD[tails.state_index_N]),
             nll=rationale_nll(predicting_MD, head, tails.label_M) if nll_P is None else nll_P.sum(),
-            num_tokens=tails.label_M.shape[0],
             nll_P=nll_P,
         )
         if tails.sampled_L.shape[0]:

@@ -83,7 +83,8 @@ class PromptBuilder:
     most `max_rationale_tokens`.
 
     Raises:
-        ValueError: unknown profile, or a tokenizer without ``<emb>``.
+        UserError: unknown profile.
+        ValueError: a tokenizer without ``<emb>``.
     """
 
     def __init__(
@@ -94,8 +95,6 @@ class PromptBuilder:
         emb_token: str | None = EMB_TOKEN,
         max_rationale_tokens: int | None = None,
     ):
-        if isinstance(profile, str) and profile not in PROFILES:
-            raise ValueError(f"unknown profile {profile!r}; there are: {', '.join(PROFILES)}")
         self.processor = processor
         self.tokenizer, self.family = processor.tokenizer, family_of_processor(processor)
         self.profile = PROFILES[profile] if isinstance(profile, str) else profile

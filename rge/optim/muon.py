@@ -32,9 +32,8 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure=None) -> Tensor | None:  # type: ignore[override]
+    def step(self) -> None:  # type: ignore[override]
         """Update all parameters that have a gradient."""
-        loss = closure() if closure is not None else None
         moved = [
             (group, parameter)
             for group in self.param_groups
@@ -47,7 +46,6 @@ class Muon(torch.optim.Optimizer):
             parameter.mul_(1 - group["lr"] * group["weight_decay"])
             scale = 0.2 * max(update.shape) ** 0.5
             parameter.add_(update.view_as(parameter), alpha=-group["lr"] * scale)
-        return loss
 
     def _momentum(self, parameter: Tensor, gradient: Tensor) -> Tensor:
         state = self.state[parameter]

@@ -18,7 +18,7 @@ from rge.plan.costs import GIB, Load, Setup, Shapes, num_parameters, shapes_of
 from rge.plan.known_models import outline
 from rge.plan.machine import cpu_speed, main_memory
 from rge.plan.options import PlanCommand, PlanOptions
-from rge.plan.search import Room, Way, decided, fastest, overrides, refused
+from rge.plan.search import Room, decided, fastest, overrides, refused
 from rge.towers.smollm2 import is_smollm2
 
 LESS = (
@@ -37,7 +37,7 @@ Section = tuple[str, dict[str, str]]
 
 @dataclass(frozen=True)
 class FasterWay:
-    """Faster settings for the same step, with the command-line arguments that select them; see `Plan`."""
+    """Faster settings for the same step, with the arguments that select them; figures are over all GPUs, or one machine."""
 
     overrides: list[str]
     seconds: float
@@ -46,19 +46,6 @@ class FasterWay:
     memory_to: float
     host: float
     sent: float
-
-    @classmethod
-    def of(cls, way: Way, recipe: Recipe, planned: Setup, options: PlanOptions) -> "FasterWay":
-        """The settings of `way`, seen from those `planned`; figures are over all GPUs, or one machine."""
-        return cls(
-            overrides=overrides(recipe, way, planned),
-            seconds=way.seconds,
-            flops=way.num_flops * options.num_gpus,
-            memory_total=way.total,
-            memory_to=way.total + way.uncertain,
-            host=min(options.num_gpus, options.gpus_per_machine) * way.host,
-            sent=way.sent,
-        )
 
 
 @dataclass
@@ -196,7 +183,18 @@ def plan(
         prompt_pass="once" if setup.once else "twice",
         why=why,
         seconds=way.seconds,
-        fastest=[FasterWay.of(one, recipe, base, options) for one in faster],
+        fastest=[
+            FasterWay(
+                overrides=overrides(recipe, one, base),
+                seconds=one.seconds,
+                flops=one.num_flops * options.num_gpus,
+                memory_total=one.total,
+                memory_to=one.total + one.uncertain,
+                host=processes * one.host,
+                sent=one.sent,
+            )
+            for one in faster
+        ],
         steps=steps,
         hours=hours(options.reached),
         hours_from=hours(most),

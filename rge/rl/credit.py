@@ -51,7 +51,12 @@ class Reinforcement:
     def begin(self, batch: Batch, rationales: Sequence[Rationale], measure: bool) -> "Credit":
         """The credit of a rollout; with `measure`, since the step is logged, its controls are measured too."""
         if self.with_direct:
-            rationales = _add_direct_members(rationales, len(batch.queries))
+            direct, num_each = (
+                Rationale((), False, None, 0.0, direct=True, given=True),
+                self.settings.num_rationales,
+            )
+            starts = range(0, len(rationales), num_each)
+            rationales = [one for at in starts for one in (*rationales[at : at + num_each], direct)]
         if self.pool is not None:
             self.pool.before_step()
         reference_L = None
@@ -361,11 +366,3 @@ def make_reinforcement(
     reinforcement = Reinforcement(recipe, embedder, reference, folder)
     accelerator.register_for_checkpointing(reinforcement)
     return reinforcement
-
-
-def _add_direct_members(rationales: Sequence[Rationale], num_queries: int) -> list[Rationale]:
-    num_each = len(rationales) // num_queries
-    groups = [rationales[start : start + num_each] for start in range(0, len(rationales), num_each)]
-    return [
-        one for group in groups for one in (*group, Rationale((), False, None, 0.0, direct=True, given=True))
-    ]

@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from rge.config import Recipe, RecipeError
+from rge.config import Recipe
 from rge.distributed import collectives as dist
 from rge.model.adapters import has_adapters, without_adapters
 from rge.model.embedding_model import EmbeddingModel, eval_mode
@@ -60,9 +60,7 @@ def without_pictures(embedder: EmbeddingModel) -> Iterator[None]:
 
 
 def make_reference(recipe: Recipe, embedder: EmbeddingModel, accelerator: Accelerator) -> Reference:
-    """The reference of a stage that is about to start; RecipeError for `problems`."""
-    for problem in problems(recipe, dist.is_zero3(accelerator)):
-        raise RecipeError(problem)
+    """The reference of a stage that is about to start, and has no `problems`."""
     if has_adapters(embedder.model):
         kept = embedder
     else:

@@ -5,7 +5,7 @@ import json
 import pytest
 from accelerate import Accelerator
 
-from rge.config import LogConfig, Recipe, RecipeError, SourceConfig, StageConfig
+from rge.config import LogConfig, Recipe, SourceConfig, StageConfig
 from rge.logs import Logs, _same_run, problems, start_trackers
 
 
@@ -128,11 +128,10 @@ def test_a_run_that_is_started_again_is_the_same_run_of_wandb(accelerator, tmp_p
 def test_a_tracker_that_cannot_be_had_is_an_error(accelerator, monkeypatch):
     assert list(problems(LogConfig(["wandb", "tensorboard"]))) == []
     monkeypatch.setattr("rge.logs.get_available_trackers", lambda: [])
-    with pytest.raises(
-        RecipeError, match="log.trackers=wandb needs its library, which is not installed: pip install wandb"
-    ):
-        start_trackers(accelerator, Recipe(recipe="tiny", log=LogConfig(["wandb"])))
-    assert "comet-ml" in next(problems(LogConfig(["comet_ml"])))
+    assert list(problems(LogConfig(["wandb"]))) == [
+        "log.trackers=wandb needs its library, which is not installed: pip install wandb"
+    ]
+    assert "pip install comet_ml" in next(problems(LogConfig(["comet_ml"])))
     assert "no tracker 'all'" in next(problems(LogConfig(["all"])))
 
 

@@ -82,7 +82,7 @@ def by_hand(embedder, records, objective):
         t += [readout.state_ND[0] for readout in readouts[1:]]
         owner += [(number, identity) for identity in row.candidate_identity]
         nll += sum(float(readout.nll) for readout in readouts)
-        count += sum(readout.num_tokens for readout in readouts)
+        count += len(row.oracle_ids[0]) + len(row.candidates)
     hits, con = 0, 0.0
     for number, row in enumerate(rows):
         positive, negatives, first = None, [], True

@@ -177,7 +177,7 @@ def test_chunks_draw_the_dropout_of_their_first_forward(lively, make_batch, roll
     q_ND, t_ND = (torch.cat([readout.state_ND for readout in side]) for side in zip(*readouts, strict=True))
     con = forward.compare(q_ND, t_ND).contrast.loss
     nll = sum(q.nll + t.nll for q, t in readouts)
-    tokens = sum(q.num_tokens + t.num_tokens for q, t in readouts)
+    tokens = objective.num_lm_tokens(batch)
     total = 0.3 * nll / tokens + 0.7 * con / len(batch.queries)
     total.backward()
     expected = {name: p.grad.clone() for name, p in lively.named_parameters() if p.grad is not None}

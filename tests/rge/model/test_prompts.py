@@ -262,7 +262,7 @@ def test_a_picture_the_processor_refuses_names_the_item(builder, picture):
 
 
 def test_builder_errors(builder, tiny_path, embedder):
-    with pytest.raises(ValueError, match="unknown profile 'rgb'; there are: plain, rge"):
+    with pytest.raises(ValueError, match="profile must be one of plain, rge, got 'rgb'; did you mean 'rge'"):
         PromptBuilder(embedder.processor, "rgb")
     from transformers import AutoProcessor
 

@@ -141,8 +141,7 @@ class Validation:
         q_branches = [
             objective.query_branches(batch, rationales, embedder, row) for row in range(len(batch.queries))
         ]
-        packs = [embedder.pack(batch.queries, q_branches)]
-        packs[0] = replace(packs[0], by_branch=len(objective.lm_targets) > 1)
+        packs = [replace(embedder.pack(batch.queries, q_branches), by_branch=len(objective.lm_targets) > 1)]
         if batch.candidates:
             branch = objective.candidate_branch(embedder.emb_id)
             packs.append(embedder.pack(batch.candidates, [[branch]] * len(batch.candidates)))

@@ -98,7 +98,7 @@ def show(recipe: PlanCommand) -> int:
     everything = recipe.for_ == "all"
     stages = recipe.stages() if everything else [recipe.for_]
     plans: dict[str, Plan | NamingPlan] = {}
-    if everything and (naming := plan_naming(recipe, model, recipe)) is not None:
+    if everything and (naming := plan_naming(recipe, model)) is not None:
         plans["naming"] = naming
     fit = True
     for name in stages:
@@ -114,7 +114,7 @@ def show(recipe: PlanCommand) -> int:
     return int(not fit)
 
 
-def plan_naming(recipe: Recipe, model: HubModel, options: PlanOptions) -> NamingPlan | None:
+def plan_naming(recipe: PlanCommand, model: HubModel) -> NamingPlan | None:
     """The plan of ``model.scratch.naming``; None without it."""
     scratch = recipe.model.scratch
     if recipe.init is not None or scratch is None or scratch.naming is None:
@@ -122,12 +122,12 @@ def plan_naming(recipe: Recipe, model: HubModel, options: PlanOptions) -> Naming
     choosing, saying = costs.naming_flops(
         shapes_of(model, recipe.model.max_pixels),
         pictures=scratch.naming_batch_size,
-        name_tokens=options.name_tokens,
+        name_tokens=recipe.name_tokens,
         train_text=not is_smollm2(scratch.text),
     )
     only_chosen = round(scratch.naming_say_from * scratch.naming_steps)
     count = only_chosen * choosing + (scratch.naming_steps - only_chosen) * saying
-    speed = options.peak_tflops * options.reached * 1e12 * options.num_gpus
+    speed = recipe.peak_tflops * recipe.reached * 1e12 * recipe.num_gpus
     return NamingPlan(scratch.naming_steps, count, count / speed / 3600)
 
 

@@ -64,7 +64,7 @@ def bm25(options: Bm25Options) -> Path:
         "query_modality": "text",
         "model": {"name": "bm25", "adapter": "bm25s", "revision": None},
         "settings": settings,
-        "rewrite": wanted.meta.get("rewrite"),
+        "rewrite": rewriter and rewriter.about(),
         "tag": tag,
         "again": rerun_command("bm25", options),
         "warnings": [*wanted.meta.get("notes", []), *unread],

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from eval.benchmarks.suite import is_suite, load_suite
-from eval.sets.contents import Contents, content_digest, contents_of, with_content
+from eval.sets.contents import Contents, contents_of, with_content
 from eval.sets.retrieval_set import RetrievalSet, load_set
 from eval.sets.tables import SetError
 from rge.common.commands import progress_bar
@@ -104,7 +104,7 @@ def _caveats(wanted: RetrievalSet, contents: Contents) -> Iterator[str]:
     asked = contents.queries["both"]
     if twice := len(asked) - len(set(asked)):
         yield f"{twice} queries are exact copies of another"
-    yield from _shared_pictures(wanted)
+    yield from _shared_pictures(wanted, contents)
     if (num_groups := _num_groups(wanted)) < FEW_GROUPS:
         yield f"{num_groups} groups: intervals are wide, and not reliable below {FEW_GROUPS} groups"
     counts = Counter(wanted.columns["category"])
@@ -125,12 +125,13 @@ def _copy_of_right(wanted: RetrievalSet, copies: Sequence[Sequence[str]]) -> Ite
             return
 
 
-def _shared_pictures(wanted: RetrievalSet) -> Iterator[str]:
+def _shared_pictures(wanted: RetrievalSet, contents: Contents) -> Iterator[str]:
     group_of: dict[str, str] = {}
-    for item, group in zip(wanted.queries, wanted.columns["group"], strict=True):
-        if any(group_of.setdefault(picture, group) != group for picture in content_digest(item)[1]):
+    rows = zip(wanted.query_ids, contents.pictures, wanted.columns["group"], strict=True)
+    for query, pictures, group in rows:
+        if any(group_of.setdefault(picture, group) != group for picture in pictures):
             yield (
-                f"query {item.id!r} shares a picture with another group: put both in one group, or intervals will be too "
+                f"query {query!r} shares a picture with another group: put both in one group, or intervals will be too "
                 "narrow"
             )
             return

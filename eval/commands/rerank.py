@@ -314,8 +314,8 @@ def _keys(
 ) -> list[str]:
     """Cache keys of the pairs: hashes of the judge's input and settings."""
     needed, items = set(row_P.tolist()), zip(wanted.file_order_C.tolist(), wanted.corpus_items(), strict=True)
-    digest_of = {row: content_digest(item)[0] for row, item in items if row in needed}
-    query_digests = [content_digest(item)[0] for item in queries]
+    digest_of = {row: content_digest(item) for row, item in items if row in needed}
+    query_digests = list(map(content_digest, queries))
     return [
         value_key(about, query_digests[query], digest_of[row])
         for query, row in zip(query_P.tolist(), row_P.tolist(), strict=True)

@@ -31,7 +31,7 @@ from eval.judging.rewrite import RewriteOptions, rewritten
 from eval.models.registry import ModelOptions
 from eval.scoring.output_files import RESULTS, rerun_command, self_retrieval, value_at
 from eval.scoring.search import Ranking, rows_within, search
-from eval.sets.contents import Contents, contents_of, with_content
+from eval.sets.contents import Contents, contents_of, query_contents, with_content
 from eval.sets.retrieval_set import MODALITIES, Modality, RetrievalSet
 from rge.common.errors import UserError
 from rge.common.options import one_of
@@ -189,13 +189,12 @@ class Session:
         process_group = join()
         protocol, whole = options.prepared()
         wanted = whole.first(options.limit)
-        self.depth = protocol.depth(wanted, options.depth)
+        depth = protocol.depth(wanted, options.depth)
         rewriter = options.load_rewriter(options.root)
-        if rewriter is not None:
-            wanted = process_group.once(lambda: rewritten(wanted, rewriter))
+        modalities = {condition.modality for condition in conditions}
 
         def read() -> tuple[Contents, str | None]:
-            contents = contents_of(wanted, {condition.modality for condition in conditions})
+            contents = contents_of(wanted, modalities)
             return contents, with_content(whole, contents.candidates).content
 
         # One pass over all pictures before loading the model: the cache keys need their hashes, and a missing picture is
@@ -207,24 +206,31 @@ class Session:
             encoder.settings.check_mode(condition.mode)
         recipe = encoder.settings.recipe
         self.audit = process_group.once(lambda: audit_run(wanted, options.train, recipe))
+        self.shared = _shared(options, wanted, encoder)
+        self.shared |= {"depth": depth, "rewrite": rewriter and rewriter.about()}
         self.measurement = Measurement(wanted, protocol, options.seed, options.overwrite, options.limit)
+        for condition in conditions:
+            self.check_out(condition, {})
+        if rewriter is not None:  # last, since its model may cost money
+            asked = process_group.once(lambda: rewritten(wanted, rewriter))
+            self.measurement = replace(self.measurement, wanted=asked)
+            queries = process_group.once(lambda: query_contents(asked, modalities, contents.pictures))
+            contents = replace(contents, queries=queries)
         self.embeddings = Embeddings(
-            encoder, wanted, contents, options.root, process_group, batch_size=options.batch_size, seed=options.seed,
-            candidate_mode=options.candidate_mode, dims=options.embedding_dims, memory_mb=options.memory_mb,
+            encoder, self.measurement.wanted, contents, options.root, process_group, batch_size=options.batch_size,
+            seed=options.seed, candidate_mode=options.candidate_mode, dims=options.embedding_dims,
+            memory_mb=options.memory_mb,
         )  # fmt: skip
-        self.shared = _shared(options, wanted, encoder) | {"depth": self.depth}
         warnings = chain.from_iterable(self.warnings(condition.mode) for condition in conditions)
         for warning in dict.fromkeys(warnings) if process_group.is_first else ():
             print(f"WARNING: {warning}", file=sys.stderr, flush=True)
-        for condition in conditions:
-            self.check_out(condition, {})
 
     def rank(self, query_QD: np.ndarray, candidate_CD: np.ndarray) -> Ranking:
         """Exact search with the set's exclusions and candidate lists."""
         return search(
             query_QD,
             candidate_CD,
-            depth=self.depth,
+            depth=self.shared["depth"],
             excluded=self.measurement.wanted.excluded,
             candidates=self.measurement.wanted.candidates,
             block_rows=rows_within(self.embeddings.memory_mb, candidate_CD.shape[1]),
@@ -244,6 +250,8 @@ class Session:
         """
         modes = {"query_mode": condition.mode, "query_modality": condition.modality}
         about = {**modes, **self.shared, **more}
+        if condition.modality == "image":  # which leaves out all texts
+            about["rewrite"] = None
         determined = {key: value_at(about, key.split(".")) for key in DETERMINES}
         self.measurement.check_out(condition.out, determined, measured=about)
         return about
@@ -301,7 +309,6 @@ def _shared(options: RunOptions, wanted: RetrievalSet, encoder: Embeds) -> dict[
             "instructions": instructions[:MAX_INSTRUCTIONS],
             "num_instructions": len(instructions),
         },
-        "rewrite": wanted.meta.get("rewrite"),
         "settings": {
             key: value for key, value in known.content().items() if key not in ("recipe", "identity")
         },

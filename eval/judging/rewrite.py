@@ -5,13 +5,12 @@ explicit. Either is appended to the query's text, for any embedder or BM25; with
 model use pictures. The paper has a template for reformulations; the prompts here are ours, and are recorded in results.json.
 """
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from eval.sets.contents import content_digest
+from eval.sets.contents import content_digest, picture_digests
 from eval.sets.retrieval_set import RetrievalSet
 from rge.calls.caller import Caller
 from rge.calls.dispatch.grouping import Outcome
@@ -21,7 +20,6 @@ from rge.calls.request import Picture, Request
 from rge.calls.store import AnswerStore, value_key
 from rge.common.commands import progress_bar
 from rge.common.errors import UserError
-from rge.common.images import picture_bytes
 from rge.common.options import one_of
 from rge.common.schema import Item
 
@@ -85,7 +83,7 @@ class Rewriter:
             UserError: calls are unanswered (reported after all others were made), or all answers are empty.
         """
         keys = [
-            value_key("rewrite", MAX_TOKENS, self.about(), content_digest(query)[0])
+            value_key("rewrite", MAX_TOKENS, self.about(), content_digest(query))
             if query.images or self.kind != "caption"
             else None
             for query in queries
@@ -120,7 +118,7 @@ class Rewriter:
         system, request = PROMPTS[self.kind]
         # A caption must not repeat or answer the question, so the model sees only the pictures.
         text = [query.text] if query.text and self.kind != "caption" else []
-        pictures = [Picture(ref, hashlib.sha256(picture_bytes(ref)).hexdigest()) for ref in query.images]
+        pictures = map(Picture, query.images, picture_digests(query))
         return Request(self.model, (*text, *pictures, request), system, max_tokens=MAX_TOKENS)
 
 
@@ -154,15 +152,14 @@ class RewriteOptions:
 def rewritten(wanted: RetrievalSet, rewriter: Rewriter) -> RetrievalSet:
     """The set with rewritten queries; queries without pictures get no caption.
 
-    Queries whose rewriting was refused or empty are unchanged; a note of the set counts them. ``rewrite`` in its meta
-    describes the rewriter for results.json.
+    Queries whose rewriting was refused or empty are unchanged; a note of the set counts them.
     """
     added = rewriter.additions(wanted.queries)
     queries = [
         replace(query, text="\n".join(part for part in (query.text, more) if part))
         for query, more in zip(wanted.queries, added, strict=True)
     ]
-    meta = {**wanted.meta, "rewrite": rewriter.about()}
+    meta = wanted.meta
     if empty := sum(more == "" for more in added):
         note = f"rewrite={rewriter.kind} added nothing to {empty} of {len(queries)} queries (refused, rejected or empty)"
         meta = {**meta, "notes": [*meta.get("notes", []), note]}

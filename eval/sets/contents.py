@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,6 +19,7 @@ class Contents:
 
     candidates: list[str]  # in file order
     queries: dict[Modality, list[str]]
+    pictures: list[tuple[str, ...]]  # of each query, see `picture_digests`
     own: list[np.ndarray]
     """For each query the candidate rows (in id order) with a byte-identical copy of one of its pictures."""
 
@@ -35,31 +36,45 @@ def contents_of(wanted: RetrievalSet, modalities: Collection[Modality]) -> Conte
         delay=2,
     )
     for row, item in zip(wanted.file_order_C.tolist(), items, strict=True):
-        content, pictures = content_digest(item)
-        candidates.append(content)
-        for picture in pictures:
+        of_item = picture_digests(item)
+        candidates.append(content_digest(item, of_item))
+        for picture in of_item:
             rows_of_picture.setdefault(picture, []).append(row)
-    queries = {
-        modality: [content_digest(item)[0] for item in wanted.query_items(modality)]
+    pictures = list(map(picture_digests, wanted.queries))
+
+    def own(of_query: Iterable[str]) -> np.ndarray:
+        return np.array(sorted({row for one in of_query for row in rows_of_picture.get(one, [])}), np.int64)
+
+    queries = query_contents(wanted, modalities, pictures)
+    return Contents(candidates, queries, pictures, list(map(own, pictures)))
+
+
+def query_contents(
+    wanted: RetrievalSet, modalities: Collection[Modality], pictures: Sequence[tuple[str, ...]]
+) -> dict[Modality, list[str]]:
+    """Content hashes of the queries in each modality; ``pictures``: see `Contents`."""
+    return {
+        modality: [
+            content_digest(item, of_item if item.images else ())
+            for item, of_item in zip(wanted.query_items(modality), pictures, strict=True)
+        ]
         for modality in modalities
     }
 
-    def own(query: Item) -> np.ndarray:
-        rows = {row for one in content_digest(query)[1] for row in rows_of_picture.get(one, [])}
-        return np.array(sorted(rows), np.int64)
 
-    return Contents(candidates, queries, list(map(own, wanted.queries)))
+def picture_digests(item: Item) -> tuple[str, ...]:
+    """SHA-256 of the bytes of each of an item's pictures; an `ImageError` if one cannot be read."""
+    return tuple(hashlib.sha256(picture_bytes(ref)).hexdigest() for ref in item.images)
 
 
-def content_digest(item: Item) -> tuple[str, tuple[str, ...]]:
-    """SHA-256 of an item's text, instruction and pictures, without its id, and of each picture's bytes.
+def content_digest(item: Item, pictures: tuple[str, ...] | None = None) -> str:
+    """SHA-256 of an item's text, instruction and pictures, without its id.
 
-    Raises:
-        rge.common.images.ImageError: a picture cannot be read.
+    ``pictures``: their `picture_digests`; None: read them.
     """
-    pictures = tuple(hashlib.sha256(picture_bytes(ref)).hexdigest() for ref in item.images)
+    pictures = picture_digests(item) if pictures is None else pictures
     content = json.dumps([item.text, item.instruction, pictures], ensure_ascii=False)
-    return hashlib.sha256(content.encode()).hexdigest(), pictures
+    return hashlib.sha256(content.encode()).hexdigest()
 
 
 def with_content(wanted: RetrievalSet, candidates: Sequence[str] | None = None) -> RetrievalSet:
@@ -72,7 +87,7 @@ def with_content(wanted: RetrievalSet, candidates: Sequence[str] | None = None) 
         rge.common.images.ImageError: a picture cannot be read.
     """
     if candidates is None:
-        candidates = [content_digest(item)[0] for item in wanted.corpus_items()]
+        candidates = list(map(content_digest, wanted.corpus_items()))
     digest = hashlib.sha256(wanted.fingerprint.encode())
     rows: list[list[str]] = sorted(
         [wanted.corpus_ids[r], one] for r, one in zip(wanted.file_order_C, candidates, strict=True)
@@ -82,7 +97,7 @@ def with_content(wanted: RetrievalSet, candidates: Sequence[str] | None = None) 
     columns = [wanted.columns[name] for name in own]
     missing = [] if wanted.num_missing_Q is None else [list(map(str, wanted.num_missing_Q.tolist()))]
     queries = zip(wanted.queries, *columns, *missing, strict=True)
-    rows += sorted([query.id, content_digest(query)[0], *values] for query, *values in queries)
+    rows += sorted([query.id, content_digest(query), *values] for query, *values in queries)
     for row in rows:
         digest.update(json.dumps(row, ensure_ascii=False).encode() + b"\n")
     return replace(wanted, content=digest.hexdigest())

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from eval_fakes import FakeEncoder, loader, tables, write_tables
+from eval_fakes import FakeEncoder, loader, picture, tables, write_tables
 
 from eval.commands.bm25 import Bm25Options, bm25, rank
 from eval.commands.run import RunOptions, run
@@ -66,10 +66,11 @@ def test_a_model_of_the_same_name_at_another_address_writes_anew(content, server
 
     rewritten(wanted, load_rewriter("caption", server.url, "m", tmp_path / "cache"))
     with LocalServer(answer) as other:
-        found = rewritten(wanted, load_rewriter("caption", other.url, "m", tmp_path / "cache"))
+        rewriter = load_rewriter("caption", other.url, "m", tmp_path / "cache")
+        found = rewritten(wanted, rewriter)
         assert other.num_answered == 3
     assert found.queries[1].text == "question 1\nfrom elsewhere"
-    assert found.meta["rewrite"]["at"] == other.url
+    assert rewriter.about()["at"] == other.url
 
 
 def test_a_reformulation_sees_question_and_pictures(content, server, tmp_path):
@@ -239,3 +240,41 @@ def test_bm25_needs_texts(tmp_path):
     data = write_tables(tmp_path / "set", tables())
     with pytest.raises(UserError, match="no candidate has text that BM25 can use"):
         bm25(Bm25Options(set=data, out=tmp_path / "out"))
+
+
+def test_nobody_is_asked_for_an_evaluation_that_is_refused(content, server, tmp_path):
+    data = write_tables(tmp_path / "set", content)
+    options = {"checkpoint": "fake", "set": data, "out": tmp_path / "out", "report": False}
+    run(RunOptions(**options), loader(FakeEncoder()))
+    how = {"rewrite": "reformulate", "rewriter": server.url, "rewriter_model": "m"}
+    with pytest.raises(UserError, match="rewrite.kind = None, this one has 'reformulate'"):
+        run(RunOptions(**options, **how), loader(FakeEncoder()))
+    assert server.asked == []
+
+
+def test_an_audit_compares_what_the_set_asks_and_only_texts_that_are_used_count_as_rewritten(
+    content, server, tmp_path
+):
+    content["queries"]["image"][0] = [picture(999)]
+    data = write_tables(tmp_path / "set", content)
+    (tmp_path / "seen.png").write_bytes(content["queries"]["image"][1][0])
+    query = {"text": "question 1", "images": ["seen.png"]}
+    record = {"id": "r", "group": "g", "source": "x", "split": "train", "query": query}
+    record["positives"] = [{"id": "t", "text": "t"}]
+    train = tmp_path / "train.jsonl"
+    train.write_text(json.dumps(record) + "\n")
+    how = {"rewrite": "caption", "rewriter": server.url, "rewriter_model": "m", "query_mode": ("direct",)}
+    modalities = {"query_modality": ("both", "image")}
+    options = RunOptions(
+        checkpoint="fake",
+        set=data,
+        out=tmp_path / "out",
+        report=False,
+        train=(str(train),),
+        **how,
+        **modalities,
+    )
+    for path in run(options, loader(FakeEncoder())):
+        results = json.loads((path / "results.json").read_text())
+        assert bool(results["rewrite"]) == (results["query_modality"] == "both")
+        assert results["audit"]["query_pairs"] == {"shared": 1, "of": 6}

@@ -47,11 +47,6 @@ SHARED = (
     "seed", "tag", "exact", "asked_as_released", "plugins", "metrics",
 )  # fmt: skip
 """Keys of results.json that are the same for all members."""
-DECIDES = (
-    "query_mode", "query_modality", "candidate_mode", "benchmark", "profile", "dtype", "embedding_dims", "depth", "seed",
-    "tag",
-)  # fmt: skip
-"""Keys that identify an evaluation in an output directory."""
 PER_MEMBER = ("set.", "embedder.run", "asked.depth", "machine.")
 """Parts of an identity that may differ between members."""
 
@@ -144,10 +139,6 @@ def aggregate(
     _check_alike(dirs, results)
     table = _joint_table(suite, dirs)
     about_set = _joint_set(suite, results, table)
-    identity = {f"set.{key}": about_set[key] for key in ("fingerprint", "limit")}
-    identity["checkpoint_hash"] = first.get("checkpoint_hash")
-    check_out(out, identity | _part(first, DECIDES), overwrite=overwrite)
-
     columns = list(dict.fromkeys(chain.from_iterable(suite.members.values())))
     by_member = {name: result["micro"] for name, result in results.items()}
     names = [name for name in in_all(list(by_member.values())) if name in table]
@@ -155,7 +146,7 @@ def aggregate(
     content: dict[str, Any] = {
         "format": FORMAT,
         "set": about_set,
-        **_part(first, SHARED),
+        **{key: first[key] for key in SHARED if key in first},
         "suite": suite.column,
         "member_dirs": {name: relative(path, out) for name, path in dirs.items()},
         **suite_figures(table, names, columns, _reported(results, columns), seed=seed),
@@ -173,15 +164,12 @@ def aggregate(
     content |= protocol.suite_figures(results) | dict(more(results))
     content["identity"] = with_key(content, made=None if old_results(first) else first["identity"])
     content["headline"] = headline_figures(protocol, content["macro"], "macro")
+    check_out(out, content, overwrite=overwrite)
     invalidate(out)
     write_tables(out, pa.Table.from_pandas(table, preserve_index=False), content)
     if title is not None:
         figures = in_per_cent(content, (*protocol.headline, *content.get("metrics", [])))
         print(f"\n{suite.name}: {title} -> {out}\n{figures.to_string()}", flush=True)
-
-
-def _part(results: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
-    return {key: results[key] for key in keys if key in results}
 
 
 def _check_alike(dirs: Mapping[str, Path], results: ByMember) -> None:

@@ -7,7 +7,7 @@ Needs the extra ``baselines`` (bm25s). Candidates that share no word with the qu
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -51,24 +51,22 @@ def bm25(options: Bm25Options) -> Path:
     wanted, unread = with_readable_content(wanted)
     depth = protocol.depth(wanted, options.depth)
     tag = f"bm25-{options.method}" + (f"-{options.rewrite}" if options.rewrite else "")
-    settings = {key: getattr(options, key) for key in ("method", "k1", "b", "stopwords")}
-    determined = {"tag": tag, "depth": depth, "rewrite.model": options.rewriter_model}
-    determined |= {f"settings.{key}": value for key, value in settings.items()}
-    measurement = Measurement(wanted, protocol, options.seed, options.overwrite)
-    measurement.check_out(options.out, determined)
     rewriter = options.load_rewriter(options.cache or options.out / ".cache")
+    about: dict[str, Any] = {
+        "query_modality": "text",
+        "model": {"name": "bm25", "adapter": "bm25s", "revision": None},
+        "settings": {key: getattr(options, key) for key in ("method", "k1", "b", "stopwords")},
+        "rewrite": rewriter and rewriter.about(),
+        "tag": tag,
+        "depth": depth,
+        "again": rerun_command("bm25", options),
+    }
+    measurement = Measurement(wanted, protocol, options.seed, options.overwrite)
+    measurement.check_out(options.out, about)
     if rewriter is not None:
         wanted = rewritten(wanted, rewriter)
         measurement = replace(measurement, wanted=wanted)
-    about = {
-        "query_modality": "text",
-        "model": {"name": "bm25", "adapter": "bm25s", "revision": None},
-        "settings": settings,
-        "rewrite": rewriter and rewriter.about(),
-        "tag": tag,
-        "again": rerun_command("bm25", options),
-        "warnings": [*wanted.meta.get("notes", []), *unread],
-    }
+    about["warnings"] = [*wanted.meta.get("notes", []), *unread]
     ranking = rank(wanted, options, depth)
     measurement.write(options.out, ranking, about, tag=tag, title=tag)
     return options.out

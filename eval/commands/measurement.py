@@ -36,25 +36,27 @@ class Measurement:
     overwrite: bool  # whether output of another evaluation is replaced
     limit: int | None = None  # number of queries of the set that are used; None: all
 
-    def check_out(
-        self, out: Path, determined: Mapping[str, Any], measured: Mapping[str, Any] | None = None
-    ) -> None:
+    def check_out(self, out: Path, about: Mapping[str, Any]) -> None:
         """Raise a UserError if a directory holds another evaluation, see `eval.scoring.output_files.check_out`.
 
-        ``determined``: dotted keys of results.json that determine the figures beside set, protocol and seed.
+        ``about``: how the ranking is made, see `write`.
         """
-        wanted, protocol = self.wanted, self.protocol
-        decides = {
-            "set.fingerprint": wanted.fingerprint,
-            "set.content": wanted.content,
-            "set.report_by": list(wanted.report_by),
-            "set.limit": self.limit,
+        check_out(out, self._known() | dict(about), overwrite=self.overwrite)
+
+    def _known(self) -> dict[str, Any]:
+        """Content of results.json that no ranking is needed for."""
+        protocol = self.protocol
+        return {
+            "format": FORMAT,
+            "set": set_figures(self.wanted) | {"limit": self.limit},
             "benchmark": protocol.benchmark,
             "profile": protocol.profile,
-            "seed": self.seed,
+            "protocol": list(protocol.statements),
             "metrics": list(protocol.metrics),
+            "query_mode": None,
+            "query_modality": None,
+            "seed": self.seed,
         }
-        check_out(out, decides | dict(determined), overwrite=self.overwrite, measured=measured)
 
     def write(
         self,
@@ -79,20 +81,12 @@ class Measurement:
         scored = protocol.without(missing, wanted, protocol.score(wanted, ranking))
         table = per_query_table(wanted, ranking, scored, encoded)
         results: dict[str, Any] = {
-            "format": FORMAT,
-            "set": set_figures(wanted) | {"limit": self.limit},
-            "benchmark": protocol.benchmark,
-            "profile": protocol.profile,
-            "protocol": list(protocol.statements),
-            "metrics": list(protocol.metrics),
-            "query_mode": None,
-            "query_modality": None,
+            **self._known(),
             **all_figures(wanted, scored, protocol, seed=self.seed),
             "warnings": list(wanted.meta.get("notes", [])),
             "rationale": rationale_figures(table.select(["stop_reason", "rationale_tokens"]).to_pandas()),
             "coverage": 1.0 - len(missing) / len(wanted.queries),
             "depth": ranking.depth,
-            "seed": self.seed,
             "statistics": statistics_settings(self.seed),
             "versions": versions(),
         } | dict(about)

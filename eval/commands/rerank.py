@@ -143,17 +143,19 @@ def _rerank_set(options: RerankOptions, judge: Callable[[], DescriptionJudge], a
     wanted = wanted.first(limit)
     read = read_run(options.of / RUN, wanted)
     measurement = Measurement(wanted, protocol, options.seed, options.overwrite, limit)
-    determined = {
-        "rerank.of": str(options.of),
-        "rerank.top_n": options.top_n,
-        "rerank.mix": options.mix,
-        # the ranking at of= may have been replaced
-        **{key: old.get(key) for key in ("checkpoint_hash", "run_hash", "query_mode", "query_modality")},
+    tag, asked = f"{read.tag}-judged", {"top_n": options.top_n, "mix": options.mix, "of": str(options.of)}
+    made = {key: old[key] for key in KEPT if key in old} | {
+        "ranked_with": ranked_with(old),
+        "rerank": asked,
+        "tag": tag,
         "depth": read.ranking.depth,
+        "warnings": [*old.get("warnings", []), *unread],
+        "again": rerun_command("rerank", options),
     }
-    measurement.check_out(options.out, determined)
+    measurement.check_out(options.out, made)
     loaded, process_group = judge(), join()
-    measurement.check_out(options.out, {"rerank.judge": loaded.name})
+    made["rerank"] = asked | {"judge": loaded.name, "question": QUESTION}
+    measurement.check_out(options.out, made)
     first, about = options.of, old
     while about.get("rerank"):  # whose output has no rationales
         first = Path(about["rerank"]["of"])
@@ -163,8 +165,8 @@ def _rerank_set(options: RerankOptions, judge: Callable[[], DescriptionJudge], a
                 f"{first}, which {options.of} reordered, holds another ranking now: rerank it again"
             )
     rationales = pd.read_parquet(first / PER_QUERY).set_index("query_id")["rationale"].dropna()
-    asked = wanted.query_items(old.get("query_modality") or "both")  # without what the embedder did not see
-    texts = [Item(query.id, text=rationales.get(query.id) or query.text) for query in asked]
+    queries = wanted.query_items(old.get("query_modality") or "both")  # without what the embedder did not see
+    texts = [Item(query.id, text=rationales.get(query.id) or query.text) for query in queries]
     judged = rerank(
         wanted,
         process_group.once(lambda: loaded.describe(texts, answers)),
@@ -178,23 +180,7 @@ def _rerank_set(options: RerankOptions, judge: Callable[[], DescriptionJudge], a
     )
     if not process_group.is_first:
         return
-    about = {
-        "top_n": options.top_n,
-        "mix": options.mix,
-        "of": str(options.of),
-        "judge": loaded.name,
-        "question": QUESTION,
-        "num_pairs": judged.num_pairs,
-        "ms_mean": float(judged.ms_Q.mean()),
-    }
-    tag = f"{read.tag}-judged"
-    made = {key: old[key] for key in KEPT if key in old} | {
-        "ranked_with": ranked_with(old),
-        "rerank": about,
-        "tag": tag,
-        "warnings": [*old.get("warnings", []), *unread],
-        "again": rerun_command("rerank", options),
-    }
+    made["rerank"] |= {"num_pairs": judged.num_pairs, "ms_mean": float(judged.ms_Q.mean())}
     measurement.write(
         options.out, judged.ranking, made, tag=tag,
         # a query without lines may also be one for which nothing was found, such as by BM25

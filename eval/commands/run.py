@@ -29,7 +29,7 @@ from eval.embedding.processes import join
 from eval.embedding.set_embeddings import Embeddings
 from eval.judging.rewrite import RewriteOptions, rewritten
 from eval.models.registry import ModelOptions
-from eval.scoring.output_files import RESULTS, rerun_command, self_retrieval, value_at
+from eval.scoring.output_files import RESULTS, rerun_command, self_retrieval
 from eval.scoring.search import Ranking, rows_within, search
 from eval.sets.contents import Contents, contents_of, query_contents, with_content
 from eval.sets.retrieval_set import MODALITIES, Modality, RetrievalSet
@@ -41,11 +41,6 @@ from rge.common.schema import Encoded
 MODES: tuple[Mode, ...] = get_args(Mode)
 MAX_INSTRUCTIONS = 20
 """Maximum number of instructions listed in results.json; a set may have one per query."""
-DETERMINES = (
-    "checkpoint_hash", "decoding", "embedding_dims", "candidate_mode", "depth", "dtype", "exact", "prompts.profile",
-    "rewrite.kind", "rewrite.model", "query_mode", "query_modality", "budget.draw_temperature",
-)  # fmt: skip
-"""Keys of results.json that determine the figures beside those of `decides`; not software, machine and batch size."""
 UNTRAINED = (
     "query_mode=reasoning, but according to rge.json this checkpoint was trained without rationales (reasons: none): "
     "use query_mode=direct"
@@ -252,8 +247,7 @@ class Session:
         about = {**modes, **self.shared, **more}
         if condition.modality == "image":  # which leaves out all texts
             about["rewrite"] = None
-        determined = {key: value_at(about, key.split(".")) for key in DETERMINES}
-        self.measurement.check_out(condition.out, determined, measured=about)
+        self.measurement.check_out(condition.out, about)
         return about
 
     def write(

@@ -57,19 +57,21 @@ def score(options: ScoreOptions) -> Path:
             f"{options.run}: {len(read.missing)} of {len(wanted.queries)} queries have no line, first {read.missing[0]!r}. "
             f"Leaving them out would flatter the run; allow_missing=true {counted} and reports the coverage"
         )
-    about_run = {"tag": read.tag, "run_hash": hashlib.sha256(path.read_bytes()).hexdigest()}
-    measurement = Measurement(wanted, protocol, options.seed, options.overwrite)
-    measurement.check_out(options.out, {"query_mode": None} | about_run)
     needed = deepest(protocol.names(wanted))
     short = int((wanted.pool_sizes().clip(max=needed) > (read.ranking.rows_QW >= 0).sum(axis=1)).sum())
     about = {
+        "tag": read.tag,
+        "run_hash": hashlib.sha256(path.read_bytes()).hexdigest(),
+        "depth": read.ranking.depth,
         "num_missing": len(read.missing),
         "num_short": short,
         "num_excluded_lines": read.num_excluded,
         "run": str(options.run),
         "again": rerun_command("score", options),
         "warnings": [*wanted.meta.get("notes", []), *unread],
-    } | about_run
+    }
+    measurement = Measurement(wanted, protocol, options.seed, options.overwrite)
+    measurement.check_out(options.out, about)
     results = measurement.write(
         options.out, read.ranking, about, tag=read.tag, missing=read.missing, title=str(options.run)
     )

@@ -34,6 +34,13 @@ NUM_TOP = 10
 SELF_RANKS = (1, 20)
 PLACES = ("out", "cache", "overwrite", "report")
 """Options of a command that do not affect its figures."""
+DECIDES = (
+    "set.fingerprint", "set.content", "set.report_by", "set.limit", "benchmark", "profile", "metrics", "seed", "rerank.of",
+    "rerank.top_n", "rerank.mix", "rerank.judge", "tag", "run_hash", "checkpoint_hash", "query_mode", "query_modality",
+    "candidate_mode", "depth", "embedding_dims", "decoding", "dtype", "exact", "prompts.profile", "rewrite.kind",
+    "rewrite.model", "budget.draw_temperature",
+)  # fmt: skip
+"""Keys of results.json that determine the figures, beside settings, prompts and rewriter; not software, machine and batch size."""
 ASSUMED = {"benchmark": "generic", "profile": "clean", "seed": 0, "depth": DEPTH, "metrics": []}
 """Values assumed for keys that older results did not record; others are null."""
 NOT_ALWAYS_RECORDED = ("dtype", "exact", "set.content", "set.report_by")
@@ -248,37 +255,35 @@ def means(names: Sequence[str], value_QM: np.ndarray) -> dict[str, float]:
     }
 
 
-def check_out(
-    out: Path, decides: dict[str, Any], *, overwrite: bool, measured: Mapping[str, Any] | None = None
-) -> None:
+def check_out(out: Path, results: Mapping[str, Any], *, overwrite: bool) -> None:
     """Refuse to replace the output of a different evaluation.
 
-    ``decides``: dotted keys of results.json that determine figures, with their new values. ``measured``: keys of results.json
-    that describe how an embedder is used, see `eval.embedding.identity.asked_of`.
+    ``results``: the new results.json as far as it is known. A block may lack keys that are not known yet.
     """
     if out.is_file():
         raise UserError(f"out {out} is a file")
     if overwrite or not (out / RESULTS).exists():
         return
-    old = read_results(out)
-    apart = _differing(old, json.loads(json.dumps(decides, default=str)))
-    if "identity" in old and measured is not None:
-        apart |= differences(_usage(old), _usage(measured))
-    for key, (was, new) in apart.items():
+    old, new = read_results(out), json.loads(json.dumps(results, default=str))
+    apart = _differing(old, new)
+    if "identity" in old:
+        apart |= differences(_usage(old), _usage(new))
+    for key, (was, value) in apart.items():
         raise UserError(
-            f"{out} already holds an evaluation with {key} = {was!r}, this one has {new!r}: "
+            f"{out} already holds an evaluation with {key} = {was!r}, this one has {value!r}: "
             "choose another out=, or pass overwrite=true"
         )
 
 
-def _differing(old: Mapping[str, Any], decides: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    def recorded(key: str, new: Any) -> Any:
-        was = value_at(old, key.split("."))
-        if was is None:
-            return new if key in NOT_ALWAYS_RECORDED else ASSUMED.get(key)
-        return was
-
-    pairs = {key: (recorded(key, new), new) for key, new in decides.items()}
+def _differing(old: Mapping[str, Any], results: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    pairs = {}
+    for key in DECIDES:
+        block, _, name = key.rpartition(".")
+        if name in (results.get(block) or (name,)):  # else not known yet
+            was, new = (value_at(one, key.split(".")) for one in (old, results))
+            if was is None:
+                was = new if key in NOT_ALWAYS_RECORDED else ASSUMED.get(key)
+            pairs[key] = was, new
     return {key: (was, new) for key, (was, new) in pairs.items() if was != new}
 
 
@@ -292,7 +297,7 @@ def value_at(results: Mapping[str, Any], path: Sequence[str]) -> Any:
 
 def _usage(results: Mapping[str, Any]) -> Identity:
     """How an embedder is used: settings, prompts and rewriter."""
-    parts = asked_of(json.loads(json.dumps(results, default=str)))
+    parts = asked_of(results)
     return {"asked": {"rewriter_at": parts["asked"]["rewriter_at"]}} | {
         part: parts[part] for part in ("settings", "prompts")
     }

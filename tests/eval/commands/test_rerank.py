@@ -374,6 +374,19 @@ def test_the_command_asks_for_what_the_answer_shows(tmp_path, monkeypatch):
         rerank_command(RerankOptions(**options))
 
 
+def test_a_reranked_evaluation_is_not_replaced_by_its_first_ranking_unasked(tmp_path, monkeypatch):
+    data = write_tables(tmp_path / "set", tables())
+    options = {"checkpoint": "fake", "set": data, "cache": tmp_path / "cache", "report": False}
+    (done,) = run(RunOptions(**options, out=tmp_path / "eval"), loader(FakeEncoder()))
+    monkeypatch.setattr("eval.commands.rerank.DescriptionJudge", lambda *_, **__: Fixed({}))
+    rerank_command(RerankOptions(of=done, judge="x", top_n=3, out=tmp_path / "judged"))
+    before = (tmp_path / "judged" / "results.json").read_bytes()
+    with pytest.raises(UserError, match="already holds an evaluation with rerank.of = "):
+        run(RunOptions(**options, out=tmp_path / "judged"), loader(FakeEncoder()))
+    assert (tmp_path / "judged" / "results.json").read_bytes() == before
+    rerank_command(RerankOptions(of=done, judge="x", top_n=3, out=tmp_path / "judged"))
+
+
 @pytest.mark.slow
 def test_the_judge_sees_no_text_that_the_embedder_did_not(tmp_path, monkeypatch):
     asked = {

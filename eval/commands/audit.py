@@ -3,10 +3,10 @@
     rge eval audit set=DIR train=FILE.jsonl[,FILE.jsonl]
     rge eval audit evals=DIR[,DIR]    # shortcuts, see `eval.scoring.shortcuts`
 
-Two pictures count as the same if their bytes or their ids are equal (a re-encoded copy has different bytes). Half of Visual
-Genome's pictures are also in COCO; if the importer recorded that (``names.parquet``), training pictures whose file names end
-in COCO's twelve digits are recognised. `eval.commands.run` does this automatically with the training files listed in the
-checkpoint's ``rge.json``. All members of a suite are audited.
+Two pictures count as the same if their bytes are equal, or their ids if these have eight or more characters (a re-encoded copy
+has different bytes). Half of Visual Genome's pictures are also in COCO; if the importer recorded that (``names.parquet``),
+training pictures whose file names end in COCO's twelve digits are recognised. `eval.commands.run` does this automatically with
+the training files listed in the checkpoint's ``rge.json``. All members of a suite are audited.
 """
 
 import hashlib
@@ -168,7 +168,7 @@ def audit_training(wanted: RetrievalSet, files: Sequence[Path], *, lenient: bool
     for query, ids, (rows, _) in zip(wanted.queries, picture_ids(wanted), wanted.positives, strict=True):
         names = _names(query, own_id=False)
         if names:
-            names |= {f"id:{name}" for name in ids if len(name) >= MIN_ID_LENGTH}
+            names.update(filter(None, map(_id, ids)))
             names = names.union(*(further.get(name, ()) for name in ids))
             targets = set().union(*(names_of.get(row, ()) for row in rows.tolist()))
             flags_of["query_images"].append(not names.isdisjoint(seen.everywhere))
@@ -221,7 +221,7 @@ def _read(path: Path, seen: _Seen, digests: dict[str, str | None], lenient: bool
         at = str(path.parent / image)
         if at not in digests:
             digests[at] = _digest(at)
-        return set(filter(None, (digests[at], _name(image), _coco(image), f"id:{own}" if own else None)))
+        return set(filter(None, (digests[at], _name(image), _coco(image), _id(own))))
 
     for record in _records(path, lenient):
         query, positives = record.get("query"), record.get("positives")
@@ -255,13 +255,17 @@ def _names(item: Item, *, own_id: bool = True) -> set[str]:
     if not item.images:
         return set()
     ids = {*map(_digest, item.images), *(_name(ref) for ref in item.images if isinstance(ref, str))}
-    return set(filter(None, ids)) | ({f"id:{item.id}"} if own_id else set())
+    return set(filter(None, ids | {_id(item.id) if own_id else None}))
 
 
 def _name(ref: str) -> str | None:
-    """Id from the file name or library row; None for short ones, which are ambiguous ("1.jpg")."""
-    name = ref.rsplit("#", 1)[-1] if ".parquet#" in ref else Path(ref).stem
-    return f"id:{name}" if len(name) >= MIN_ID_LENGTH else None
+    """Id from the file name or library row."""
+    return _id(ref.rsplit("#", 1)[-1] if ".parquet#" in ref else Path(ref).stem)
+
+
+def _id(name: Any) -> str | None:
+    """An id as a picture's name; None for short ones, which are ambiguous ("1")."""
+    return f"id:{name}" if len(str(name or "")) >= MIN_ID_LENGTH else None
 
 
 def _coco(ref: str) -> str | None:

@@ -152,7 +152,7 @@ def _sets_of(
         return [(_load(folder, about["fingerprint"]), "", list(chosen))]
     members: dict[str, list[str]] = defaultdict(list)
     for query in chosen:
-        members[query.partition("/")[0]].append(query)
+        members[str(first.per_query.at[query, "category"])].append(query)
     known = about.get("members", {})
     return [(_load(folder / name, known.get(name)), f"{name}/", members[name]) for name in sorted(members)]
 

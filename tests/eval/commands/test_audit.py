@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from eval_fakes import FakeEncoder, loader, picture, write_set
+from eval_fakes import FakeEncoder, loader, picture, tables, write_set, write_tables
 
 from eval.__main__ import main
 from eval.benchmarks.suite import write_suite
@@ -68,13 +68,18 @@ def test_shared_pictures_and_pairs(set_dir, tmp_path):
     assert len(audit.warnings) == 4
 
 
-def test_a_reencoded_picture_is_known_by_its_id(set_dir, tmp_path):
-    wanted = load_set(set_dir)
+@pytest.mark.parametrize(("prefix", "num"), [("picture-", 1), ("", 0)])
+def test_a_reencoded_picture_is_known_by_its_id_if_that_is_long_enough(tmp_path, prefix, num):
+    content = tables()
+    content["corpus"]["id"] = [prefix + name for name in content["corpus"]["id"]]
+    for table in ("qrels", "negatives"):
+        content[table]["corpus-id"] = [prefix + name for name in content[table]["corpus-id"]]
+    wanted = load_set(write_tables(tmp_path / "set", content))
     right = wanted.corpus_ids[wanted.positives[0][0][0]]
     path = train_file(
         tmp_path / "train" / "a.jsonl", image=picture(5), text="x", target=picture(9999), target_id=right
     )
-    assert shared(audit_training(wanted, [path]))["positive_images"] == 1
+    assert shared(audit_training(wanted, [path]))["positive_images"] == num
 
 
 @pytest.mark.slow

@@ -168,6 +168,16 @@ def test_the_leaderboard_page_shows_the_curves(curves, tmp_path):
         assert f'<span class="note">{note}</span>' in page
 
 
+def test_members_may_be_folders_in_folders(tmp_path):
+    for name in ("far/north", "far/south"):
+        write_tables(tmp_path / "suite" / name, tables(4, 60))
+    members = dict.fromkeys(("far/north", "far/south"), {})
+    write_suite(tmp_path / "suite", name="poles", benchmark="generic", column="side", members=members)
+    options = RunOptions(checkpoint="fake", set=tmp_path / "suite", out=tmp_path / "out")
+    run_command(options, loader(FakeEncoder()))
+    assert (tmp_path / "out" / "report.html").read_text().count("question 3") >= 2
+
+
 @pytest.mark.slow
 def test_a_judge_reorders_every_member(suite, tmp_path, monkeypatch):
     options = RunOptions(

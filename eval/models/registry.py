@@ -240,21 +240,11 @@ class ModelOptions:
         if self.checkpoint is not None and self.adapter is None:
             read_settings(checkpoint_folder(self.checkpoint))
         name = self.model if self.checkpoint is None else checkpoint_folder(self.checkpoint)
-        of_vllm: dict[str, Any] = {"vllm_memory": self.vllm_memory, "vllm_rows": self.batch_size}
-        return partial(
-            load_model,
-            str(name),
-            device=self.device,
-            dtype=self.dtype,
-            max_new_tokens=self.max_new_tokens,
-            temperature=self.temperature,
-            adapter=self.adapter,
-            revision=self.revision,
-            base=self.base,
-            as_released=self.as_ == "release",
-            engine=self.engine,
-            **({} if self.engine == "own" else of_vllm),
-        )
+        keys = ("device", "dtype", "max_new_tokens", "temperature", "adapter", "revision", "base", "engine")
+        chosen = {key: getattr(self, key) for key in keys}
+        if self.engine != "own":
+            chosen |= {"vllm_memory": self.vllm_memory, "vllm_rows": self.batch_size}
+        return partial(load_model, str(name), as_released=self.as_ == "release", **chosen)
 
     def load(self, wanted: RetrievalSet, load: Callable[[], Embeds] | None = None) -> Embeds:
         """Load the embedder with the prompts that options and set require; ``load`` replaces `loader`."""

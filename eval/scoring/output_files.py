@@ -16,7 +16,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from eval.embedding.identity import asked_of, set_mismatch
+from eval.embedding.identity import differences, set_mismatch
 from eval.scoring.metrics import Judged, compute, cut, first_hit_rank, judge, random_floor, tied_order
 from eval.scoring.search import DEPTH, Ranking
 from eval.sets.retrieval_set import RESULT_COLUMNS, RetrievalSet
@@ -24,7 +24,6 @@ from rge.common.errors import UserError
 from rge.common.files import find_shipped, write_bytes
 from rge.common.options import given
 from rge.common.schema import Encoded
-from rge.identity.run_identity import Identity, differences
 from rge.stats import intervals
 from rge.stats.intervals import LEVEL, NUM_RESAMPLES, Bootstrap, cluster_bootstrap, index_of
 
@@ -40,7 +39,9 @@ DECIDES = (
     "candidate_mode", "depth", "embedding_dims", "decoding", "dtype", "exact", "prompts.profile", "rewrite.kind",
     "rewrite.model", "budget.draw_temperature",
 )  # fmt: skip
-"""Keys of results.json that determine the figures, beside settings, prompts and rewriter; not software, machine and batch size."""
+"""Keys of results.json that determine the figures, beside `USED_WITH`; not software, machine and batch size."""
+USED_WITH = ("settings.", "prompts.", "asked.rewriter_at")
+"""Parts of an identity that say how an embedder is used."""
 ASSUMED = {"benchmark": "generic", "profile": "clean", "seed": 0, "depth": DEPTH, "metrics": []}
 """Values assumed for keys that older results did not record; others are null."""
 NOT_ALWAYS_RECORDED = ("dtype", "exact", "set.content", "set.report_by")
@@ -267,7 +268,7 @@ def check_out(out: Path, results: Mapping[str, Any], *, overwrite: bool) -> None
     old, new = read_results(out), json.loads(json.dumps(results, default=str))
     apart = _differing(old, new)
     if "identity" in old:
-        apart |= differences(_usage(old), _usage(new))
+        apart |= {key: pair for key, pair in differences(old, new).items() if key.startswith(USED_WITH)}
     for key, (was, value) in apart.items():
         raise UserError(
             f"{out} already holds an evaluation with {key} = {was!r}, this one has {value!r}: "
@@ -293,14 +294,6 @@ def value_at(results: Mapping[str, Any], path: Sequence[str]) -> Any:
     for key in path:
         value = value.get(key) if isinstance(value, Mapping) else None
     return value
-
-
-def _usage(results: Mapping[str, Any]) -> Identity:
-    """How an embedder is used: settings, prompts and rewriter."""
-    parts = asked_of(results)
-    return {"asked": {"rewriter_at": parts["asked"]["rewriter_at"]}} | {
-        part: parts[part] for part in ("settings", "prompts")
-    }
 
 
 def read_results(directory: Path) -> dict[str, Any]:

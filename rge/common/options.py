@@ -225,13 +225,13 @@ def read_word(schema: type, key: str, text: str) -> Any:
 
 
 def _read_plain(text: str, kinds: Sequence[Any]) -> Any:
-    if Path in kinds:
-        return os.path.expanduser(text)
-    if any(kind is str or get_origin(kind) is Literal for kind in kinds):
-        return text
+    if any(kind in (str, Path) or get_origin(kind) is Literal for kind in kinds):
+        return os.path.expanduser(
+            text
+        )  # shells leave the tilde of key=~/x alone, and many paths are texts: they may be URLs
     inner = {get_args(kind)[0] for kind in kinds if get_origin(kind) in (list, tuple)}
     if inner & {str, Path, int, float} and not text.startswith("["):
-        parse: Callable[[str], Any] = str if inner & {str, Path} else _parse
+        parse: Callable[[str], Any] = os.path.expanduser if inner & {str, Path} else _parse
         return [parse(part.strip()) for part in text.split(",")]
     return _parse(text)
 

@@ -25,6 +25,13 @@ def test_every_type():
     assert parse_options(Options, ["out=o", "limit=08"]).limit == 8
 
 
+def test_a_tilde_is_the_home_folder(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    found = parse_options(Options, ["out=~/o", "names=~/a, ~/b", "word=~/c"])
+    assert found == Options(Path("/home/me/o"), ("/home/me/a", "/home/me/b"), word="/home/me/c")
+    assert parse_options(Options, ["out=o", "word=about ~/c"]).word == "about ~/c"
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

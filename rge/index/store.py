@@ -64,6 +64,10 @@ class SearchIndexError(UserError):
     """An index cannot be used this way; the message names it and the fix."""
 
 
+class ConditionError(SearchIndexError):
+    """A condition cannot be used; the message does not name the index, which is elsewhere for a server's clients."""
+
+
 class Index:
     """A table of `Row`. Readers need no lock; writers on one machine lock each other out (`writing`)."""
 
@@ -261,7 +265,8 @@ class Index:
 
         Raises:
             ValueError: queries of another size, or k below one.
-            SearchIndexError: the index cannot be read, or `where` is not a valid condition on it.
+            SearchIndexError: the index cannot be read.
+            ConditionError: `where` is not a valid condition on it.
         """
         query_ND = np.ascontiguousarray(query_ND, dtype=np.float32)
         if query_ND.ndim != 2 or query_ND.shape[1] != self.about["dimensions"]:
@@ -298,7 +303,7 @@ class Index:
                 f"since it was opened, {self.uri} was made anew by another checkpoint or with other dimensions: open it again"
             )
         if where is not None:
-            self._check(where)
+            where = self._condition(where)
         if words is not None:
             if not self._indices("words"):
                 raise SearchIndexError(
@@ -330,23 +335,23 @@ class Index:
             query = self._table.search().select(columns).limit(limit)
             return (query if where is None else query.where(where)).to_arrow()
 
-    def _check(self, where: str) -> None:
+    def _condition(self, where: str) -> str:
+        """The condition in parentheses: without them, LanceDB ignores what follows the first expression."""
         without_strings = re.sub(r"'(?:[^']|'')*'", "", where)
         words = {word.lower() for word in re.findall(r"\w+", without_strings)}
         if len(where) > MAX_WHERE or words & PRIVATE:
-            raise SearchIndexError(
+            raise ConditionError(
                 f"where={where[:80]!r} must be a condition of at most {MAX_WHERE} characters on: {', '.join(self.columns)}"
             )
         with _lancedb_errors(self.uri):
             self._table.search().limit(1).explain_plan()
         try:  # nothing is read for a plan: if only this one fails, the condition is wrong
-            self._table.search().where(where).limit(1).explain_plan()
+            self._table.search().where(f"({where})").limit(1).explain_plan()
         except LANCEDB_ERRORS as error:
             hidden = "|".join(f"`{name}`" for name in sorted(PRIVATE))
-            reason = re.sub(rf"(, )?({hidden})", "", _reason(error)).replace("Invalid input, ", "")
-            raise SearchIndexError(
-                f"where={where!r} is not a valid condition on {self.uri}: {reason}"
-            ) from error
+            reason = re.sub(rf"({hidden}), |, ({hidden})", "", _reason(error)).replace("Invalid input, ", "")
+            raise ConditionError(f"where={where!r} is not a valid condition: {reason}") from error
+        return f"({where})"
 
     def _indices(self, column: str) -> list[str]:
         return [index.name for index in self._table.list_indices() if column in index.columns]
@@ -481,7 +486,11 @@ def _lancedb_errors(uri: str) -> Iterator[None]:
     except UserError:
         raise
     except LANCEDB_ERRORS as error:
-        raise SearchIndexError(f"the index {uri} cannot be used: {_reason(error)}") from error
+        reason = _reason(error)
+        _, filters, cause = reason.partition("Error applying filter expression to batch: ")
+        if filters:
+            raise ConditionError(f"where= fails on a row: {cause}") from error
+        raise SearchIndexError(f"the index {uri} cannot be used: {reason}") from error
 
 
 LANCEDB_ERRORS = (RuntimeError, ValueError, OSError)

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from fastapi import FastAPI, Request
@@ -22,6 +22,7 @@ from rge.common.errors import UserError
 from rge.common.images import WEB, data_url
 from rge.common.modes import SILENT, Mode
 from rge.embedder import Embedder
+from rge.index.store import ConditionError, Index
 from rge.serving.batches import Batches, Result
 from rge.serving.errors import BadInput, Refusal, error_response
 from rge.serving.guard import Guard, MemoryBudget, guarded
@@ -37,9 +38,6 @@ from rge.serving.protocols import (
     Side,
     encode_embeddings,
 )
-
-if TYPE_CHECKING:
-    from rge.index.store import Index
 
 THREADS = 4
 """Pictures decoded at once."""
@@ -77,7 +75,7 @@ class Service:
         options: ServeOptions,
         *,
         key: str | None = None,
-        index: "Index | None" = None,
+        index: Index | None = None,
     ):
         self.embedder, self.options, self.index = embedder, options, index
         # Now, while the files are those that were loaded, and because reading them would block the event loop.
@@ -287,10 +285,8 @@ class Service:
         )
         try:
             [hits] = await asyncio.get_running_loop().run_in_executor(self._threads, search)
-        except UserError as error:
-            if body.where is None:
-                raise
-            raise BadInput(str(error).replace(index.uri, "the index"), "where") from None
+        except ConditionError as error:
+            raise BadInput(str(error), "where") from None
         # Never shows paths of this machine; `id` is a picture's name within the indexed folder.
         data = [
             {

@@ -19,6 +19,7 @@ from rge.common.errors import UserError
 from rge.common.files import raise_descriptor_limit
 from rge.embedder import Embedder
 from rge.explore.address import cannot_listen, is_local, url_of
+from rge.index.store import Index
 from rge.serving.app import Service
 from rge.serving.options import ServeOptions
 
@@ -63,8 +64,6 @@ def load(options: ServeOptions, key: str | None = None) -> Service:
     embedder = embedder.with_(exact=options.exact)
     index = None
     if options.index is not None:
-        from rge.index.store import Index  # of the extra `search`
-
         index = Index.open(options.index)
         index.check(options.checkpoint, embedder.checkpoint_hash)
     service = Service(embedder, options, key=key, index=index)

@@ -223,8 +223,8 @@ def test_a_phones_folder(tmp_path, monkeypatch, capsys, demo):
     search(["gallery", "What is this?", "k=20", "mode=direct", "where=year = 2021"])
     assert [line.split()[2] for line in capsys.readouterr().out.splitlines()] == ["Rome/IMG_1.JPG"]
     for wrong, said in (
-        ("yeer > 1", r"where='yeer > 1' is not a valid condition on gallery: .*No field named yeer.*`year`"),
-        ("year > 'a", "is not a valid condition on gallery: .*Unterminated string"),
+        ("yeer > 1", r"where='yeer > 1' is not a valid condition: .*No field named yeer.*`year`"),
+        ("year > 'a", "is not a valid condition: .*Unterminated string"),
         (
             "image LIKE '/%'",
             "must be a condition .* on: id, text, taken, year, month, latitude, longitude, album",

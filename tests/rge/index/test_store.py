@@ -20,7 +20,7 @@ from lancedb.index import IvfRq
 from rge.checkpoints.run_lock import InUseError
 from rge.index import exact, store
 from rge.index.rows import Row
-from rge.index.store import Index, SearchIndexError, writing
+from rge.index.store import ConditionError, Index, SearchIndexError, writing
 
 MADE = {"checkpoint": "demo", "checkpoint_hash": "a" * 64}
 
@@ -110,10 +110,19 @@ def test_columns_of_the_metadata_narrow_a_search(index):
     assert found("year IS NULL") == ["5"]
     [[hit]] = index.search(stored_ND[:1], 1)
     assert hit.metadata == metadata[0]
-    for wrong in ("", "1", "year", "year = '2024'", "id = 1", "year = 99999999999999999999", "a ="):
-        with pytest.raises(SearchIndexError, match="is not a valid condition on") as caught:
+    wrongs = ("", "1", "year", "year = '2024'", "id = 1", "year = 99999999999999999999", "a =")
+    # LanceDB would ignore what follows the first expression.
+    rests = ("adn price > 3", "price > 3", ", price > 3", "; and price > 3", "limit 1", "order by id")
+    for wrong in (*wrongs, *(f"year > 2022 {rest}" for rest in rests)):
+        with pytest.raises(ConditionError, match="is not a valid condition: ") as caught:
             found(wrong)
         assert ".rs:" not in str(caught.value)
+    with pytest.raises(ConditionError, match="Valid fields are `id`, `text`, `taken`"):
+        found("nothing = 1")
+    for asked in ({}, {"words": ["key"]}):  # what only a row can tell
+        index.refresh(ann_from=99)
+        with pytest.raises(ConditionError, match="^where= fails on a row: .*Divide by zero"):
+            index.search(stored_ND[:1], 9, where="1 / (_2023 - 3) = 1", **asked)
 
 
 def test_a_table_may_have_columns_as_lancedb_calls_its_own(index):

@@ -293,6 +293,11 @@ def test_an_index_is_searched_with_the_rationale_beside_the_hits(embedder, check
             assert wrong.status_code == 400
             assert said in wrong.json()["error"]["message"]
             assert str(tmp_path) not in wrong.text
+        for data in (tmp_path / "gallery").rglob("data/*.lance"):
+            data.unlink()
+        for condition in ({}, {"where": "colour > 1"}):  # a broken index is not the client's mistake
+            broken = httpx.post(f"{url}/v1/search", json={"input": "a", **condition})
+            assert (broken.status_code, broken.json()["error"]["param"]) == (500, None)
     Index.create(tmp_path / "other", checkpoint="theirs", checkpoint_hash="f" * 64, dimensions=32)
     with pytest.raises(UserError, match="was made by another checkpoint: theirs"):
         load(ServeOptions(**(options | {"index": str(tmp_path / "other")})))

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from rge.common.errors import UserError
 from rge.common.images import WEB, is_there
 from rge.index.sources import Content, Entry, Source
 
@@ -82,12 +83,18 @@ def new_schema(about: dict[str, Any]) -> pa.Schema:
 
 
 def metadata_fields(metadata: Iterable[dict[str, Any]]) -> list[pa.Field]:
-    """A column for every metadata key whose values are numbers, texts or booleans."""
+    """A column for every metadata key whose values are numbers, texts or booleans; two keys for one column are a `UserError`."""
     types: dict[str, set[type]] = {}
+    keys: dict[str, str] = {}
     for row in metadata:
         for name, value in row.items():
             if value is not None and not isinstance(value, list | dict | tuple | bytes):
-                types.setdefault(column_name(name), set()).add(type(value))
+                column = column_name(name)
+                if (other := keys.setdefault(column, name)) != name:
+                    raise UserError(
+                        f"where= would know both {other!r} and {name!r} as {column}: rename one of these columns"
+                    )
+                types.setdefault(column, set()).add(type(value))
     return [pa.field(name, _common(kinds)) for name, kinds in types.items()]
 
 

@@ -402,12 +402,12 @@ class Index:
 
     def _snapshot(self) -> "Snapshot":
         """The current version of the table; if its vectors are few, they stay in memory until it changes."""
-        version = self._table.version
-        if self._latest is None or self._latest.version != version:
+        version, latest = self._table.version, self._latest  # which another thread's search may drop
+        if latest is None or latest.version != version:
             table = self._as_of(version)
             num_bytes = 4 * self.about["dimensions"] * table.count_rows()
-            self._latest = Snapshot(table, version, cached=num_bytes <= CACHE_BYTES)
-        return self._latest
+            latest = self._latest = Snapshot(table, version, cached=num_bytes <= CACHE_BYTES)
+        return latest
 
     def _recall(self) -> float:
         """Measure recall with random rows as queries; the exact search for all of them is one pass over the vectors."""

@@ -18,6 +18,7 @@ pytest.importorskip("lancedb", exc_type=ImportError)
 from lancedb.index import IvfRq
 
 from rge.checkpoints.run_lock import InUseError
+from rge.common.errors import UserError
 from rge.index import exact, store
 from rge.index.rows import Row
 from rge.index.store import ConditionError, Index, SearchIndexError, writing
@@ -123,6 +124,11 @@ def test_columns_of_the_metadata_narrow_a_search(index):
         index.refresh(ann_from=99)
         with pytest.raises(ConditionError, match="^where= fails on a row: .*Divide by zero"):
             index.search(stored_ND[:1], 9, where="1 / (_2023 - 3) = 1", **asked)
+
+
+def test_two_columns_that_a_condition_could_not_tell_apart(index):
+    with pytest.raises(UserError, match=r"both 'price \(\$\)' and 'price \(€\)' as price____: rename one"):
+        index.declare([{"price ($)": 1}, {"price (€)": 2}])
 
 
 def test_a_table_may_have_columns_as_lancedb_calls_its_own(index):

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from rge.checkpoints.settings import CheckpointSettings, Settings
 from rge.common.errors import UserError
-from rge.common.images import load_image
 from rge.common.modes import SILENT, Mode
 from rge.common.prompt_profiles import Profile
 from rge.common.schema import Encoded, Item
@@ -138,10 +137,8 @@ class Inference:
         """Number of components of an embedding."""
         return self.model.model.config.get_text_config().hidden_size
 
-    def prompt(self, item: Item, side: Side, images: Sequence[Image.Image] | None = None) -> Prompt:
+    def prompt(self, item: Item, side: Side, images: Sequence[Image.Image]) -> Prompt:
         """The prompt of an item, see `rge.model.prompts.PromptBuilder.build`; safe to call from several threads."""
-        if images is None:
-            images = [load_image(ref) for ref in item.images]
         with self._tokenizing:
             return self.builder.build(item, side, images)
 

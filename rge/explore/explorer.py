@@ -112,10 +112,12 @@ class Explorer:
                 ids, forced = self._write(prompt, lambda text: tell({"rationale": text}))
             else:
                 ids = self._ids(query.rationale)
-            hits = self._search(self.embedder.encode_after([prompt], [ids]), query, query.k)
+            # Without a token, as in direct mode, the state is the one that was searched with before.
+            found = (
+                self._search(self.embedder.encode_after([prompt], [ids]), query, query.k) if ids else direct
+            )
             before = {(hit["source"], hit["id"]): rank for rank, hit in enumerate(direct, start=1)}
-            for hit in hits:
-                hit["was"] = before.get((hit["source"], hit["id"]))
+            hits = [hit | {"was": before.get((hit["source"], hit["id"]))} for hit in found[: query.k]]
             tell({"hits": hits, "forced": forced, "compared": len(direct)})
 
     def another(self, question: str) -> dict[str, Any]:

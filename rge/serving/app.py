@@ -67,6 +67,7 @@ class Service:
 
     Attributes:
         app: the ASGI application; call `start` first.
+        guard: ends requests before a shutdown.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Service:
         self.name = options.name or options.checkpoint
         self.held = MemoryBudget(options.max_waiting_mb << 20)
         self.batches = Batches(
-            self._embed,
+            lambda prompts, mode: embedder.encode_prompts(prompts, mode=mode, batch_size=len(prompts)),
             batch_size=options.batch_size,
             wait_s=options.batch_wait_ms / 1000,
             max_queue=options.max_queue,
@@ -99,8 +100,8 @@ class Service:
         self._threads = ThreadPoolExecutor(THREADS, "rge-prepare")
         routes = self._routes()
         paths = [str(getattr(route, "path", "")) for route in routes.routes]
-        self._guard = Guard(routes, options, key=key, paths=paths, held=self.held, metrics=self.metrics)
-        self.app = guarded(self._guard, options, key)
+        self.guard = Guard(routes, options, key=key, paths=paths, held=self.held, metrics=self.metrics)
+        self.app = guarded(self.guard, options, key)
 
     def start(self) -> None:
         """Warm up, so that a broken set-up fails at startup and the first client does not wait; then accept requests."""
@@ -110,23 +111,12 @@ class Service:
             self.embedder.encode_prompts([prompt], mode=mode)
         self.batches.start()
 
-    def drain(self) -> None:
-        """Refuse new requests."""
-        self._guard.is_draining = True
-
-    def give_up(self) -> int:
-        """Answer all requests in progress with 503; returns their number."""
-        return self._guard.give_up()
-
     def stop(self) -> None:
         """End the threads; inputs that still wait are dropped."""
         self.batches.stop()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     # ------------------------------------------------------------------------------------------------------------ work
-
-    def _embed(self, prompts: Sequence[Any], mode: Mode) -> Any:
-        return self.embedder.encode_prompts(prompts, mode=mode, batch_size=len(prompts))
 
     def _count(self, mode: Mode, rows: int, seconds: float) -> None:
         self.metrics.batch_rows.labels(mode).observe(rows)

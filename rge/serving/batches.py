@@ -136,7 +136,8 @@ class Batches:
             dropped, self._waiting = self._waiting, []
             self._changed.notify()
         for row in dropped:
-            _settle(row, Stopped())
+            if row.answer.set_running_or_notify_cancel():
+                row.answer.set_exception(Stopped())
 
     def join(self, timeout_s: float) -> None:
         """Wait for the thread to end."""
@@ -187,7 +188,7 @@ class Batches:
                 for row in batch:
                     self._work([row])
                 return
-            _settle(batch[0], error)
+            batch[0].answer.set_exception(error)
             return
         seconds = time.monotonic() - began
         self._rows_per_s = 0.8 * self._rows_per_s + 0.2 * len(batch) / max(seconds, 1e-6)
@@ -195,15 +196,6 @@ class Batches:
         columns = (result.embeddings, result.rationales, result.num_rationale_tokens, result.stop_reasons)
         for row, vector, rationale, num_tokens, reason in zip(batch, *columns, strict=True):
             if np.isfinite(vector).all():
-                _settle(row, Result(vector, rationale, int(num_tokens), reason))
+                row.answer.set_result(Result(vector, rationale, int(num_tokens), reason))
             else:
-                _settle(row, ArithmeticError("the model's state is not finite"))
-
-
-def _settle(row: _Waiting, outcome: Result | Exception) -> None:
-    if row.answer.done():  # its request was cancelled while it ran
-        return
-    if isinstance(outcome, Exception):
-        row.answer.set_exception(outcome)
-    else:
-        row.answer.set_result(outcome)
+                row.answer.set_exception(ArithmeticError("the model's state is not finite"))

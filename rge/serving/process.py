@@ -153,12 +153,12 @@ class Server(uvicorn.Server):
             f"rge serve: {signal.Signals(number).name}: refusing new requests, finishing those in progress for up to "
             f"{self._options.drain_s:g} s"
         )
-        self._service.drain()
+        self._service.guard.is_draining = True
         asyncio.get_running_loop().call_later(self._options.drain_s, self._give_up)
         self.should_exit = True
 
     def _give_up(self) -> None:
-        count = self._service.give_up()
+        count = self._service.guard.give_up()
         self._gave_up = count > 0
         _say(f"rge serve: requests given up after drain_s={self._options.drain_s:g}: {count}")
 

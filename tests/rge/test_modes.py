@@ -20,6 +20,7 @@ from stock import (
 from rge import Embedder
 from rge.checkpoints.export import export, settings_of
 from rge.common.errors import UserError
+from rge.common.images import load_image
 from rge.common.prompt_profiles import think_tokens
 from rge.common.schema import Item
 from rge.config import (
@@ -372,7 +373,7 @@ def silent(lively_path, backbone_of, tmp_path):
 
 def test_latent_mode_is_the_state_after_think_tokens(silent, make_items):
     items = make_items(5)
-    prompts = [silent.prompt(item, "query") for item in items]
+    prompts = [silent.prompt(item, "query", [*map(load_image, item.images)]) for item in items]
     after = [[*silent.model.given["latent"], silent.model.emb_id]] * len(prompts)
     hidden, _, starts = stock_forward(silent.model, prompts, after, "right")
     expected = torch.stack(list(state_at_end(hidden, starts, prompts, after))).detach().numpy()

@@ -1209,8 +1209,8 @@ def test_requests_whose_batch_is_running_are_given_up_too(embedder, monkeypatch)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
             asked = [asyncio.ensure_future(http.post("/v1/embeddings", json={"input": "a"})) for _ in "ab"]
             await asyncio.to_thread(busy.wait)
-            service.drain()
-            assert service.give_up() == 2
+            service.guard.is_draining = True
+            assert service.guard.give_up() == 2
             return await asyncio.wait_for(asyncio.gather(*asked), 60)
 
     answers = asyncio.run(ask())
@@ -1239,7 +1239,7 @@ def test_an_answer_that_is_being_sent_is_not_cut_off(embedder):
 
         asked = asyncio.ensure_future(service.app(scope | {"query_string": b""}, receive, send))
         await asyncio.wait_for(reading.wait(), 60)
-        assert service.give_up() == 0
+        assert service.guard.give_up() == 0
         await asyncio.sleep(0.01)
         rest.set()
         await asyncio.wait_for(asked, 60)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rge import __version__
 from rge.common.commands import pick, start
+from rge.common.errors import UserError
 from rge.common.files import RECIPES
 from rge.common.options import available, offer_help
 
@@ -46,7 +47,8 @@ def main(words: list[str]) -> int:
         return 0
     name, rest = pick(words, {name: about for name, (_, about) in COMMANDS.items()}, "rge")
     if name == "recipes":
-        return recipes(rest)
+        recipes(rest)
+        return 0
     if name in WITH_TORCH:
         offer_help(getattr(import_module("rge.config"), WITH_TORCH[name]), rest, f"rge {name} recipe=NAME")
     sys.argv = [f"rge {name}", *rest]
@@ -56,16 +58,14 @@ def main(words: list[str]) -> int:
     return 0
 
 
-def recipes(names: list[str]) -> int:
+def recipes(names: list[str]) -> None:
     """Print the paths of recipes, or the names of all recipes and launch configs."""
     launch_configs = [f"accelerate/{name}" for name in available(RECIPES / "accelerate")]
     for name in names or [*available(RECIPES), *launch_configs]:
         path = RECIPES / f"{name.removesuffix('.yaml')}.yaml"
         if not path.is_file():
-            print(f"error: there is no {path}; `rge recipes` lists them all", file=sys.stderr)  # noqa: T201
-            return 2
+            raise UserError(f"there is no {path}; `rge recipes` lists them all")
         print(path if names else name)  # noqa: T201
-    return 0
 
 
 def console() -> None:

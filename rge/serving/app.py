@@ -14,7 +14,7 @@ import numpy as np
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
 import rge
@@ -314,7 +314,7 @@ class Service:
         return {"id": self.name, "object": "model", "created": self._began, "owned_by": "rge"}
 
     async def _metrics(self) -> Response:
-        return Response(self.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+        return Response(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     def _routes(self) -> FastAPI:
         # Without FastAPI's pages, which load scripts from elsewhere; the schema is at /openapi.json.

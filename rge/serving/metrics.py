@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -33,7 +33,3 @@ class Metrics:
             ("rge_held_bytes", "Bodies and pictures of requests in progress", held),
         ):
             Gauge(name, about, registry=self.registry).set_function(value)
-
-    def text(self) -> bytes:
-        """The metrics as Prometheus scrapes them."""
-        return generate_latest(self.registry)

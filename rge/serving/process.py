@@ -8,7 +8,6 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
-from importlib.util import find_spec
 from typing import Any, NoReturn
 
 import torch
@@ -35,8 +34,6 @@ def serve(options: ServeOptions, listener: socket.socket) -> int:
     """
     if options.exact and options.engine == "vllm":
         raise UserError("exact=true computes every state alone, which vLLM does not do: use engine=own")
-    if options.index is not None and find_spec("lancedb") is None:
-        raise UserError("index= needs LanceDB: pip install -e '.[search]'")
     if options.max_inputs > options.max_queue:
         raise UserError(
             f"max_inputs={options.max_inputs} is more than max_queue={options.max_queue} lets in at once"
@@ -48,7 +45,8 @@ def serve(options: ServeOptions, listener: socket.socket) -> int:
 
 
 def load(options: ServeOptions, key: str | None = None) -> Service:
-    """Load the checkpoint and the index, and start the service."""
+    """Open the index, load the checkpoint, and start the service."""
+    index = None if options.index is None else Index.open(options.index)  # first: it takes no time
     torch.set_float32_matmul_precision("highest")
     embedder = Embedder.from_pretrained(
         options.checkpoint,
@@ -62,9 +60,7 @@ def load(options: ServeOptions, key: str | None = None) -> Service:
         vllm_rows=options.batch_size,
     )
     embedder = embedder.with_(exact=options.exact)
-    index = None
-    if options.index is not None:
-        index = Index.open(options.index)
+    if index is not None:
         index.check(options.checkpoint, embedder.checkpoint_hash)
     service = Service(embedder, options, key=key, index=index)
     service.start()

@@ -1258,6 +1258,7 @@ def test_an_answer_that_is_being_sent_is_not_cut_off(embedder):
         (["checkpoint=x", "host=nowhere.invalid"], "host=nowhere.invalid is not an address"),
         (["checkpoint=x", "host=192.0.2.1"], "cannot listen on 192.0.2.1:8000"),
         (["checkpoint=x", "key_env=RGE_NO_SUCH_KEY"], "RGE_NO_SUCH_KEY"),
+        (["checkpoint=x", "index=nowhere"], "there is no index at nowhere"),  # before the model is loaded
         (["checkpoint=x", "engine=vllm", "exact=true"], "use engine=own"),
         (["checkpoint=x", "max_queue=3"], "max_inputs=2048 is more than max_queue=3"),
         (["checkpoint=x", "allowed_hosts=[example.com:80]"], r"allowed_hosts\[0\]: .* got 'example.com:80'"),

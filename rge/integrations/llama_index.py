@@ -18,8 +18,8 @@ class ReasoningEmbedding(MultiModalEmbedding):
 
     _embedder: Embedder = PrivateAttr()
 
-    def __init__(self, checkpoint: str, **options: Any):
-        super().__init__(model_name=str(checkpoint))
+    def __init__(self, checkpoint: str, *, embed_batch_size: int = 64, **options: Any):
+        super().__init__(model_name=str(checkpoint), embed_batch_size=embed_batch_size)
         self._embedder = Embedder.from_pretrained(checkpoint, **options)
 
     def _get_query_embedding(self, query: str) -> list[float]:
@@ -41,5 +41,14 @@ class ReasoningEmbedding(MultiModalEmbedding):
     async def _aget_query_embedding(self, query: str) -> list[float]:
         return await asyncio.to_thread(self._get_query_embedding, query)
 
+    async def _aget_text_embedding(self, text: str) -> list[float]:
+        return await asyncio.to_thread(self._get_text_embedding, text)
+
+    async def _aget_text_embeddings(self, texts: list[str]) -> list[list[float]]:
+        return await asyncio.to_thread(self._get_text_embeddings, texts)
+
     async def _aget_image_embedding(self, img_file_path: Any) -> list[float]:
         return await asyncio.to_thread(self._get_image_embedding, img_file_path)
+
+    async def _aget_image_embeddings(self, img_file_paths: list[Any]) -> list[list[float]]:
+        return await asyncio.to_thread(self._get_image_embeddings, img_file_paths)

@@ -4,6 +4,7 @@ import asyncio
 import io
 import pickle
 import re
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -274,3 +275,27 @@ def test_llama_index_embeds_as_we_do(checkpoint, picture, tmp_path):
         np.testing.assert_allclose(theirs.get_image_embedding(form), image, atol=1e-6)
     np.testing.assert_allclose(theirs.get_image_embedding_batch([str(path)] * 2), [image] * 2, atol=1e-6)
     np.testing.assert_allclose(asyncio.run(theirs.aget_image_embedding(str(path))), image, atol=1e-6)
+
+
+def test_llama_index_embeds_a_batch_at_once_beside_the_event_loop(checkpoint, picture, tmp_path, monkeypatch):
+    pytest.importorskip("llama_index.core")
+    from rge.integrations.llama_index import ReasoningEmbedding
+
+    model, calls, loop_thread = (
+        ReasoningEmbedding(str(checkpoint), embed_batch_size=3),
+        [],
+        threading.current_thread(),
+    )
+    real, path = Embedder.encode_document, tmp_path / "a.png"
+    picture(60, 40).save(path)
+
+    def encode_document(self, texts=None, images=None):
+        calls.append((threading.current_thread() is loop_thread, texts or len(images)))
+        return real(self, texts, images)
+
+    monkeypatch.setattr(Embedder, "encode_document", encode_document)
+    asyncio.run(model.aget_text_embedding("a key"))
+    found = asyncio.run(model.aget_text_embedding_batch(["a key", "a nail", "a hat"]))
+    np.testing.assert_allclose(found, real(model._embedder, ["a key", "a nail", "a hat"]), atol=1e-6)
+    asyncio.run(model.aget_image_embedding_batch([str(path)] * 3))
+    assert calls == [(False, "a key"), (False, ["a key", "a nail", "a hat"]), (False, 3)]

@@ -365,10 +365,7 @@ class Index:
         exact: bool = False,
     ) -> pa.Table:
         query: Any = self._table.search(query_D, vector_column_name="vector")
-        query = query.distance_type("dot").limit(k)
-        query = query.bypass_vector_index() if exact else query.nprobes(NPROBES).refine_factor(REFINE)
-        if where is not None:
-            query = query.where(where, prefilter=True)
+        query = _among(query.distance_type("dot").limit(k), where, exact)
         # Lance warns unless _distance is selected.
         return query.select([*columns, "vector", "_distance"]).to_arrow().select([*columns, "vector"])
 
@@ -384,10 +381,7 @@ class Index:
             return self._nearest(query_D, k, columns, where, exact)
         query: Any = self._table.search(query_type="hybrid", vector_column_name="vector", fts_columns="words")
         query = query.vector(query_D).text(words).distance_type("dot").rerank(RRFReranker())
-        query = query.limit(max(k, MIN_FUSED))
-        query = query.bypass_vector_index() if exact else query.nprobes(NPROBES).refine_factor(REFINE)
-        if where is not None:
-            query = query.where(where, prefilter=True)
+        query = _among(query.limit(max(k, MIN_FUSED)), where, exact)
         return query.to_arrow().select([*columns, "vector"])
 
     def as_of_now(self) -> "Index":
@@ -425,6 +419,15 @@ class Index:
             # As good as the last exact hit, up to rounding: any of several equal pictures will do.
             num_found += int((score_K >= hits[-1].score - 1e-5).sum()) - 1
         return num_found / ((k - 1) * len(drawn))
+
+
+def _among(query: Any, where: str | None, exact: bool) -> Any:
+    """A query among the rows that meet a condition, by the ANN index or, if `exact`, all vectors."""
+    query = query.bypass_vector_index() if exact else query.nprobes(NPROBES).refine_factor(REFINE)
+    if where is None:
+        return query
+    # The nearest cells may hold fewer than k such rows: then others are searched too.
+    return query.maximum_nprobes(0).where(where, prefilter=True)
 
 
 def writing(uri: str | Path) -> AbstractContextManager[None]:

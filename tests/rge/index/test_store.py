@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("lancedb", exc_type=ImportError)
 
-from lancedb.index import IvfRq
+from lancedb.index import IvfFlat, IvfRq
 
 from rge.checkpoints.run_lock import InUseError
 from rge.common.errors import UserError
@@ -314,6 +314,23 @@ def test_the_recall_of_an_approximate_index_is_measured_and_it_goes_with_the_row
     index.remove("/a folder", [f"it's {place}.png" for place in range(10)])
     assert index.refresh(ann_from=1000) is None
     assert index.search(query_QD, 20) == index.search(query_QD, 20, exact=True)
+
+
+def test_a_narrow_condition_is_met_in_any_cell_of_an_approximate_index(index, monkeypatch):
+    monkeypatch.setattr(store, "NPROBES", 1)
+    stored_ND = vectors(600)
+    index.declare([{"n": 1}])
+    index.put([
+        Row("s", str(n), "1", "d", vector_D, "a key", metadata={"n": n}) for n, vector_D in enumerate(stored_ND)
+    ])  # fmt: skip
+    index.refresh(ann_from=999)
+    index._table.create_index("vector", config=IvfFlat(distance_type="dot", num_partitions=20))
+    for asked in ({}, {"words": ["key"] * 9}, {"exact": True}):
+        found = index.search(vectors(9, seed=1), 5, where="n < 3", **asked)
+        assert [sorted(hit.id for hit in hits) for hits in found] == [["0", "1", "2"]] * 9
+    [hits] = index.search(stored_ND[:1], 5, where="n < 300")
+    best = np.argsort(-(stored_ND[:300] @ stored_ND[0]), kind="stable")[:5]
+    assert [int(hit.id) for hit in hits] == best.tolist()
 
 
 @pytest.mark.slow

@@ -324,8 +324,7 @@ def flops(shapes: Shapes, load: Load, setup: Setup) -> dict[str, float]:
     def see(side: str) -> float:
         """The tower's pass over a side's pictures; a frozen tower runs once."""
         pictures = unseen[side]
-        if setup.remembers(load):
-            unseen[side] = 0.0
+        unseen[side] *= not setup.remembers(load)
         return pictures * seen
 
     if n.own:
@@ -354,9 +353,7 @@ def flops(shapes: Shapes, load: Load, setup: Setup) -> dict[str, float]:
     candidates = n.candidates * n.trains_candidates
     products, looks = (n.queries * query[part] + candidates * candidate[part] for part in (0, 1))
     head = 2.0 * s.hidden * s.vocabulary * (n.queries * n.labels + candidates * n.label_candidates)
-    found["forward"] = products + looks + see("queries") + head
-    if n.trains_candidates:
-        found["forward"] += see("candidates")
+    found["forward"] = products + looks + see("queries") + n.trains_candidates * see("candidates") + head
     # Attention's backward recomputes the scores: five products for the forward's two.
     backward = (1 if setup.adapters else 2) * (products + head) + 2.5 * looks
     recomputed = products + looks
@@ -364,7 +361,7 @@ def flops(shapes: Shapes, load: Load, setup: Setup) -> dict[str, float]:
         pictures = query_pictures + candidates * n.candidate_pictures
         backward += pictures * (2 * picture.products + 2.5 * picture.attention)
         recomputed += pictures * seen
-    found["backward"] = backward + (recomputed if setup.checkpointing else 0.0)
+    found["backward"] = backward + setup.checkpointing * recomputed
     once = ("rollout", "reference")
     return {name: count if name in once else n.updates * count for name, count in found.items()}
 

@@ -77,7 +77,7 @@ class Published(BaseModel):
 def published() -> dict[str, Published]:
     """All tables by key, sorted."""
     folders = {benchmark.published for benchmark in BENCHMARKS.values() if benchmark.published is not None}
-    tables = [_read(path) for folder in folders for path in folder.glob("*.json")]
+    tables = [_read(path) for folder in folders for path in folder.glob("[!.]*.json")]
     return {table.key: table for table in sorted(tables, key=lambda table: table.key)}
 
 

@@ -241,7 +241,7 @@ def _count_documents(src: Path) -> dict[str, dict[str, int]]:
 def _count_mmbright(src: Path) -> dict[str, dict[str, int]]:
     counts = {}
     for key, config in (("mmbright1", "examples"), ("mmbright2", "examples_multimodal")):
-        files = sorted((src / config).glob("*.parquet"))
+        files = sorted((src / config).glob("[!.]*.parquet"))
         domains = {path.stem.partition("-0")[0] for path in files}
         counts[key] = {"num_members": len(domains), "num_queries": sum(map(_num_rows, files))}
     return counts

@@ -208,7 +208,10 @@ def _refuse_foreign_files(path: Path) -> None:
             f"{path} was not written by this program, or by an older version: overwrite=true does not replace it; move or "
             "delete it, or give another"
         ) from None
-    if strange := sorted(_files_below(path) - owned):
+    from_a_mac = {
+        name for name in _files_below(path) if os.path.basename(name).startswith((".DS_Store", "._"))
+    }
+    if strange := sorted(_files_below(path) - owned - from_a_mac):
         raise FileError(
             f"{path} holds {strange[0]!r}, which does not belong to it, so overwrite=true does not replace it: move it away"
         )
@@ -266,7 +269,7 @@ def find_shipped(path: str | Path) -> Path:
     A relative path that does not exist in the working folder and starts with ``recipes/`` or ``data_prep/`` is resolved to the
     file that ships with the package, if there is one.
     """
-    path = Path(path)
+    path = Path(os.path.expanduser(path))
     if path.is_absolute() or path.exists() or not path.parts:
         return path
     folder = {"recipes": RECIPES, "data_prep": HOME / "data_prep"}.get(path.parts[0])

@@ -226,9 +226,8 @@ def read_word(schema: type, key: str, text: str) -> Any:
 
 def _read_plain(text: str, kinds: Sequence[Any]) -> Any:
     if any(kind in (str, Path) or get_origin(kind) is Literal for kind in kinds):
-        return os.path.expanduser(
-            text
-        )  # shells leave the tilde of key=~/x alone, and many paths are texts: they may be URLs
+        # Shells leave the tilde of key=~/x alone, and many paths are texts, since they may be URLs.
+        return os.path.expanduser(text)
     inner = {get_args(kind)[0] for kind in kinds if get_origin(kind) in (list, tuple)}
     if inner & {str, Path, int, float} and not text.startswith("["):
         parse: Callable[[str], Any] = os.path.expanduser if inner & {str, Path} else _parse

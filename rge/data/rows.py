@@ -10,7 +10,7 @@ from typing import Any, Protocol, Unpack
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from rge.common.commands import progress_bar
 from rge.common.errors import did_you_mean
@@ -147,13 +147,14 @@ class Columns:
                     leaves[leaf] = value if isinstance(value, list) else [value]
             elif value is not None:
                 others = found.get(part, {})
-                # A column `query` with the text alone.
-                if not isinstance(others, dict) and part not in self.config.columns.values():
-                    raise ValueError(
-                        f"{part}: must have text or images, got {type(others).__name__}; map it, for example "
-                        f"{part}.text: {part}"
-                    )
-                found[part] = {**(others if isinstance(others, dict) else {}), leaf: value}
+                if not isinstance(others, dict):  # a column `query` with the text alone
+                    if "query.text" not in self.config.columns:
+                        raise ValueError(
+                            f"{part}: must have text or images, got {type(others).__name__}; map it, for example "
+                            f"{part}.text: {part}"
+                        )
+                    others = {}
+                found[part] = _known(others, QueryPart) | {leaf: value}
         for part, leaves in lists.items():
             found[part] = _zip_leaves(part, found.get(part), leaves)
         return with_defaults(found, self.config.title, self.config.split, number)
@@ -172,11 +173,20 @@ def _get_path(row: Mapping[str, Any], path: str) -> Any:
     return value
 
 
+def _known(values: Mapping[str, Any], model: type[BaseModel]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name in model.model_fields}
+
+
 def _zip_leaves(part: str, targets: Any, leaves: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
-    """``{text: [a, b], image: [c, d]}`` as ``[{text: a, image: c}, {text: b, image: d}]``, added to `targets`, without what is empty."""
-    if isinstance(targets, list) and all(isinstance(target, dict) for target in targets):
-        names = dict.fromkeys(name for target in targets for name in target)
-        leaves = {name: [target.get(name) for target in targets] for name in names} | dict(leaves)
+    """``{text: [a, b], image: [c, d]}`` as ``[{text: a, image: c}, {text: b, image: d}]``, without what is empty.
+
+    Leaves without text and image are added to `targets`, a column of that name.
+    """
+    has_targets = isinstance(targets, list) and all(isinstance(target, dict) for target in targets)
+    if has_targets and not leaves.keys() & {"text", "image"}:
+        known = [_known(target, Positive if part == "positives" else Target) for target in targets]
+        names = dict.fromkeys(name for target in known for name in target)
+        leaves = {name: [target.get(name) for target in known] for name in names} | dict(leaves)
     lengths = {f"{part}.{leaf}": len(values) for leaf, values in leaves.items()}
     if len(set(lengths.values())) > 1:
         shown = ", ".join(f"{name} {length}" for name, length in lengths.items())

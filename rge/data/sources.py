@@ -243,7 +243,7 @@ class RecordFile(StoredRecords):
             for number, whole in enumerate(lines, start=1):
                 line = whole if start else strip_bom(whole)
                 bar.update(len(line))
-                sha256.update(whole)  # as `content_of` the file, with which a finished stage compares it
+                sha256.update(line)
                 if line.strip():
                     yield Scanned(number, start, *parsed_line(line, self.path.name, start))
                 start += len(whole)

@@ -6,6 +6,7 @@ and in the ``results.json`` of an evaluation. Resuming, reusing a backbone, read
 """
 
 import ast
+import codecs
 import hashlib
 import importlib.metadata
 import json
@@ -19,7 +20,7 @@ from types import ModuleType
 from typing import Any
 
 import rge
-from rge.common.files import HOME, visible_files
+from rge.common.files import HOME
 from rge.common.registry import OURS, plugins_loaded, registered_by
 
 IDENTITY = "identity.json"
@@ -145,8 +146,13 @@ def content_of(path: Path, but: Sequence[str] = (), *, like: str = "*") -> dict[
     if path.is_file():
         size, exact = path.stat().st_size, path.stat().st_size <= EXACT_BYTES
         return {"bytes": size, "sha256": _sha256_of(path, exact), "read": _read_of(exact)}
-    every = (Path(folder, name) for folder, names in visible_files(path) for name in names)
-    files = [file for file in every if file.match(like) and file.name not in but and file.is_file()]
+    files = [
+        file
+        for file in sorted(path.rglob(like))
+        if not any(part.startswith(".") for part in file.relative_to(path).parts)
+        and file.name not in but
+        and file.is_file()
+    ]
     size = sum(file.stat().st_size for file in files)
     hashes = {str(file.relative_to(path)): _sha256_of(file, size <= EXACT_BYTES) for file in files}
     return {"bytes": size, "sha256": digest(hashes), "read": _read_of(size <= EXACT_BYTES)}
@@ -160,6 +166,8 @@ def _sha256_of(path: Path, exact: bool) -> str:
     size = path.stat().st_size
     with path.open("rb") as content:
         if exact or size <= BLOCKS * BLOCK_BYTES:
+            if content.read(3) != codecs.BOM_UTF8:  # records are hashed without it
+                content.seek(0)
             return hashlib.file_digest(content, "sha256").hexdigest()
         sampled = hashlib.sha256(str(size).encode())
         for number in range(BLOCKS):

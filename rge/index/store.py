@@ -337,6 +337,9 @@ class Index:
 
     def _condition(self, where: str) -> str:
         """The condition in parentheses: without them, LanceDB ignores what follows the first expression."""
+        condition = (
+            f"({where.strip().rstrip(';')}\n)"  # after a line break, lest a comment includes the last one
+        )
         without_strings = re.sub(r"'(?:[^']|'')*'", "", where)
         words = {word.lower() for word in re.findall(r"\w+", without_strings)}
         if len(where) > MAX_WHERE or words & PRIVATE:
@@ -346,12 +349,12 @@ class Index:
         with _lancedb_errors(self.uri):
             self._table.search().limit(1).explain_plan()
         try:  # nothing is read for a plan: if only this one fails, the condition is wrong
-            self._table.search().where(f"({where})").limit(1).explain_plan()
+            self._table.search().where(condition).limit(1).explain_plan()
         except LANCEDB_ERRORS as error:
             hidden = "|".join(f"`{name}`" for name in sorted(PRIVATE))
             reason = re.sub(rf"({hidden}), |, ({hidden})", "", _reason(error)).replace("Invalid input, ", "")
             raise ConditionError(f"where={where!r} is not a valid condition: {reason}") from error
-        return f"({where})"
+        return condition
 
     def _indices(self, column: str) -> list[str]:
         return [index.name for index in self._table.list_indices() if column in index.columns]

@@ -145,8 +145,10 @@ class Base:
         """The base of a stage that starts from a directory or a hub id, or from a checkpoint of adapters, see `find_base`."""
         if is_adapter_checkpoint(start):
             recorded = _recorded(Path(start))
-            if recorded["revision"] is None and not Path(recorded["path"]).is_dir():  # moved since
-                recorded["path"] = str(find_base(Path(start), instead=instead).resolve())
+            if recorded["revision"] is None:
+                found = find_base(Path(start), instead=instead)
+                if found != Path(recorded["path"]):  # moved, or replaced by another
+                    recorded["path"] = str(found.resolve())
             return cls(*(recorded[key] for key in ("path", "revision", "sha256", "rows")))
         place = Path(start) if Path(start).is_dir() else fetched(start, commit, FETCHED)
         return cls(start, commit, _hash_of(place), rows)

@@ -383,7 +383,7 @@ def memory(shapes: Shapes, load: Load, setup: Setup) -> dict[str, float]:
     """Estimated peak bytes on one GPU, by kind."""
     s, n = shapes, load
     activation_bytes, weights, gradients, states = _parameter_bytes(shapes, setup)
-    rows_each = -(-n.candidates // n.chunks)
+    rows_each = n.trains_candidates * -(-n.candidates // n.chunks)
     tokens = setup.micro_queries * (n.prompt - 1 + n.tail) + rows_each * (n.candidate + 1)
     pictures = setup.micro_queries * n.query_pictures + rows_each * n.candidate_pictures
     kept = _kept(shapes, setup, tokens, pictures)
@@ -439,12 +439,13 @@ def kept_bytes(shapes: Shapes, load: Load, setup: Setup) -> tuple[float, float]:
     n = load
     if setup.keep == "none" or n.chunks == 1 or not n.contrastive:
         return 0.0, 0.0
-    tokens, pictures = n.candidates * (n.candidate + 4.0), n.candidates * n.candidate_pictures
+    candidates, query_pictures = n.trains_candidates * n.candidates, n.queries * n.query_pictures
+    tokens, pictures = candidates * (n.candidate + 4.0), candidates * n.candidate_pictures
     known = 0.0
     if not n.own:
-        tokens, pictures = tokens + n.queries * (n.prompt + n.tail), n.pictures
+        tokens, pictures = tokens + n.queries * (n.prompt + n.tail), pictures + query_pictures
     elif setup.once:
-        tokens, pictures = tokens + n.queries * n.prompt, n.pictures
+        tokens, pictures = tokens + n.queries * n.prompt, pictures + query_pictures
         known = n.queries * n.prompt * _cache(shapes, setup)  # of the prompts, for the rollout
     activation_bytes = _parameter_bytes(shapes, setup)[0]
     # Outside the layers: the final norm; the tower's patches and their projection to the text model's width.

@@ -13,6 +13,7 @@ changed, without opening it.
 
 import glob
 import os
+import re
 import tarfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -107,7 +108,12 @@ def _matching(fs: Any, pattern: str, is_local: bool) -> list[str]:
         return []
     if is_local:
         return sorted(map(os.path.normpath, glob.glob(pattern, recursive=True)))
-    return sorted(file for file in fs.glob(pattern) if not os.path.basename(file).startswith("."))
+    root = os.path.dirname(re.split(r"[*?[]", pattern)[0])
+    return sorted(file for file in fs.glob(pattern) if not _is_hidden(file, root))
+
+
+def _is_hidden(file: str, root: str) -> bool:
+    return any(part.startswith(".") for part in file.removeprefix(root).strip("/").split("/"))
 
 
 def _in_folder(path: str, fs: Any, root: str, is_local: bool) -> Files:
@@ -187,7 +193,7 @@ def _files_below(fs: Any, root: str, is_local: bool) -> Iterator[tuple[str, Any]
         return
     found = fs.find(root, detail=True)
     for file in sorted(found, key=os.path.split):
-        if not any(part.startswith(".") for part in file.removeprefix(root).strip("/").split("/")):
+        if not _is_hidden(file, root):
             yield file, found[file]
 
 

@@ -80,7 +80,7 @@ def import_mmbright(options: MmbrightOptions) -> list[str]:
         raise ReleaseError(f"keys= applies to task 4 only, not to task {options.task}: leave it out")
     config = "examples" if options.task == "1" else "examples_multimodal"
     domains = sorted(
-        {re.sub(r"-\d{5}-of-\d{5}$", "", path.stem) for path in (options.src / config).glob("*.parquet")}
+        {re.sub(r"-\d{5}-of-\d{5}$", "", path.stem) for path in (options.src / config).glob("[!.]*.parquet")}
     )
     if not domains:
         raise ReleaseError(

@@ -222,7 +222,7 @@ def _one_file(options: RmirOptions, *stems: str) -> Path | None:
     """Find ``queries.parquet``, ``queries/test-00000-of-00001.parquet``, ``queries/test.parquet`` or similar."""
     for stem in stems:
         paths = [options.src / f"{stem}{suffix}" for suffix in TABLES] + sorted(
-            (options.src / stem).glob("*")
+            (options.src / stem).glob("[!.]*")
         )
         tables = [path for path in paths if path.suffix in TABLES and path.is_file()]
         named = [path for path in tables if options.split in path.stem] or tables
@@ -238,7 +238,9 @@ def _query_files(options: RmirOptions, others: Sequence[Path | None]) -> list[Pa
     if table := _one_file(options, "queries"):
         return [table]
     passed = {*others, options.src / "meta.json"}
-    files = [path for path in sorted(options.src.glob("*")) if path.suffix in TABLES and path not in passed]
+    files = [
+        path for path in sorted(options.src.glob("[!.]*")) if path.suffix in TABLES and path not in passed
+    ]
     if not files:
         raise ReleaseError(f"{options.src} has no table ({', '.join(TABLES)}) with queries")
     named = files if len(files) == 1 else [path for path in files if options.split in path.stem]

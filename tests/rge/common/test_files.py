@@ -133,5 +133,6 @@ def test_hidden_tables_and_archives_are_no_part_of_a_collection(tmp_path, monkey
     try:
         assert find(f"{address}shards").paths == (f"{top}/1.parquet", f"{top}/more/2.parquet")
         assert find(f"{address}shards/*.parquet").paths == (f"{top}/1.parquet",)
+        assert find(f"{address}shards/**/*.parquet").paths == (f"{top}/1.parquet", f"{top}/more/2.parquet")
     finally:
         fs.rm(root, recursive=True)

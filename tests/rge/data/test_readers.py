@@ -234,6 +234,8 @@ def test_a_column_may_have_the_name_of_the_field_that_it_is_a_part_of(tmp_path):
     found = open_records(RecordsConfig(dataset=str(tmp_path), columns=columns))[1]
     assert (found.query.text, [Path(ref).name for ref in found.query.images]) == ("q1", ["1.png"])
     assert [one.text for one in found.positives] == ["a", "b"]
+    columns["query.text"] = "photo"  # a column of the field's name is ignored like all others that are not mapped
+    assert open_records(RecordsConfig(dataset=str(tmp_path), columns=columns))[0].query.text == "0.png"
     del columns["query.text"]  # the question would be lost
     with pytest.raises(
         RecordError, match=r":0: query: must have text or images, got str; .*query.text: query"
@@ -249,6 +251,22 @@ def test_a_column_may_add_to_the_targets_of_another(tmp_path):
     [found] = open_records(RecordsConfig(dataset=str(tmp_path), columns=columns), need_rationale=True)
     assert [(one.text, one.rationale) for one in found.positives] == [("x", "since"), ("y", "as")]
     assert [(one.text, one.id, one.identity) for one in found.negatives] == [("n", "7", "key")]
+
+
+@pytest.mark.parametrize(
+    ("columns", "positives"),
+    [
+        ({"positives.text": "positives.caption"}, [{"caption": "a", "score": 1}]),
+        ({"positives.text": "chosen"}, [{"text": "x", "id": "1"}, {"text": "y", "id": "2"}]),
+    ],
+)
+def test_mapped_texts_replace_a_column_of_targets(tmp_path, columns, positives):
+    rows = [{"query": {"question": "why?", "lang": "en"}, "positives": positives, "chosen": ["a"]}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    columns = {"query.text": "query.question", **columns}
+    [found] = open_records(RecordsConfig(dataset=str(tmp_path), columns=columns))
+    assert found.query.text == "why?"
+    assert [one.text for one in found.positives] == ["a"]
 
 
 def test_a_row_may_lack_one_of_the_columns_that_describe_its_targets(tmp_path):

@@ -167,9 +167,9 @@ def test_a_byte_order_mark_is_no_part_of_the_first_record(tmp_path):
     file = RecordFile(path)
     assert [file[index].id for index in range(2)] == ["a", "b"]
     assert file.place(0) == 0
-    assert file.content == {**content_of(path), "records": 2, "left_out": 0}, (
-        "as a finished stage compares it"
-    )
+    assert file.content == {**content_of(path), "records": 2, "left_out": 0}  # as a finished stage compares it
+    (tmp_path / "plain.jsonl").write_bytes(path.read_bytes().removeprefix(codecs.BOM_UTF8))
+    assert file.content["sha256"] == RecordFile(tmp_path / "plain.jsonl").content["sha256"]
     assert training_data([SourceConfig(path=str(path))])["instructions"]["by_task"]
     path.write_bytes(codecs.BOM_UTF8 + b"\n" + json.dumps(record("a")).encode())
     assert [one.id for one in map(RecordFile(path).__getitem__, range(1))] == ["a"]

@@ -261,6 +261,11 @@ def test_content_does_not_change_where_a_folder_was_only_looked_at_or_downloaded
         (folder / name).write_bytes(b"x")
     assert content_of(folder) == before
     assert content_of(folder, like="*.safetensors") == before
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "more.safetensors").write_bytes(b"other weights")
+    (folder / "link").symlink_to(elsewhere)
+    assert content_of(folder) == before
 
 
 def test_differences_leave_out_what_only_one_of_them_loaded():

@@ -109,6 +109,7 @@ def test_columns_of_the_metadata_narrow_a_search(index):
     assert found("_2023 < 2") == ["0", "1"]
     assert found("odd_name_ = 'image'") == []  # a text may say what a column may not
     assert found("year IS NULL") == ["5"]
+    assert found("year > 2022;") == found("year > 2022 -- newer") == ["3", "4"]
     [[hit]] = index.search(stored_ND[:1], 1)
     assert hit.metadata == metadata[0]
     wrongs = ("", "1", "year", "year = '2024'", "id = 1", "year = 99999999999999999999", "a =")

@@ -514,6 +514,9 @@ def test_a_plan_knows_what_a_policy_gradient_leaves_out(the_3b):
     )
     assert found.flops > 1.7 * once.flops
     assert found.bytes_sent["zero2"] > 1.9 * once.bytes_sent["zero2"]
+    both = plan.plan(load_recipe([*words, "rl.alpha_con=0.5"]), the_3b, PlanOptions(for_="rl"))
+    alone = plan.plan(load_recipe(words), the_3b, PlanOptions(for_="rl"))
+    assert alone.memory["activations"] < 0.9 * both.memory["activations"]
 
 
 @pytest.mark.slow

@@ -370,10 +370,10 @@ def keep_pictures(run: Run, library: Library, images: Rows) -> None:
         )
     for image in missing.values():
         image["ref"] = str(path(image))
-    own = os.path.join(os.getcwd(), f"{run.out}/")
+    own = os.path.join(os.path.abspath(run.out), "")
     for image in images:
         # Later commands may be started in another folder, and the run's own may be moved.
-        ref = os.path.join(os.getcwd(), image["ref"])
+        ref = os.path.abspath(image["ref"])
         image["ref"] = frames.OUT + ref.removeprefix(own) if ref.startswith(own) else ref
 
 

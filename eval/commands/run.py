@@ -185,8 +185,8 @@ class Session:
         protocol, whole = options.prepared()
         wanted = whole.first(options.limit)
         depth = protocol.depth(wanted, options.depth)
-        rewriter = options.load_rewriter(options.root)
         modalities = {condition.modality for condition in conditions}
+        rewriter = None if modalities == {"image"} else options.load_rewriter(options.root)
 
         def read() -> tuple[Contents, str | None]:
             contents = contents_of(wanted, modalities)

@@ -35,9 +35,9 @@ PLACES = ("out", "cache", "overwrite", "report")
 """Options of a command that do not affect its figures."""
 DECIDES = (
     "set.fingerprint", "set.content", "set.report_by", "set.limit", "benchmark", "profile", "metrics", "seed", "rerank.of",
-    "rerank.top_n", "rerank.mix", "rerank.judge", "tag", "run_hash", "checkpoint_hash", "query_mode", "query_modality",
+    "rerank.top_n", "rerank.mix", "rerank.judge", "run_hash", "checkpoint_hash", "query_mode", "query_modality",
     "candidate_mode", "depth", "embedding_dims", "decoding", "dtype", "exact", "prompts.profile", "rewrite.kind",
-    "rewrite.model", "budget.draw_temperature",
+    "rewrite.model", "budget.draw_temperature", "tag",
 )  # fmt: skip
 """Keys of results.json that determine the figures, beside `USED_WITH`; not software, machine and batch size."""
 USED_WITH = ("settings.", "prompts.", "asked.rewriter_at")
@@ -266,6 +266,8 @@ def check_out(out: Path, results: Mapping[str, Any], *, overwrite: bool) -> None
     if overwrite or not (out / RESULTS).exists():
         return
     old, new = read_results(out), json.loads(json.dumps(results, default=str))
+    if new.get("query_modality") == "image":
+        old["rewrite"] = None  # which older results recorded although all texts are left out
     apart = _differing(old, new)
     if "identity" in old:
         apart |= {key: pair for key, pair in differences(old, new).items() if key.startswith(USED_WITH)}

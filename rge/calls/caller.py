@@ -175,8 +175,8 @@ def check_answered(unanswered: Sequence[Outcome], num_calls: int, *, wait: bool,
         "run the same command again to repeat only these calls"
     )
     if wait:
-        raise UserError(f"{message}. on_unanswered=proceed continues without what they are about")
-    sys.stderr.write(f"{message}; what they are about is left out until then\n")
+        raise UserError(f"{message}. on_unanswered=proceed continues without their items")
+    sys.stderr.write(f"{message}; their items are left out until then\n")
 
 
 class _ModelRun:

@@ -101,9 +101,8 @@ def ratios(stages: dict[str, dict[str, Any]]) -> dict[str, float]:
     if "filter" in counts and counts["filter"]["queries"]:
         found["discarded by the filter"] = 1 - counts["filter"]["valid"] / counts["filter"]["queries"]
     if (keep := counts.get("keep")) and keep["triplets"]:
-        unanimous = keep.get(
-            "unanimous", keep["triplets"] - keep["doubted"]
-        )  # runs of earlier versions did not count them
+        # Runs of earlier versions did not count them.
+        unanimous = keep.get("unanimous", keep["triplets"] - keep["doubted"])
         found["unanimous panels"] = unanimous / keep["triplets"]
     if "pool" in counts:
         found["pool share of the seed set"] = counts["pool"]["images"] / counts["seed"]["seed"]

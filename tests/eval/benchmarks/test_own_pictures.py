@@ -292,7 +292,9 @@ def test_a_folder_that_is_not_ours_is_never_replaced(photos, tmp_path):
     (photos.parent / "set" / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match="holds 'notes.txt', which does not belong to it"):
         import_folder(options(photos, overwrite=True))
-    (photos.parent / "set" / "notes.txt").rename(photos.parent / "set" / ".DS_Store")  # a Mac's, where one has looked
+    (photos.parent / "set" / "notes.txt").rename(
+        photos.parent / "set" / ".DS_Store"
+    )  # a Mac's, where one has looked
     assert import_folder(options(photos, overwrite=True)).query_ids
 
 

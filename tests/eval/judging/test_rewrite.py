@@ -1,6 +1,7 @@
 """Words added to queries by a model behind an endpoint, in front of an embedder and of BM25."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from eval_fakes import FakeEncoder, loader, picture, tables, write_tables
@@ -231,7 +232,7 @@ def test_bm25_writes_an_evaluation_and_hears_of_captions(content, server, tmp_pa
     assert caption["versions"]["bm25s"]
     first = (tmp_path / "caption" / "run.trec").read_text().split("\n")
     assert {line.split()[0] for line in first if line} == {f"q{n:02d}" for n in range(6)}
-    with pytest.raises(UserError, match="already holds an evaluation with tag = 'bm25-lucene-caption'"):
+    with pytest.raises(UserError, match="already holds an evaluation with rewrite.kind = 'caption'"):
         bm25(Bm25Options(**options, out=tmp_path / "caption"))
 
 
@@ -278,3 +279,10 @@ def test_an_audit_compares_what_the_set_asks_and_only_texts_that_are_used_count_
         results = json.loads((path / "results.json").read_text())
         assert bool(results["rewrite"]) == (results["query_modality"] == "both")
         assert results["audit"]["query_pairs"] == {"shared": 1, "of": 6}
+    # Nobody is asked for texts that are left out, and older results, which named the rewriter there, are the same evaluation.
+    server.asked.clear()
+    results["rewrite"] = {"kind": "caption", "model": "m"}
+    (path / "results.json").write_text(json.dumps(results))
+    alone = replace(options, query_modality=("image",), cache=tmp_path / "empty", out=path)
+    run(alone, loader(FakeEncoder()))
+    assert server.asked == []

@@ -234,7 +234,9 @@ def test_a_column_may_have_the_name_of_the_field_that_it_is_a_part_of(tmp_path):
     found = open_records(RecordsConfig(dataset=str(tmp_path), columns=columns))[1]
     assert (found.query.text, [Path(ref).name for ref in found.query.images]) == ("q1", ["1.png"])
     assert [one.text for one in found.positives] == ["a", "b"]
-    columns["query.text"] = "photo"  # a column of the field's name is ignored like all others that are not mapped
+    columns["query.text"] = (
+        "photo"  # a column of the field's name is ignored like all others that are not mapped
+    )
     assert open_records(RecordsConfig(dataset=str(tmp_path), columns=columns))[0].query.text == "0.png"
     del columns["query.text"]  # the question would be lost
     with pytest.raises(

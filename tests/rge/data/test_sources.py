@@ -167,7 +167,11 @@ def test_a_byte_order_mark_is_no_part_of_the_first_record(tmp_path):
     file = RecordFile(path)
     assert [file[index].id for index in range(2)] == ["a", "b"]
     assert file.place(0) == 0
-    assert file.content == {**content_of(path), "records": 2, "left_out": 0}  # as a finished stage compares it
+    assert file.content == {
+        **content_of(path),
+        "records": 2,
+        "left_out": 0,
+    }  # as a finished stage compares it
     (tmp_path / "plain.jsonl").write_bytes(path.read_bytes().removeprefix(codecs.BOM_UTF8))
     assert file.content["sha256"] == RecordFile(tmp_path / "plain.jsonl").content["sha256"]
     assert training_data([SourceConfig(path=str(path))])["instructions"]["by_task"]

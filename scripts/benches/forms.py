@@ -335,7 +335,7 @@ def three_pass_step(setting: Setting, own_ids: Ids) -> dict[str, float]:
     q_BD = stock_embeddings(embedder, batch.queries, own_ids)
     candidates = candidate_readout(setting, batch.candidates)
     con = contrastive(setting, q_BD, candidates.state_ND)
-    lm = (nll + candidates.nll) / _num_tokens(setting)
+    lm = (nll + candidates.nll) / num_labels(setting)
     (objective.alpha_lm * lm + objective.alpha_con * con).backward()
     return _losses(objective, float(lm.detach()), float(con.detach()))
 
@@ -349,7 +349,7 @@ def _labelled(setting: Setting) -> bool:
     return setting.objective.lm_on_candidates and setting.objective.alpha_lm > 0
 
 
-def _num_tokens(setting: Setting) -> int:
+def num_labels(setting: Setting) -> int:
     """Tokens that the LM loss is a mean over."""
     batch = setting.batch
     return sum(map(len, batch.oracle_ids)) + len(batch.candidates) * _labelled(setting)
@@ -386,7 +386,7 @@ def grad_cache_step(setting: Setting, own_ids: Ids, micro_batch_size: int) -> di
     """
     embedder, batch, objective = setting.embedder, setting.batch, setting.objective
     chunks = chunks_of(batch, [len(batch.queries)], micro_batch_size)
-    num_tokens = _num_tokens(setting)
+    num_tokens = num_labels(setting)
 
     def queries(rows: slice) -> Tensor:
         return stock_embeddings(embedder, batch.queries[rows], own_ids[rows])

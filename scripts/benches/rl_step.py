@@ -140,8 +140,7 @@ def plain_rl_step(
     ends = [len(prompt) + len(ids) for prompt, ids in zip(repeated, own_ids, strict=True)]
     found = forms.candidate_readout(setting, batch.candidates)
     con = forms.contrastive(setting, normalise(written[range(len(ends)), ends]), found.state_ND)
-    num_tokens = sum(map(len, batch.oracle_ids)) + found.num_tokens
-    lm = (forms.stock_nll(embedder, batch.queries, batch.oracle_ids) + found.nll) / num_tokens
+    lm = (forms.stock_nll(embedder, batch.queries, batch.oracle_ids) + found.nll) / forms.num_labels(setting)
     total = total + rl.alpha_con * con + rl.alpha_lm * lm
     total.backward()  # type: ignore[union-attr]
     parts = {"loss_rl": policy, "loss_contrastive": con, "loss_lm": lm}

@@ -232,7 +232,7 @@ def test_bm25_writes_an_evaluation_and_hears_of_captions(content, server, tmp_pa
     assert caption["versions"]["bm25s"]
     first = (tmp_path / "caption" / "run.trec").read_text().split("\n")
     assert {line.split()[0] for line in first if line} == {f"q{n:02d}" for n in range(6)}
-    with pytest.raises(UserError, match="already holds an evaluation with rewrite.kind = 'caption'"):
+    with pytest.raises(UserError, match="already holds an evaluation with tag = 'bm25-lucene-caption'"):
         bm25(Bm25Options(**options, out=tmp_path / "caption"))
 
 

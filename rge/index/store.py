@@ -337,9 +337,8 @@ class Index:
 
     def _condition(self, where: str) -> str:
         """The condition in parentheses: without them, LanceDB ignores what follows the first expression."""
-        condition = (
-            f"({where.strip().rstrip(';')}\n)"  # after a line break, lest a comment includes the last one
-        )
+        # The line break keeps a comment at the end from swallowing the closing one.
+        condition = f"({where.strip().rstrip(';')}\n)"
         without_strings = re.sub(r"'(?:[^']|'')*'", "", where)
         words = {word.lower() for word in re.findall(r"\w+", without_strings)}
         if len(where) > MAX_WHERE or words & PRIVATE:

@@ -243,7 +243,7 @@ def test_bm25_needs_texts(tmp_path):
         bm25(Bm25Options(set=data, out=tmp_path / "out"))
 
 
-def test_nobody_is_asked_for_an_evaluation_that_is_refused(content, server, tmp_path):
+def test_the_rewriter_is_not_asked_for_an_evaluation_that_is_refused(content, server, tmp_path):
     data = write_tables(tmp_path / "set", content)
     options = {"checkpoint": "fake", "set": data, "out": tmp_path / "out", "report": False}
     run(RunOptions(**options), loader(FakeEncoder()))
@@ -279,7 +279,7 @@ def test_an_audit_compares_what_the_set_asks_and_only_texts_that_are_used_count_
         results = json.loads((path / "results.json").read_text())
         assert bool(results["rewrite"]) == (results["query_modality"] == "both")
         assert results["audit"]["query_pairs"] == {"shared": 1, "of": 6}
-    # Nobody is asked for texts that are left out, and older results, which named the rewriter there, are the same evaluation.
+    # The rewriter is not asked for texts that are left out, and older results, which named the rewriter there, are the same evaluation.
     server.asked.clear()
     results["rewrite"] = {"kind": "caption", "model": "m"}
     (path / "results.json").write_text(json.dumps(results))

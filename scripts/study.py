@@ -548,7 +548,7 @@ def cold_starts(options: Options) -> Finding:
 
 
 def default_weights(options: Options) -> Finding:
-    """The demo's weights of the losses, chosen on two training families that are held back (demo).
+    """The demo's weights of the losses and when to write, chosen on two training families that are held back (demo).
 
     Nothing here is trained on these families, the base included.
     """
@@ -565,9 +565,11 @@ def default_weights(options: Options) -> Finding:
         *(Arm(name, "joint", "cold", (f"loss.ratio={ratio}",)) for ratio, name in names.items()),
         *(Arm(name, "rl", "10_1", words) for name, words in RL_WEIGHTS.items()),
     ]
+    deciding = {"mixed_adaptive_longest": MIXED["mixed_adaptive_longest"]}
+    mixed = mixed_arms(deciding, dict.fromkeys(MIXED_WEIGHTS, data / "train"), {"mixed": data / "mixed"})
     study = Study(
-        out, arms, ("recipe=demo", *records), {"valid": data / "valid"}, options.seeds, options.launcher, columns=("pair",),
-        steps=options.steps,
+        out, [*arms, *mixed], ("recipe=demo", *records), {"valid": data / "valid"}, options.seeds, options.launcher,
+        metrics=("hit@1", "rationale_tokens"), columns=("pair", "kind"), steps=options.steps,
     )  # fmt: skip
     rows = "\n".join(f"{ratio} = {name}" for ratio, name in names.items())
     rows += "".join(f"\n{ratio} over 1:1 = {name} - 1_1" for ratio, name in names.items() if ratio != "1:1")
@@ -575,9 +577,10 @@ def default_weights(options: Options) -> Finding:
     slices = {title: replace(which, set_name="valid") for title, which in PAIRS.items()}
     return Finding(
         study,
-        [*names.values(), *RL_WEIGHTS],
+        [*names.values(), *RL_WEIGHTS, *(arm.name for arm in mixed)],
         [Table("hit@1, % and points", rows_of(rows), slices)],
-        needs={data / "valid" / "meta.json": partial(write_rotated, data)},
+        needs={data / "mixed" / "meta.json": partial(write_rotated, data)},
+        extra=lambda: decided(study, options, deciding, "mixed"),
     )
 
 
@@ -701,7 +704,9 @@ def modes(options: Options) -> Finding:
         text += f"{name}, latent - {name}\n{name}, latent - {name}, direct\n"
     finding = on_shipped_base(options, names, "\n".join(names) + text)
     data, on = finding.study.out / "data", f"mixed_{options.on}"
-    mixed = mixed_arms(options, data, on)
+    shipped = DEMO_SET.parent / "train"
+    files = {"relations": shipped, "text": shipped, "naming": data / "train"}
+    mixed = mixed_arms(MIXED, files, {on: data / options.on})
     study = replace(finding.study, arms=[*finding.study.arms, *arms, *mixed])
     shown = "\n".join(arm.name for arm in mixed if arm.point)
     over = ""
@@ -722,18 +727,23 @@ def modes(options: Options) -> Finding:
         ],
         diagnoses={f"{name}_{options.on}": (ablate, name) for name in LATENTS},
         needs={data / "valid" / "meta.json": partial(write_mixed, data)},
-        extra=lambda: [*decided(study, options, on), *ablated(study, options)],
+        extra=lambda: [
+            *decided(study, options, [name for name in MIXED if name != "mixed_words"], on),
+            *ablated(study, options),
+        ],
     )
 
 
-def mixed_arms(options: Options, data: Path, set_name: str) -> list[Arm]:
-    """Arms on records with a share of easy pairs, and all query modes of their checkpoints."""
-    shipped = DEMO_SET.parent / "train"
-    files = {"relations": shipped, "text": shipped, "naming": data / "train"}
+def mixed_arms(
+    trained: Mapping[str, Sequence[str]], files: Mapping[str, Path], sets: Mapping[str, Path]
+) -> list[Arm]:
+    """Arms on records with a share of easy pairs, and all query modes of their checkpoints.
+
+    ``trained``: settings by arm; ``files``: folder by name of the records.
+    """
     weights = {files[name] / f"{name}.jsonl": weight for name, weight in MIXED_WEIGHTS.items()}
-    records = (sources_word("joint", weights), EQUAL)
-    sets, arms = {set_name: data / options.on}, []
-    for name, settings in MIXED.items():
+    records, arms = (sources_word("joint", weights), EQUAL), list[Arm]()
+    for name, settings in trained.items():
         shares, thresholds = GATES.get(name, (50,)), sorted((*AUTO, *AUTO_BETWEEN.get(name, ())))
         auto = f"auto={','.join(f'{value:g}' for value in thresholds)}"
         asked = ("k=0", f"gate={','.join(f'{share / 100:g}' for share in shares)}", auto)
@@ -749,20 +759,20 @@ def mixed_arms(options: Options, data: Path, set_name: str) -> list[Arm]:
     return arms
 
 
-def decided(study: Study, options: Options, set_name: str) -> list[str]:
+def decided(study: Study, options: Options, trained: Iterable[str], set_name: str) -> list[str]:
     """Gain of deciding over writing for as many random queries, by threshold, over all seeds.
 
     Once with every query counted once, and once with easy ones counted three times, as if there were three for each relation.
     """
-    results, lines = Results(study, options.kept / "study_shipped.json"), list[str]()
+    results, lines = Results(study, options.kept / f"study_{study.out.name}.json"), list[str]()
     for easy, mix in ((1, "half of the queries easy"), (3, "three easy queries for each relation")):
         rows = []
-        for trained in (name for name in MIXED if name != "mixed_words"):
-            for name in (arm.name for arm in study.arms if arm.after == trained):
-                rows += decided_by(results, trained, name, set_name, easy)
+        for name in trained:
+            for asked in (arm.name for arm in study.arms if arm.after == name):
+                rows += decided_by(results, name, asked, set_name, easy)
         titles = ["arm", "writes, %", "hit@1, %", "tokens", "tokens saved, %", "over random", "over always"]
         head = f"Who is written for, {mix}; over random: over as many queries of the same checkpoint chosen at random"
-        lines += [head, "", *markdown(titles, rows), ""]
+        lines += [head, "", *markdown(titles, rows), ""] if rows else []
     return lines
 
 

@@ -111,13 +111,18 @@ def copy_pictures(out: Path) -> None:
 
 
 def write_rotated(out: Path) -> None:
-    """Write records and a large validation set for choosing defaults: the two validation families are held back entirely."""
+    """Write records and large validation sets for choosing defaults: the two validation families are held back entirely.
+
+    ``valid`` asks for relations, ``mixed`` also for other drawings of the same thing (`write_mixed`).
+    """
     tables, held = read_tables(), (VALID_QUERIES.name, VALID_GALLERY.name)
     splits = split(tables)
     icons = {key: icon for key, icon in tables.icons.items() if key[0] not in held}
     write_records(out, replace(tables, icons=icons), splits)
     copy_pictures(out)
-    _write(out / "valid", "rge-demo-rotated", retrieval.rotated_rows(tables, splits), *VALID)
+    rows = retrieval.rotated_rows(tables, splits)
+    _write(out / "valid", "rge-demo-rotated", rows, *VALID)
+    _write(out / "mixed", "rge-demo-rotated-mixed", retrieval.mixed_rows(rows), *VALID, retrieval.KIND_NOTES)
 
 
 def write_mixed(out: Path) -> None:

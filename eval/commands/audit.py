@@ -28,6 +28,7 @@ from eval.scoring.output_files import read_results
 from eval.scoring.shortcuts import shortcut_rates
 from eval.sets.retrieval_set import MODALITIES, NAMES, RetrievalSet, load_set, picture_ids
 from eval.sets.tables import optional_rows
+from rge.checkpoints.settings import Settings
 from rge.common.errors import UserError
 from rge.common.files import find_shipped, write_json
 from rge.common.images import ImageError, picture_bytes
@@ -131,13 +132,15 @@ def _evaluations(options: AuditOptions) -> dict[str, Any]:
     return content
 
 
-def audit_run(wanted: RetrievalSet, train: Sequence[str], recipe: Any) -> Audit | None:
+def audit_run(wanted: RetrievalSet, train: Sequence[str], settings: Settings) -> Audit | None:
     """Audit the files that ``train=`` of `eval.commands.run` names; None without any.
 
-    ``auto``: all existing JSON-lines files that the recipe names. ``null``: none.
+    ``auto``: all existing JSON-lines files that a model's stages were trained on (of older checkpoints: that its recipe names).
+    ``null``: none.
     """
+    recipe: Any = settings.recipe
     if tuple(train) == ("auto",):
-        files = list(dict.fromkeys(files_in(recipe)))
+        files = list(dict.fromkeys(files_in(settings.trained_on or recipe)))
     else:
         files = [Path(name) for name in train if name != "null"]
     lenient = isinstance(recipe, dict) and (recipe.get("data") or {}).get("on_bad") == "skip"
@@ -145,7 +148,7 @@ def audit_run(wanted: RetrievalSet, train: Sequence[str], recipe: Any) -> Audit 
 
 
 def files_in(recipe: Any) -> Iterator[Path]:
-    """All existing JSON-lines files named in a recipe."""
+    """All existing JSON-lines files named in sources or a whole recipe."""
     if isinstance(recipe, dict | list):
         for value in recipe.values() if isinstance(recipe, dict) else recipe:
             yield from files_in(value)

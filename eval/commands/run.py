@@ -199,8 +199,7 @@ class Session:
         encoder = options.load(wanted, load)
         for condition in conditions:
             encoder.settings.check_mode(condition.mode)
-        recipe = encoder.settings.recipe
-        self.audit = process_group.once(lambda: audit_run(wanted, options.train, recipe))
+        self.audit = process_group.once(lambda: audit_run(wanted, options.train, encoder.settings))
         self.shared = _shared(options, wanted, encoder)
         self.shared |= {"depth": depth, "rewrite": rewriter and rewriter.about()}
         self.measurement = Measurement(wanted, protocol, options.seed, options.overwrite, options.limit)
@@ -304,7 +303,9 @@ def _shared(options: RunOptions, wanted: RetrievalSet, encoder: Embeds) -> dict[
             "num_instructions": len(instructions),
         },
         "settings": {
-            key: value for key, value in known.content().items() if key not in ("recipe", "identity")
+            key: value
+            for key, value in known.content().items()
+            if key not in ("recipe", "trained_on", "identity")
         },
         "decoding": known.generation.content(),
         "dtype": known.dtype,

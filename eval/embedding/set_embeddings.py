@@ -139,7 +139,9 @@ class Embeddings:
 def keyed_settings(encoder: Embeds, mode: Mode) -> dict[str, Any]:
     """The encoder settings that affect embeddings, including prompt templates."""
     settings = {
-        key: value for key, value in encoder.settings.content().items() if key not in ("notes", "identity")
+        key: value
+        for key, value in encoder.settings.content().items()
+        if key not in ("notes", "trained_on", "identity")
     }
     profile = encoder.settings.profile
     if profile in PROFILES:

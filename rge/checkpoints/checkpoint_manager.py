@@ -14,7 +14,7 @@ from typing import Any
 from accelerate import Accelerator
 from torch import nn
 
-from rge.checkpoints.description import training_data
+from rge.checkpoints.description import instructions_of, trained_on
 from rge.checkpoints.export import export, settings_of
 from rge.checkpoints.manifest import damage, discard
 from rge.checkpoints.resume import check_same_recipe, check_same_run
@@ -86,8 +86,10 @@ class CheckpointManager:
         self._saved = 0  # step of the newest state
         self._validated: dict[str, Any] | None = None
         # Read now: at the end of the stage, an unreachable hub would cost the training.
-        sources = getattr(recipe, name).sources if accelerator.is_main_process else []
-        self._training_data = training_data(sources)
+        self._data: dict[str, Any] = {}
+        if accelerator.is_main_process:
+            self._data["instructions"] = instructions_of(getattr(recipe, name).sources)
+            self._data["trained_on"] = trained_on(start, recipe, name)
         if recipe.export.adapters_only and accelerator.is_main_process:
             commit, rows = getattr(embedder.model.config, "_commit_hash", None), embedder.rows_of_base
             self._base = Base.of(start, commit, rows, recipe.model.path)
@@ -231,7 +233,7 @@ class CheckpointManager:
             settings["validation"] = self._validated
         weights = dist.full_weights(self.accelerator, self.model, self.embedder)
         if self.accelerator.is_main_process:
-            settings |= self._training_data
+            settings |= self._data
             if recipe.export.adapters_only:
                 settings["base"] = self._base.as_recorded_in(path)
             elif has_adapters(self.embedder.model):

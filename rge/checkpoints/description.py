@@ -10,8 +10,8 @@ from typing import Any
 
 import jinja2
 
-from rge.checkpoints.settings import CheckpointSettings
-from rge.config import SourceConfig
+from rge.checkpoints.settings import RGE_JSON, CheckpointSettings, read_settings
+from rge.config import Recipe, SourceConfig, to_dict
 from rge.data.readers import some_records
 from rge.model.adapter_files import is_hub_id
 
@@ -40,13 +40,13 @@ SENTENCE_TRANSFORMERS = {
 """Without these files, sentence-transformers would silently average the token states."""
 
 
-def training_data(sources: Sequence[SourceConfig]) -> dict[str, Any]:
-    """Instructions and files of the training queries.
+def instructions_of(sources: Sequence[SourceConfig]) -> dict[str, Any]:
+    """Instructions of the training queries, see `rge.checkpoints.settings.Instructions`.
 
     Returns:
-        ``instructions``: ``default``, the most frequent one, weighted like the sources in training (None if most queries
+        ``default``, the most frequent one, weighted like the sources in training (None if most queries
         had none); ``known``, up to `MOST_KNOWN` of them; ``by_task``, the most frequent one per task: a record's ``source``,
-        or ``source/category`` if the categories of a source differ. ``training_data``: titles of the sources.
+        or ``source/category`` if the categories of a source differ.
     """
     total: defaultdict[str | None, float] = defaultdict(float)
     tasks: dict[tuple[str, str], Counter[str | None]] = defaultdict(Counter)
@@ -63,13 +63,27 @@ def training_data(sources: Sequence[SourceConfig]) -> dict[str, Any]:
         agreed = set(chosen.values())
         by_task |= {name: agreed.pop()} if len(agreed) == 1 else chosen
     return {
-        "instructions": {
-            "default": ranked[0] if ranked else None,
-            "known": [instruction for instruction in ranked if instruction][:MOST_KNOWN],
-            "by_task": by_task,
-        },
-        "training_data": [source.title for source in sources],
+        "default": ranked[0] if ranked else None,
+        "known": [instruction for instruction in ranked if instruction][:MOST_KNOWN],
+        "by_task": by_task,
     }
+
+
+def trained_on(start: str, recipe: Recipe, stage: str) -> list[dict[str, Any]]:
+    """Stages of a checkpoint's training with their sources, oldest first: those of its start, and its own.
+
+    ``start``: what `stage` starts from. The first one may be ``naming``, which teaches a vision tower that is built from nothing. Of a
+    start that does not record its own, only the last stage is known.
+    """
+    scratch, sources = recipe.model.scratch, to_dict(recipe)[stage]["sources"]
+    if (Path(start) / RGE_JSON).is_file():
+        known = read_settings(Path(start))
+        last = {"stage": known.stage, "sources": (known.recipe.get(known.stage) or {}).get("sources", [])}
+        before = known.trained_on or [last]
+    else:
+        naming = scratch and scratch.naming
+        before = [{"stage": "naming", "sources": [{"path": naming}]}] if naming else []
+    return [*before, {"stage": stage, "sources": sources}]
 
 
 def model_card(settings: CheckpointSettings, name: str, licence: str | None = None) -> str:
@@ -91,6 +105,11 @@ def model_card(settings: CheckpointSettings, name: str, licence: str | None = No
         base=_shown(base),
         base_sha256=settings.base and settings.base.sha256,
         adapted=settings.base and _shown(settings.base.path),
+        trained=[
+            f"{one['stage']} on {', '.join(SourceConfig(**source).title for source in one['sources'])}"
+            for one in settings.trained_on or []
+        ]
+        or ["not recorded"],
         default=settings.instructions and settings.instructions.default,
         range=" to ".join(dict.fromkeys((f"{settings.pixels.min:,}", f"{settings.pixels.max:,}"))),
         measured=Path(str(settings.validation.get("path"))).name if settings.validation else None,
@@ -160,7 +179,7 @@ With sentence-transformers: `SentenceTransformer("{{ path }}", trust_remote_code
 these weights{% elif not base %}none, trained from scratch{% else %}{{ base }}. Its licence also applies to \
 these weights{% endif %}.
 * Stage `{{ stage }}` of recipe `{{ recipe.get("recipe", "unknown") }}`, {{ step }} steps.
-* Training data: {{ (training_data or ["not recorded"]) | join(", ") }}.
+* Training data: {{ trained | join("; ") }}.
 * Instruction of most training queries: {{ default.__repr__() if default else "none" }}. `encode_query` prepends it to \
 queries by default.
 * Pictures: {{ range }} pixels. Prompts: up to {{ "{:,}".format(max_prompt_tokens) }} tokens. Rationales: up to \

@@ -48,7 +48,7 @@ class Generation(_Frozen):
 
 
 class Instructions(_Frozen):
-    """Instructions of the training queries, see `rge.checkpoints.description.training_data`."""
+    """Instructions of the training queries, see `rge.checkpoints.description.instructions_of`."""
 
     default: str | None
     known: list[str]
@@ -69,7 +69,8 @@ class Settings(_Frozen):
     """Everything besides the weights that decides an embedder's embeddings, and caveats about its figures.
 
     Attributes:
-        recipe: of its training; empty for other models.
+        recipe: of its last stage's training; empty for other models.
+        trained_on: all stages with their sources, see `rge.checkpoints.description.trained_on`; None if not recorded.
         reasons: the side that gets a rationale; ``none`` for a model trained without.
         exact: every row is computed alone.
         engine: set if vLLM generates the rationales.
@@ -81,6 +82,7 @@ class Settings(_Frozen):
     profile: str
     generation: Generation
     recipe: dict[str, Any] = {}
+    trained_on: list[dict[str, Any]] | None = None
     reasons: Literal["query", "none"] | None = None
     max_prompt_tokens: int | None = None
     think_tokens: int = 0
@@ -142,7 +144,6 @@ class CheckpointSettings(Settings):
     reasons: Literal["query", "none"]
     stage: str
     step: int
-    training_data: list[str] | None = None
     validation: dict[str, Any] | None = None
     identity: dict[str, Any] | None = None
     base: BaseOfAdapters | None = None

@@ -12,6 +12,7 @@ from eval.commands import audit as audit_module
 from eval.commands.audit import WARN, AuditOptions, audit_command, audit_run, audit_training, files_in
 from eval.commands.run import RunOptions, run, run_command
 from eval.sets.retrieval_set import load_set
+from rge.checkpoints.settings import Settings
 from rge.common.errors import UserError
 
 
@@ -109,14 +110,33 @@ def test_a_file_that_training_read_is_audited(set_dir, tmp_path, on_bad):
     records = path.read_bytes()
     path.write_bytes(b"\xef\xbb\xbf" + records)
     recipe = {"data": {"on_bad": on_bad}, "joint": {"sources": [{"path": str(path)}]}}
-    wanted = load_set(set_dir)
-    assert shared(audit_run(wanted, ("auto",), recipe))["query_images"] == 2
+    settings, wanted = known(recipe=recipe), load_set(set_dir)
+    assert shared(audit_run(wanted, ("auto",), settings))["query_images"] == 2
     path.write_bytes(b'{"id": "caf\xe9"}\n{cut\n{"query": {"images": 5}, "positives": ["p"]}\n' + records)
     if on_bad == "skip":
-        assert shared(audit_run(wanted, ("auto",), recipe))["query_images"] == 2
+        assert shared(audit_run(wanted, ("auto",), settings))["query_images"] == 2
     else:
         with pytest.raises(UserError, match="line 1: not valid JSON"):
-            audit_run(wanted, ("auto",), recipe)
+            audit_run(wanted, ("auto",), settings)
+
+
+def known(**settings):
+    return Settings.model_validate({"profile": "plain", "generation": {"max_new_tokens": 1}, **settings})
+
+
+def test_files_of_all_stages_are_audited_and_no_others(set_dir, tmp_path):
+    """The recipe of a later stage also names sources of a stage that it did not run."""
+    read = train_file(tmp_path / "a.jsonl", image=picture(1000), text="x", target=picture(9999))
+    unread = train_file(tmp_path / "b.jsonl", image=picture(1001), text="x", target=picture(9999))
+    recipe = {"cold_start": {"sources": [{"path": str(unread)}]}, "joint": {"sources": [{"path": "hub/id"}]}}
+    stages = [{"stage": "cold_start", "sources": [{"path": str(read)}]}, {"stage": "joint", "sources": []}]
+    wanted = load_set(set_dir)
+    audit = audit_run(wanted, ("auto",), known(recipe=recipe, trained_on=stages))
+    assert audit is not None
+    assert audit.content["train"] == [str(read)]
+    older = audit_run(wanted, ("auto",), known(recipe=recipe))
+    assert older is not None
+    assert older.content["train"] == [str(unread)]
 
 
 def test_no_training_files_no_audit(set_dir, tmp_path):

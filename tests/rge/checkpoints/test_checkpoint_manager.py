@@ -12,7 +12,7 @@ from qwen_vl_utils import process_vision_info
 from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
 
 from rge.checkpoints.checkpoint_manager import CheckpointManager
-from rge.checkpoints.description import model_card, training_data
+from rge.checkpoints.description import instructions_of, model_card, trained_on
 from rge.checkpoints.export import (
     checkpoint_hash,
     export,
@@ -370,19 +370,41 @@ def test_instructions_are_counted_by_weight_and_task(tmp_path):
         "\n".join([line("1", "Find it."), line("2", "Find it."), line("3", "Name it.", "n"), *bad])
     )
     second.write_text(line("4", None, source="other") + "\n")
-    found = training_data(
+    found = instructions_of(
         [SourceConfig(path=str(first), weight=0.8), SourceConfig(path=str(second), weight=0.2)]
     )
-    assert found["instructions"] == {
+    assert found == {
         "default": "Find it.",
         "known": ["Find it.", "Name it."],
         "by_task": {"other": None, "s/c": "Find it.", "s/n": "Name it."},
     }
-    heavier = training_data(
+    heavier = instructions_of(
         [SourceConfig(path=str(first), weight=0.3), SourceConfig(path=str(second), weight=0.7)]
     )
-    assert heavier["instructions"]["default"] is None
-    assert heavier["training_data"] == ["first.jsonl", "second.jsonl"]
+    assert heavier["default"] is None
+
+
+def test_a_checkpoint_names_the_sources_of_all_its_stages(tmp_path):
+    """Not those that its recipe names for stages that trained on others, or not at all."""
+    recipe = load_recipe(["recipe=demo", "cold_start.sources=[{path: a.jsonl}]"])
+    first = trained_on("no checkpoint", recipe, "cold_start")
+    naming = {"stage": "naming", "sources": [{"path": "data_prep/demo/data/train/naming.jsonl"}]}
+    assert first == [naming, {"stage": "cold_start", "sources": [{"path": "a.jsonl", "weight": 1.0}]}]
+
+    start = tmp_path / "cold_start"
+    start.mkdir()
+    settings = settings_of(
+        emb_id=1, profile="plain", max_prompt_tokens=9, min_pixels=1, max_pixels=1, max_new_tokens=1, reasons="query",
+        recipe=to_dict(recipe), stage="cold_start", step=1,
+    )  # fmt: skip
+    words = ["recipe=demo", "stage=joint", "joint.sources=[{path: b.jsonl}]", f"init={start}"]
+    joint = {"stage": "joint", "sources": [{"path": "b.jsonl", "weight": 1.0}]}
+    for known in ({"trained_on": first}, {}):  # an older checkpoint knows its last stage
+        (start / "rge.json").write_text(json.dumps(settings | known))
+        found = trained_on(str(start), load_recipe(words), "joint")
+        assert found == [*(first if known else first[1:]), joint]
+    card = model_card(CheckpointSettings.model_validate(settings | {"trained_on": [*first, joint]}), "x")
+    assert "* Training data: naming on naming.jsonl; cold_start on a.jsonl; joint on b.jsonl.\n" in card
 
 
 @pytest.mark.parametrize(

@@ -445,4 +445,4 @@ def test_sources_that_are_gone_when_a_stage_ends_do_not_cost_its_checkpoint(tmp_
     [(_, path, settings, _)] = written
     assert path == tmp_path / "joint" / "final"
     assert settings["instructions"]["default"] == "Find it."
-    assert settings["training_data"] == ["records.jsonl"]
+    assert settings["trained_on"][-1]["sources"][0]["path"] == str(records)

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from transformers import AutoProcessor
 
 from rge import check
-from rge.checkpoints.description import training_data
+from rge.checkpoints.description import instructions_of
 from rge.common.errors import UserError
 from rge.common.images import ImageError, PictureIndex, load_image
 from rge.config import DataConfig, RecipeError, RecordsConfig, SourceConfig, ValidationConfig, load_recipe
@@ -668,24 +668,21 @@ def test_the_check_looks_at_data_sets_too(recipe, home, tmp_path):
     assert "the first one already" in problem
 
 
-def test_a_checkpoint_says_what_it_was_trained_on(home):
+def test_a_checkpoint_knows_the_instructions_of_a_data_set(home):
     for streaming in (False, True):
         source = SourceConfig(dataset=str(home / "parquet"), streaming=streaming)
-        told = training_data([source])
-        assert told == {
-            **training_data([SourceConfig(path=str(home / "lines" / "train.jsonl"))]),
-            "training_data": ["parquet[train]"],
-        }
+        lines = SourceConfig(path=str(home / "lines" / "train.jsonl"))
+        assert instructions_of([source]) == instructions_of([lines])
 
 
-def test_what_it_was_trained_on_is_told_without_the_pictures_bytes(home, monkeypatch):
+def test_instructions_are_read_without_the_pictures_bytes(home, monkeypatch):
     seen = []
     real = readers.parsed
     monkeypatch.setattr(
         readers, "parsed", lambda columns, row, number: seen.append(row) or real(columns, row, number)
     )
     for streaming in (False, True):
-        training_data([SourceConfig(dataset=str(home / "parquet"), streaming=streaming)])
+        instructions_of([SourceConfig(dataset=str(home / "parquet"), streaming=streaming)])
     assert len(seen) == 2 * COUNT
     assert seen[:COUNT] == seen[COUNT:]
     assert "<bytes>" in repr(seen)

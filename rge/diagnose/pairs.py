@@ -28,6 +28,14 @@ class Pairs:
     oracle: list[str | None]  # rationales of the queries
     candidates: list[Item]  # ranked for every query
     right_QC: np.ndarray  # which candidates answer which query, bool
+    ranked_QC: np.ndarray | None = None  # which candidates a query's ranking may contain, bool; None: all
+
+    def best(self, query_QD: np.ndarray, candidate_CD: np.ndarray) -> np.ndarray:
+        """Each query's best candidate (the first of ties), (Q,) int64."""
+        score_QC = query_QD @ candidate_CD.T
+        if self.ranked_QC is not None:
+            score_QC = np.where(self.ranked_QC, score_QC, -np.inf)
+        return score_QC.argmax(axis=1)
 
 
 def read_pairs(path: str | Path, limit: int, seed: int = 0) -> Pairs:
@@ -75,20 +83,30 @@ def _from_set(folder: Path, limit: int, seed: int) -> Pairs:
     corpus = list(table_rows(folder / "corpus.parquet"))
     column_of = {row["id"]: number for number, row in enumerate(corpus)}
     row_of = {row["id"]: number for number, row in enumerate(rows)}
-    right = np.zeros((len(rows), len(corpus)), dtype=bool)
-    for judged in table_rows(folder / "qrels.parquet"):
-        query, candidate = judged["query-id"], judged["corpus-id"]
-        if query not in row_of or judged["score"] <= 0:
-            continue
-        if candidate not in column_of:
-            raise RecordError(f"{folder}: {candidate!r} is judged, but corpus.parquet has no such row")
-        right[row_of[query], column_of[candidate]] = True
+
+    def listed(name: str) -> np.ndarray:
+        pairs_QC = np.zeros((len(rows), len(corpus)), dtype=bool)
+        for pair in table_rows(folder / name):
+            query, candidate = pair["query-id"], pair["corpus-id"]
+            if query not in row_of or pair.get("score", 1) <= 0:
+                continue
+            if candidate not in column_of:
+                raise RecordError(f"{folder / name} lists {candidate!r}, but corpus.parquet has no such row")
+            pairs_QC[row_of[query], column_of[candidate]] = True
+        return pairs_QC
+
+    ranked = None
+    if (folder / "candidates.parquet").is_file():
+        ranked = listed("candidates.parquet")
+    if (folder / "excluded.parquet").is_file():
+        ranked = ~listed("excluded.parquet") & (True if ranked is None else ranked)
     return Pairs(
         queries=[_item(row, row.get("image") or [], folder) for row in rows],
         groups=[row.get("group") or row["id"] for row in rows],
         oracle=[None] * len(rows),
         candidates=[_item(row, [row.get("image")], folder) for row in corpus],
-        right_QC=right,
+        right_QC=listed("qrels.parquet"),
+        ranked_QC=ranked,
     )
 
 
@@ -96,12 +114,6 @@ def _item(row: dict[str, Any], images: Sequence[Any], folder: Path) -> Item:
     cells = [image["bytes"] or image["path"] if isinstance(image, dict) else image for image in images]
     pictures = [cell if isinstance(cell, bytes) else str(folder / cell) for cell in cells if cell is not None]
     return Item(row["id"], row.get("text"), tuple(pictures), row.get("instruction"))
-
-
-def hits(query_QD: np.ndarray, candidate_CD: np.ndarray, right_QC: np.ndarray) -> np.ndarray:
-    """Whether the best candidate (the first of ties) is a right one, (Q,) float64."""
-    best_Q = (query_QD @ candidate_CD.T).argmax(axis=1)
-    return right_QC[np.arange(len(best_Q)), best_Q].astype(np.float64)
 
 
 def interval(

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from rge.common.commands import progress_bar
 from rge.diagnose.knowability import measure_knowability
-from rge.diagnose.pairs import Pairs, hits, interval, permute_across_groups
+from rge.diagnose.pairs import Pairs, interval, permute_across_groups
 from rge.embedder import Embedder
 from rge.model.packing import Branch, by_length
 from rge.model.prompts import Prompt
@@ -53,17 +53,16 @@ def sensitivity(
         pairs.candidates, side="candidate", mode="direct", batch_size=batch_size, progress=True
     ).embeddings
     own_QD = states["own"]
-    own_hits = hits(own_QD, candidate_CD, pairs.right_QC)
-    best_Q = (own_QD @ candidate_CD.T).argmax(axis=1)
+    best = {name: pairs.best(state_QD, candidate_CD) for name, state_QD in states.items()}
+    hits = {name: pairs.right_QC[range(len(prompts)), best_Q].astype(float) for name, best_Q in best.items()}
     conditions: dict[str, Any] = {}
     for name, state_QD in states.items():
-        hit_Q = hits(state_QD, candidate_CD, pairs.right_QC)
-        difference = interval(hit_Q - own_hits, pairs.groups, seed, bounds=OF_DIFFERENCES)
+        difference = interval(hits[name] - hits["own"], pairs.groups, seed, bounds=OF_DIFFERENCES)
         conditions[name] = {
-            "hit@1": interval(hit_Q, pairs.groups, seed),
+            "hit@1": interval(hits[name], pairs.groups, seed),
             "difference": (0.0, 0.0, 0.0) if name == "own" else difference,
             "cosine": float((state_QD * own_QD).sum(axis=1).mean()),
-            "moved": float(((state_QD @ candidate_CD.T).argmax(axis=1) != best_Q).mean()),
+            "moved": float((best[name] != best["own"]).mean()),
         }
     return {
         "mode": mode,

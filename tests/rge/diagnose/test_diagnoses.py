@@ -19,7 +19,7 @@ from rge.diagnose import __main__ as command
 from rge.diagnose import leakage, sensitivity
 from rge.diagnose.invariance import invariance
 from rge.diagnose.knowability import measure_knowability
-from rge.diagnose.pairs import Pairs, hits, interval, permute_across_groups, read_pairs
+from rge.diagnose.pairs import Pairs, interval, permute_across_groups, read_pairs
 from rge.embedder import Embedder
 from rge.model.embedding_model import EmbeddingModel
 from rge.model.prompts import PromptBuilder
@@ -100,9 +100,20 @@ def test_pairs_from_a_retrieval_set(tmp_path):
     assert pairs.queries[0] == Item("a", "x", (b"png",), "do")
     assert pairs.candidates[1] == Item("d", None, (str(tmp_path / "p.png"),))
     assert pairs.right_QC.tolist() == [[False, True], [True, False]]
+    assert pairs.ranked_QC is None
+    # What a set keeps out of a query's ranking, such as the query's own picture, cannot be its best candidate here either.
+    states = np.eye(2, dtype=np.float32)
+    assert pairs.best(states, states).tolist() == [0, 1]
+    pq.write_table(pa.table({"query-id": ["a"], "corpus-id": ["c"]}), tmp_path / "excluded.parquet")
+    assert read_pairs(tmp_path, 10).best(states, states).tolist() == [1, 1]
+    own = pa.table({"query-id": ["a", "a", "b"], "corpus-id": ["c", "d", "c"]})
+    pq.write_table(own, tmp_path / "candidates.parquet")
+    assert read_pairs(tmp_path, 10).best(states, states).tolist() == [1, 0]
+    (tmp_path / "excluded.parquet").unlink()
+    assert read_pairs(tmp_path, 10).best(states, states).tolist() == [0, 0]
     assert pairs.oracle == [None, None]
     pq.write_table(pa.table({**qrels, "corpus-id": ["z", "c", "d"]}), tmp_path / "qrels.parquet")
-    with pytest.raises(RecordError, match="'z' is judged, but corpus.parquet has no such row"):
+    with pytest.raises(RecordError, match="qrels.parquet lists 'z', but corpus.parquet has no such row"):
         read_pairs(tmp_path, 10)
     with pytest.raises(RecordError, match="is neither training records"):
         read_pairs(tmp_path / "nothing", 10)
@@ -116,12 +127,11 @@ def test_partners_come_from_elsewhere():
         assert all(groups[place] != groups[number] for number, place in enumerate(other))
 
 
-def test_hits_and_interval_by_hand():
+def test_best_candidates_and_interval_by_hand():
     query = np.eye(3, dtype=np.float32)
     candidates = np.array([[1, 0, 0], [0, 0.9, 0], [0, 1, 0]], dtype=np.float32)
-    right = np.array([[1, 0, 0], [0, 1, 0], [0, 1, 1]], dtype=bool)
     # The third query scores all candidates alike: the first counts.
-    assert hits(query, candidates, right).tolist() == [1, 0, 0]
+    assert Pairs([], [], [], [], np.zeros((3, 3))).best(query, candidates).tolist() == [0, 2, 0]
     mean, low, high = interval(np.array([0.0, 1.0] * 50), [str(number) for number in range(100)])
     assert mean == 0.5
     assert 0.38 < low < 0.43

@@ -20,6 +20,10 @@ from eval.scoring.search import Ranking, stack_rankings
 from eval.sets.contents import with_readable_content
 from eval.sets.retrieval_set import RetrievalSet
 from rge.common.errors import UserError
+from rge.diagnose.knowability import SIGNS
+
+WORD = rf"[{SIGNS}]|[^\W{SIGNS}]{{2,}}"
+"""A word of two or more letters, or a sign of Chinese or Japanese, which have no blanks between words."""
 
 
 @dataclass(kw_only=True)
@@ -85,7 +89,9 @@ def rank(wanted: RetrievalSet, options: Bm25Options, depth: int) -> Ranking:
 
     def words(parts: list[str]) -> list[list[str]]:
         try:
-            return bm25s.tokenize(parts, stopwords=stopwords, return_ids=False, show_progress=False)
+            return bm25s.tokenize(
+                parts, stopwords=stopwords, return_ids=False, show_progress=False, token_pattern=WORD
+            )
         except ValueError as error:
             raise UserError(f"stopwords: {error}") from None
 

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 _STOP_WORDS = frozenset(
     "a an the of on in at to for from with and or is are was were be it its this that these those".split()
 )
-# Scripts without spaces between words: each sign counts as a word.
-_SIGNS = "\u3040-\u30ff\u3400-\u9fff"
-_WORD = re.compile(rf"[{_SIGNS}]|[^\W{_SIGNS}]+")
+SIGNS = "\u3040-\u30ff\u3400-\u9fff"
+"""Scripts without spaces between words, as a range of a pattern: each sign counts as a word."""
+_WORD = re.compile(rf"[{SIGNS}]|[^\W{SIGNS}]+")
 
 
 def content_words(text: str | None) -> list[str]:

@@ -212,6 +212,17 @@ def test_bm25_ranks_by_the_published_formula(content, tmp_path):
     )
 
 
+def test_bm25_finds_words_in_chinese_and_japanese(content, tmp_path):
+    pytest.importorskip("bm25s")
+    texts = {"c000": "一把铜钥匙", "c001": "木头桌子", "c002": "赤いリンゴ", "c003": "Türschloss, x日y"}
+    content["corpus"]["text"] = [texts.get(name, f"nothing{name}") for name in content["corpus"]["id"]]
+    content["queries"]["text"] = ["铜钥匙在哪里", "リンゴはどこ", "桌子", "türschloss", "x", "日本"]
+    wanted = load_set(write_tables(tmp_path / "set", content))
+    found = rank(wanted, Bm25Options(set=tmp_path / "set", out=tmp_path / "out"), 1000)
+    names = [[wanted.corpus_ids[row] for row in rows if row >= 0] for rows in found.rows_QW]
+    assert names == [["c000"], ["c002"], ["c001"], ["c003"], [], ["c003"]]
+
+
 def test_bm25_writes_an_evaluation_and_hears_of_captions(content, server, tmp_path):
     pytest.importorskip("bm25s")
     data = write_tables(tmp_path / "set", content)

@@ -146,6 +146,24 @@ def test_a_card_tells_a_part_from_the_whole(done):
     assert "* fake, reasoning, both, first 6 queries: only the first 6 queries were evaluated" in card
 
 
+def test_a_card_does_not_pass_off_a_reranked_or_fused_ranking_as_the_checkpoints_own(done):
+    results = json.loads((done / "results.json").read_text())
+    more = {
+        "budget": {"name": "mean-8"}, "rewrite": {"kind": "caption"}, "embedding_dims": 16,
+        "candidate_mode": "reasoning", "rerank": {"top_n": 5},
+    }  # fmt: skip
+    card = "# me/mine\n"
+    for one in (results, *(results | {key: value} for key, value in more.items()), results | more):
+        card = with_evaluation(card, one)
+    rows = [line.split(" | ")[1] for line in card.splitlines() if line.startswith("| fake |")]
+    ways = ["mean-8", "rewrite=caption", "embedding_dims=16", "candidate_mode=reasoning", "top 5 reranked"]
+    assert list(dict.fromkeys(rows)) == [
+        f"reasoning, both{words}" for words in ("", *(f", {way}" for way in ways), ", " + ", ".join(ways))
+    ]
+    base = with_evaluation("# me/mine\n", results | {"budget": {"name": "reasoning"}})
+    assert base == with_evaluation("# me/mine\n", results)
+
+
 def test_a_partial_run_is_not_exported(done, tmp_path):
     for name in ("run.trec", "results.json"):
         (tmp_path / name).write_bytes((done / name).read_bytes())

@@ -43,7 +43,7 @@ from rge.common.schema import Item
 
 KEPT = (
     "query_mode", "query_modality", "candidate_mode", "checkpoint", "checkpoint_hash", "model", "rewrite", "prompts",
-    "settings", "decoding", "dtype", "exact", "embedding_dims", "asked_as_released", "run_hash", "coverage",
+    "settings", "decoding", "dtype", "exact", "embedding_dims", "asked_as_released", "run_hash", "coverage", "budget",
 )  # fmt: skip
 """Keys of results.json that are copied from the first ranking."""
 VERSION = 1
@@ -126,7 +126,8 @@ def _rerank_suite(
         blocks = [member["rerank"] for member in results.values()]
         total = sum(block["num_pairs"] for block in blocks)
         mean = float(np.mean([block["ms_mean"] for block in blocks]))
-        return {"rerank": blocks[0] | {"of": str(options.of), "num_pairs": total, "ms_mean": mean}}
+        point = {key: old[key] for key in ("budget",) if key in old}
+        return point | {"rerank": blocks[0] | {"of": str(options.of), "num_pairs": total, "ms_mean": mean}}
 
     measure_members(
         load_suite(path), options, rerank_member, title=f"top {options.top_n} of {options.of}", more=about

@@ -13,10 +13,14 @@ from eval_fakes import FakeEncoder, loader, tables, write_set, write_tables
 from stock import nll_of, stock_forward
 
 from eval.commands.bm25 import Bm25Options, bm25
+from eval.commands.budget import BudgetOptions, budget
 from eval.commands.rerank import RerankOptions, reorder, rerank, rerank_command
 from eval.commands.run import RunOptions, run
+from eval.embedding.identity import differences
 from eval.judging import description
 from eval.judging.description import DescriptionJudge
+from eval.pages.boards.rows import note_of
+from eval.pages.evaluations import read_evaluation
 from eval.scoring.search import Ranking
 from eval.sets.retrieval_set import load_set
 from rge.calls.store import AnswerStore, value_key
@@ -385,6 +389,23 @@ def test_a_reranked_evaluation_is_not_replaced_by_its_first_ranking_unasked(tmp_
         run(RunOptions(**options, out=tmp_path / "judged"), loader(FakeEncoder()))
     assert (tmp_path / "judged" / "results.json").read_bytes() == before
     rerank_command(RerankOptions(of=done, judge="x", top_n=3, out=tmp_path / "judged"))
+
+
+def test_reranked_points_of_a_budget_are_told_apart(tmp_path, monkeypatch):
+    options = BudgetOptions(
+        checkpoint="fake", set=write_set(tmp_path / "set", num_queries=4, num_candidates=8), out=tmp_path / "budget", k=1,
+        fuse=("mean",), report=False,
+    )  # fmt: skip
+    budget(options, loader(FakeEncoder()))
+    monkeypatch.setattr("eval.commands.rerank.DescriptionJudge", lambda *_, **__: Fixed({}))
+    results = []
+    for point in ("mean-1", "reasoning"):
+        out = rerank_command(RerankOptions(of=options.out / point, judge="x", top_n=1, out=tmp_path / point))
+        results.append(read_evaluation(out).results)
+    fused, single = results
+    assert fused["identity"]["key"] != single["identity"]["key"]
+    assert differences(fused, single)["asked.way"] == ("mean-1", "reasoning")
+    assert note_of(read_evaluation(tmp_path / "mean-1")) == "mean-1, top 1 reranked"
 
 
 @pytest.mark.slow

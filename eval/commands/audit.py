@@ -1,7 +1,7 @@
 """Audit for leaks: has training seen the test set?
 
     rge eval audit set=DIR train=FILE.jsonl[,FILE.jsonl]
-    rge eval audit evals=DIR[,DIR]    # shortcuts, see `eval.scoring.shortcuts`
+    rge eval audit evals=DIR[,DIR]    # shortcuts, see `shortcut_rates`
 
 Two pictures count as the same if their bytes are equal, or their ids if these have eight or more characters (a re-encoded copy
 has different bytes). Half of Visual Genome's pictures are also in COCO; if the importer recorded that (``names.parquet``),
@@ -20,12 +20,13 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
 from pydantic import ValidationError
 
 from eval.benchmarks.suite import is_suite, load_suite
-from eval.pages.evaluations import check_one_set, expand, read_evaluation
-from eval.scoring.output_files import read_results
-from eval.scoring.shortcuts import shortcut_rates
+from eval.pages.evaluations import Evaluation, check_one_set, expand, read_evaluation
+from eval.scoring.output_files import PER_QUERY
 from eval.sets.retrieval_set import MODALITIES, NAMES, RetrievalSet, load_set, picture_ids
 from eval.sets.tables import optional_rows
 from rge.checkpoints.settings import Settings
@@ -34,6 +35,7 @@ from rge.common.files import find_shipped, write_json
 from rge.common.images import ImageError, picture_bytes
 from rge.common.registry import PluginOptions
 from rge.common.schema import ImageRef, Item, Record
+from rge.stats.intervals import cluster_bootstrap, figures, index_of
 from rge.tables.rows import TableError, json_object, reading
 
 WARN = "TRAINED ON THE TEST"
@@ -114,15 +116,15 @@ def _print(content: dict[str, Any], warnings: Sequence[str]) -> None:
 
 
 def _evaluations(options: AuditOptions) -> dict[str, Any]:
-    by_mode: dict[str, dict[Path, str]] = {}
+    of_mode: dict[str, list[Evaluation]] = defaultdict(list)
     for path in (path for word in options.evals for path in expand(Path(word))):
-        results = read_results(path)
-        by_mode.setdefault(str(results.get("query_mode")), {})[path] = str(results.get("query_modality"))
-    shortcuts = {}
-    for mode, modality_of in by_mode.items():
-        if set(MODALITIES) <= set(modality_of.values()):
-            check_one_set(list(map(read_evaluation, modality_of)))
-            shortcuts[mode] = shortcut_rates(list(modality_of), options.metric)
+        evaluation = read_evaluation(path)
+        of_mode[str(evaluation.results.get("query_mode"))].append(evaluation)
+    shortcuts = {
+        mode: shortcut_rates(of_modality, options.metric)
+        for mode, of_modality in of_mode.items()
+        if {one.results.get("query_modality") for one in of_modality}.issuperset(MODALITIES)
+    }
     if not shortcuts:
         raise UserError("evals= needs evaluations with query_modality=both,text,image in one query mode")
     content = {"shortcuts": shortcuts}
@@ -130,6 +132,42 @@ def _evaluations(options: AuditOptions) -> dict[str, Any]:
     if options.out is not None:
         write_json(options.out, content)
     return content
+
+
+def shortcut_rates(evaluations: Sequence[Evaluation], metric: str) -> dict[str, Any]:
+    """Shares of queries that can be answered without their picture or without their text.
+
+    ``evaluations``: of one set and checkpoint in one mode, with ``query_modality`` both, text and image. ``metric``: a query
+    counts as answered if this is above zero, such as ``hit@1`` or ``recall@20``.
+
+    Returns:
+        Shares of all queries with 95 % intervals: answered with ``both``, with ``text`` alone, ``image`` alone, with
+        ``either`` of the two alone; ``needs_both`` is answered with both but with neither alone.
+
+    Raises:
+        UserError: a modality is missing or repeated, or the evaluations do not belong together.
+    """
+    check_one_set(evaluations)
+    tables = {str(one.results.get("query_modality")): one.per_query for one in evaluations}
+    same = {(one.results.get("checkpoint_hash"), one.results.get("query_mode")) for one in evaluations}
+    if tables.keys() != {*MODALITIES} or len(evaluations) > len(tables) or len(same) > 1:
+        shown = (f"{one.directory} ({one.results.get('query_modality')})" for one in evaluations)
+        raise UserError(
+            "shortcuts need three evaluations of one set, checkpoint and query mode, with query_modality=both,text,image; "
+            f"got {', '.join(shown)}"
+        )
+    for one in evaluations:
+        if metric not in one.per_query or not pd.api.types.is_numeric_dtype(one.per_query[metric]):
+            raise UserError(
+                f"metric must be a column of numbers in {one.directory / PER_QUERY}, got {metric!r}"
+            )
+    solved = pd.DataFrame({name: table[metric] for name, table in tables.items()}).dropna() > 0
+    either = solved["text"] | solved["image"]
+    shares = solved.assign(either=either, needs_both=solved["both"] & ~either)
+    groups = tables["both"].loc[shares.index, "group"]
+    means = cluster_bootstrap(shares.to_numpy(np.float64), index_of(groups.tolist()), seed=0)
+    of_shares = dict(zip(shares.columns, figures(means, (0.0, 1.0)), strict=True))
+    return {"metric": metric, "num_queries": len(shares), **of_shares}
 
 
 def audit_run(wanted: RetrievalSet, train: Sequence[str], settings: Settings) -> Audit | None:

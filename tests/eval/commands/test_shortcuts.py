@@ -2,14 +2,16 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pandas as pd
 import pytest
 from eval_fakes import FakeEncoder, loader, write_set
 
 from eval.__main__ import main
+from eval.commands.audit import shortcut_rates
 from eval.commands.run import RunOptions, run
-from eval.scoring.shortcuts import shortcut_rates
+from eval.pages.evaluations import read_evaluation
 from rge.common.errors import UserError
 
 
@@ -36,14 +38,20 @@ def test_shortcut_rates_by_hand(done):
     solved = {"both": [1] * 12 + [0] * 12, "text": [1] * 6 + [0] * 18, "image": [0] * 4 + [1] * 4 + [0] * 16}
     for path, values in zip(dirs, solved.values(), strict=True):
         rewrite(path, **{"hit@1": [float(value) for value in values]})
-    found = shortcut_rates(dirs, "hit@1")
+    both, text, image = map(read_evaluation, dirs)
+    found = shortcut_rates([both, text, image], "hit@1")
     shares = {name: found[name]["value"] * 24 for name in ("both", "text", "image", "either", "needs_both")}
     assert shares == pytest.approx({"both": 12, "text": 6, "image": 4, "either": 8, "needs_both": 4})
     assert found["either"]["low"] < 8 / 24 < found["either"]["high"]
     with pytest.raises(UserError, match="query_modality=both,text,image"):
-        shortcut_rates(dirs[:2], "hit@1")
-    with pytest.raises(UserError, match="query_modality=both,text,image; .* have both, both, text"):
-        shortcut_rates([dirs[0], dirs[0], dirs[1]], "hit@1")
+        shortcut_rates([both, text], "hit@1")
+    with pytest.raises(
+        UserError, match=r"query_modality=both,text,image; got .*both \(both\), .*both \(both\), .*\(text\)"
+    ):
+        shortcut_rates([both, both, text], "hit@1")
+    other = replace(image, results=image.results | {"checkpoint_hash": "other"})
+    with pytest.raises(UserError, match="evaluations of one set, checkpoint and query mode"):
+        shortcut_rates([both, text, other], "hit@1")
 
 
 def test_the_command(done, tmp_path, capsys):

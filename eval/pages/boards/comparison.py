@@ -17,7 +17,7 @@ from eval.pages.single_file import write_page
 from eval.pages.wording import Scale
 from eval.scoring.metrics import lower_is_better, metric_words
 from eval.scoring.output_files import check_measured_on, set_path
-from eval.sets.retrieval_set import RetrievalSet, load_set
+from eval.sets.retrieval_set import UNCATEGORISED, RetrievalSet, load_set
 
 MAX_MEMBERS = 6
 """Maximum number of suite members that examples are drawn from, since each must be read."""
@@ -81,6 +81,7 @@ def side_by_side(
     counts = frame["winner"].value_counts()
     winners = [name for name in (*names, TIE, "several", "none") if name in counts]
     columns = examples.varying(frame, list(dict.fromkeys(("category", *first.reported_by))))
+    frame[columns] = frame[columns].fillna(UNCATEGORISED)  # members of a suite may lack a column
     drawn = frame if not first.results.get("suite") else _of_some_members(frame, seed)
     chosen = examples.choose_examples(
         drawn, success_rank=1, num=num, strata=["category", "winner"], seed=seed

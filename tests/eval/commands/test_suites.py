@@ -1,6 +1,7 @@
 """`budget`, `rerank` and `bm25` on a suite: every member by itself, then the mean of all, with one model for all."""
 
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -150,6 +151,33 @@ def test_compare_says_of_a_suite_what_its_results_say(tmp_path):
     half = next(row for row in rows if (row.slice, row.metric) == ("half A", "mrr"))
     pooled = [pd.read_parquet(path / "per_query.parquet").query("half == 'A'")["mrr"].mean() for path in dirs]
     assert abs(half.difference - (pooled[0] - pooled[1])) > 1e-3
+
+
+def test_a_page_shows_no_value_of_a_column_that_a_member_lacks(tmp_path):
+    for name, columns in (("north", ["pair"]), ("south", [])):
+        content = tables(6, 12)
+        if not columns:
+            content["queries"].pop("pair")
+        write_tables(tmp_path / "suite" / name, content, {"name": name, "report_by": columns})
+    write_suite(
+        tmp_path / "suite",
+        name="compass",
+        benchmark="generic",
+        column="side",
+        members={"north": {}, "south": {}},
+    )
+    dirs = run_command(
+        RunOptions(
+            checkpoint="fake", set=tmp_path / "suite", out=tmp_path / "out", report=False,
+            query_mode=("reasoning", "direct"),
+        ),
+        loader(FakeEncoder()),
+    )  # fmt: skip
+    compare(CompareOptions(*dirs, metric=("mrr",), out=tmp_path / "compared"))
+    page = (tmp_path / "compared" / "compare.html").read_text()
+    assert "held-out pair" in page
+    assert "nan" not in re.findall(r'<option value="([^"]*)"', page)
+    assert "nan pair" not in page
 
 
 @pytest.mark.slow

@@ -144,7 +144,10 @@ def _rerank_set(options: RerankOptions, judge: Callable[[], DescriptionJudge], a
     wanted = wanted.first(limit)
     read = read_run(options.of / RUN, wanted)
     measurement = Measurement(wanted, protocol, options.seed, options.overwrite, limit)
-    tag, asked = f"{read.tag}-judged", {"top_n": options.top_n, "mix": options.mix, "of": str(options.of)}
+    tag = f"{read.tag}-judged"
+    # "seed" is that of sampled rationales, unlike options.seed
+    seed = (old.get("rerank") or old).get("seed", old.get("seed"))
+    asked = {"top_n": options.top_n, "mix": options.mix, "of": str(options.of), "seed": seed}
     made = {key: old[key] for key in KEPT if key in old} | {
         "ranked_with": ranked_with(old),
         "rerank": asked,

@@ -86,6 +86,7 @@ def _asked(results: Mapping[str, Any]) -> dict[str, Any]:
     keys = ("query_mode", "query_modality", "candidate_mode", "embedding_dims", "ranked_with")
     at = {key: rewrite.get(key) for key in ("at", "served", "rge")}
     depth = results.get("depth")  # of the mean reciprocal rank; a pool may be smaller
+    further = {"mix": rerank, "draw_temperature": budget}  # left out where they do not apply
     is_sampled = decoding.get("temperature") or budget.get("k")
     return {
         **{key: results.get(key) for key in keys},
@@ -95,8 +96,8 @@ def _asked(results: Mapping[str, Any]) -> dict[str, Any]:
         "judge": rerank.get("judge"),
         "judged": rerank.get("top_n"),
         "way": budget.get("name"),
-        "seed": results.get("seed") if is_sampled else None,
-        **({"mix": rerank["mix"]} if rerank.get("mix") is not None else {}),
+        "seed": rerank.get("seed", results.get("seed")) if is_sampled else None,
+        **{key: block[key] for key, block in further.items() if block.get(key) is not None},
         **({"depth": min(depth, (results.get("set") or {}).get("num_candidates", depth))} if depth else {}),
     }
 

@@ -391,21 +391,28 @@ def test_a_reranked_evaluation_is_not_replaced_by_its_first_ranking_unasked(tmp_
     rerank_command(RerankOptions(of=done, judge="x", top_n=3, out=tmp_path / "judged"))
 
 
-def test_reranked_points_of_a_budget_are_told_apart(tmp_path, monkeypatch):
-    options = BudgetOptions(
-        checkpoint="fake", set=write_set(tmp_path / "set", num_queries=4, num_candidates=8), out=tmp_path / "budget", k=1,
-        fuse=("mean",), report=False,
-    )  # fmt: skip
-    budget(options, loader(FakeEncoder()))
+def test_samples_of_a_budget_are_told_apart_before_and_after_reranking(tmp_path, monkeypatch):
+    options = {
+        "checkpoint": "fake", "set": write_set(tmp_path / "set", num_queries=4, num_candidates=8), "k": 1,
+        "fuse": ("mean",), "report": False,
+    }  # fmt: skip
+    for name, more in {"first": {}, "hotter": {"draw_temperature": 1.0}, "reseeded": {"seed": 1}}.items():
+        budget(BudgetOptions(out=tmp_path / name, **options, **more), loader(FakeEncoder()))
     monkeypatch.setattr("eval.commands.rerank.DescriptionJudge", lambda *_, **__: Fixed({}))
-    results = []
-    for point in ("mean-1", "reasoning"):
-        out = rerank_command(RerankOptions(of=options.out / point, judge="x", top_n=1, out=tmp_path / point))
-        results.append(read_evaluation(out).results)
-    fused, single = results
-    assert fused["identity"]["key"] != single["identity"]["key"]
-    assert differences(fused, single)["asked.way"] == ("mean-1", "reasoning")
-    assert note_of(read_evaluation(tmp_path / "mean-1")) == "mean-1, top 1 reranked"
+    points = ("first/mean-1", "first/reasoning", "hotter/mean-1", "reseeded/mean-1")
+    kinds = {"drawn": [tmp_path / point for point in points]}
+    for number in (1, 2):  # a ranking can be reranked again
+        kinds[f"judged {number}"] = [
+            rerank_command(RerankOptions(of=of, judge="x", top_n=1, out=tmp_path / f"{number}{point}"))
+            for of, point in zip(list(kinds.values())[-1], points, strict=True)
+        ]
+    for dirs in kinds.values():
+        first, single, hotter, reseeded = (read_evaluation(path).results for path in dirs)
+        assert len({one["identity"]["key"] for one in (first, single, hotter, reseeded)}) == 4
+        assert differences(first, single)["asked.way"] == ("mean-1", "reasoning")
+        assert differences(first, hotter) == {"asked.draw_temperature": (0.7, 1.0)}
+        assert differences(first, reseeded) == {"asked.seed": (0, 1)}
+    assert note_of(read_evaluation(dirs[0])) == "mean-1, top 1 reranked"
 
 
 @pytest.mark.slow

@@ -140,6 +140,9 @@ def aggregate(
     table = _joint_table(suite, dirs)
     about_set = _joint_set(suite, results, table)
     columns = list(dict.fromkeys(chain.from_iterable(suite.members.values())))
+    blocks = (block for block in dict.fromkeys(chain(*results.values())) if block.startswith("by_"))
+    reported = [block.removeprefix("by_") for block in blocks]
+    query_columns = [column for column in reported if column not in ("category", *columns)]
     by_member = {name: result["micro"] for name, result in results.items()}
     names = [name for name in in_all(list(by_member.values())) if name in table]
     protocol = protocol_for(suite.benchmark, first["profile"])
@@ -149,7 +152,7 @@ def aggregate(
         **{key: first[key] for key in SHARED if key in first},
         "suite": suite.column,
         "member_dirs": {name: relative(path, out) for name, path in dirs.items()},
-        **suite_figures(table, names, columns, _reported(results, columns), seed=seed),
+        **suite_figures(table, names, columns, query_columns, seed=seed),
         "by_category": by_member,
         "ties": _member_means([result["ties"] for result in results.values()]),
         "random": _member_means([result["random"] for result in results.values()]),
@@ -280,12 +283,6 @@ def mean_over(
         return mean_of(list(means.values()))
     values, group_Q = table[list(names)].to_numpy(np.float64), index_of(table["group"].tolist())
     return cluster_bootstrap(values, group_Q, num_resamples=num_resamples, seed=seed)
-
-
-def _reported(results: ByMember, columns: Sequence[str]) -> list[str]:
-    blocks = dict.fromkeys(chain.from_iterable(results.values()))
-    names = [block.removeprefix("by_") for block in blocks if block.startswith("by_")]
-    return [name for name in names if name not in ("category", *columns)]
 
 
 def mean_of(parts: Sequence[Bootstrap]) -> Bootstrap:

@@ -95,14 +95,12 @@ def fetch(options: FetchOptions) -> Path:
         )
     for words in lacking:
         print(f"WARNING: partial: {words}", file=sys.stderr)
-    print(f"{options.out}: {_in_words(counts) if counts else 'counted on import'}")
+    tables = (
+        ", ".join(f"{n:,} {COUNTED[key]}" for key, n in table.items()) for table in (counts or {}).values()
+    )
+    print(f"{options.out}: {'; '.join(tables) or 'counted on import'}")
     print(f"rge eval import {options.benchmark} src={options.out}{part} out=DIR")
     return options.out
-
-
-def _in_words(counts: Mapping[str, Mapping[str, int]]) -> str:
-    tables = (", ".join(f"{n:,} {COUNTED[key]}" for key, n in table.items()) for table in counts.values())
-    return "; ".join(tables)
 
 
 def _download_all(options: FetchOptions, release: Release, about: dict[str, Any]) -> None:

@@ -196,28 +196,24 @@ def check_one_set(evaluations: Sequence[Evaluation]) -> None:
     """Raise a `UserError` for evaluations of different retrieval sets, protocols or queries."""
     first, *others = evaluations
     for other in others:
-        _check_pair(first, other)
-
-
-def _check_pair(first: Evaluation, other: Evaluation) -> None:
-    if why := set_mismatch(first.results, other.results):
-        raise UserError(
-            f"{first.directory} was measured on {first.results['set']['name']}, {other.directory} on "
-            f"{other.results['set']['name']}: different retrieval sets ({why}), whose figures are not comparable"
-        )
-    for key in ("benchmark", "profile"):
-        expected, value = (evaluation.results.get(key) for evaluation in (first, other))
-        if expected != value:
+        if why := set_mismatch(first.results, other.results):
             raise UserError(
-                f"{first.directory} has {key} {expected!r}, {other.directory} {value!r}, so their figures are not "
-                "comparable; page=leaderboard shows them on separate boards"
+                f"{first.directory} was measured on {first.results['set']['name']}, {other.directory} on "
+                f"{other.results['set']['name']}: different retrieval sets ({why}), whose figures are not comparable"
             )
-    missing = first.per_query.index.symmetric_difference(other.per_query.index)
-    if len(missing):
-        raise UserError(
-            f"{first.directory} has {len(first.per_query)} queries, {other.directory} {len(other.per_query)}; "
-            f"{missing[0]!r} is only in one of them. Was one run with limit=?"
-        )
+        for key in ("benchmark", "profile"):
+            expected, value = (evaluation.results.get(key) for evaluation in (first, other))
+            if expected != value:
+                raise UserError(
+                    f"{first.directory} has {key} {expected!r}, {other.directory} {value!r}, so their figures are not "
+                    "comparable; page=leaderboard shows them on separate boards"
+                )
+        missing = first.per_query.index.symmetric_difference(other.per_query.index)
+        if len(missing):
+            raise UserError(
+                f"{first.directory} has {len(first.per_query)} queries, {other.directory} {len(other.per_query)}; "
+                f"{missing[0]!r} is only in one of them. Was one run with limit=?"
+            )
 
 
 def featured(evaluations: Sequence[Evaluation]) -> Evaluation:

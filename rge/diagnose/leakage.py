@@ -113,23 +113,20 @@ def judge(curves: dict[str, dict[str, list[float]]], level: float) -> dict[str, 
     for kind, curve in curves.items():
         tail = curve["loss_contrastive"][-max(len(curve["loss_contrastive"]) // 5, 1) :]
         gain[kind] = level - float(np.mean(tail))
-    leak, verdict = _verdict(gain, level)
-    return {"chance": level, "curves": curves, "gain": gain, "leak": leak, "verdict": verdict}
-
-
-def _verdict(gain: dict[str, float], level: float) -> tuple[float | None, str]:
+    found = {"chance": level, "curves": curves, "gain": gain}
     right, wrong = gain["right"], gain["wrong query"]
     if right < 0.1 * level:
         below = f"{right:.2f} nats below chance ({level:.2f})"
-        return None, f"no verdict: right triplets got {below}; give more steps or another lr"
+        verdict = f"no verdict: right triplets got {below}; give more steps or another lr"
+        return found | {"leak": None, "verdict": verdict}
     leak = max(wrong, 0.0) / right
-    found = (
+    words = (
         "the oracle rationale leaks the target: with wrong queries the loss still falls" if leak >= LEAKS
         else "no leak is seen: with wrong queries the loss falls" if leak <= CLEAN
         else "the oracle rationale leaks in part: with wrong queries the loss falls"
     )  # fmt: skip
     learned = f"what right triplets learn ({wrong:.2f} of {right:.2f} nats below chance)"
-    return leak, f"{found} by {100 * leak:.0f} % of {learned}"
+    return found | {"leak": leak, "verdict": f"{words} by {100 * leak:.0f} % of {learned}"}
 
 
 def table(result: dict[str, Any]) -> str:

@@ -164,12 +164,13 @@ def published_rows(table: Published) -> list[Row]:
 
 
 def _slices(run: Evaluation, metric: str) -> dict[str, Figure]:
+    """Figures by slice; of two columns with the same value, the second one is named."""
     out: dict[str, Figure] = {}
-    for block, slices in run.results.items():
-        if block.startswith("by_") and len(slices) > 1:
-            for name in slices:
-                if figure := run.figure(block, name, metric):
-                    out.setdefault(name, figure)
+    for column in run.reported_by:
+        names = run.names(f"by_{column}")
+        for name in names if len(names) > 1 else ():
+            if figure := run.figure(f"by_{column}", name, metric):
+                out[f"{column} {name}" if name in out else name] = figure
     return out
 
 

@@ -11,8 +11,8 @@ from eval_fakes import FakeEncoder, loader, write_set
 
 from eval.commands.run import RunOptions, run
 from eval.pages.boards.leaderboard import write_leaderboard
-from eval.pages.boards.rows import Row, numbered
-from eval.pages.evaluations import Figure
+from eval.pages.boards.rows import Row, heat_map, measured_row, numbered
+from eval.pages.evaluations import Evaluation, Figure
 
 
 @pytest.fixture
@@ -222,3 +222,19 @@ def test_equal_figures_share_a_place_and_a_row_without_one_has_none():
     rows = [Row(name, "", [None if x is None else Figure(x)], False, {}) for name, x in figures.items()]
     places = {row.label: row.place for row in numbered(rows, 0)}
     assert places == {"b": 1, "a": 2, "c": 2, "e": 4, "d": None}
+
+
+def test_the_heat_map_has_a_line_for_each_column_that_has_a_value(tmp_path):
+    """An empty cell of a spreadsheet is called "none" in every column."""
+
+    def block(**values):
+        return {name: {"mrr": {"value": value, "low": None, "high": None}} for name, value in values.items()}
+
+    results = {
+        "set": {}, "by_season": block(winter=0.1, none=0.2), "by_place": block(indoors=0.3, none=0.4),
+        "by_same": block(none=0.5),
+    }  # fmt: skip
+    run = Evaluation(tmp_path, "mine", "", 0, False, results, pd.DataFrame())
+    heat = heat_map([measured_row(run, [], "mrr", False)], [])
+    shown = {line: cells[0][0].value for line, cells in heat["lines"]}
+    assert shown == {"winter": 0.1, "none": 0.2, "indoors": 0.3, "place none": 0.4}

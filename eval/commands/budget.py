@@ -25,7 +25,7 @@ from eval.commands.run import Condition, RunOptions, Session, write_page
 from eval.embedding.fill_cache import Embeds
 from eval.embedding.identity import versions
 from eval.embedding.set_embeddings import Embeddings
-from eval.pages.budget_curves import as_file
+from eval.pages.charts import budget_file
 from eval.pages.evaluations import BASES, BUDGET
 from eval.scoring.fuse import max_score, mean_embedding, together
 from eval.scoring.gate import choose, gated, margin
@@ -122,7 +122,7 @@ def budget(options: BudgetOptions, load: Callable[[], Embeds] | None = None) -> 
     print(f"\n{formatted.to_string(index=False)}")
     text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False, default=str)
     write_text(options.out / BUDGET, text + "\n")
-    write_text(options.out / PLOT, as_file(content))
+    write_text(options.out / PLOT, budget_file(content))
     write_tables(options.out / TABLE, pd.json_normalize(rows, sep=" "), formatted)
     if options.report:
         write_page(options.out, [options.out], metric)

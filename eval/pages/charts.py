@@ -28,6 +28,8 @@ STYLES = 6
 """Number of line styles with distinct colours and dashes."""
 COLOURS = [f"var(--series-{place})" for place in range(STYLES)]
 DASHES = [[1, 0], [7, 3], [2, 3], [9, 3, 2, 3], [4, 4], [12, 4]]
+X_LABELS = {"tokens": "generated tokens per query", "ms": "milliseconds per query"}
+"""Costs of a budget.json."""
 STYLE_SHEET = Path(__file__).with_name("templates") / "report.css"
 CONFIG = {
     "font": "system-ui, sans-serif",
@@ -172,21 +174,42 @@ def scatter(points: Sequence[Point], *, name: str, x_label: str) -> Markup:
     return _on_page(spec, f"{name} over {x_label}: {spoken}")
 
 
-def curves_chart(curves: Curves, *, metric: str, x_label: str) -> Markup:
-    """Curves of accuracy over a cost, each point with its interval; colours follow the order of the curves."""
-    ends = [
-        f"{name}: {100 * points[-1].y:.1f} % at {number(points[-1].x)}" for name, points in curves.items()
-    ]
-    return _on_page(_over_cost(curves, x_label), f"{metric} against {x_label}. {'; '.join(ends)}")
+def budget_on_page(budget: Mapping[str, Any]) -> dict[str, Any]:
+    """Charts and table of a budget.json for a page: curves of accuracy over each cost, each point with its interval."""
+    metric, curves_of = budget["metric"], _curves_of(budget)
+    charts = []
+    for x_label, curves in curves_of.items():
+        ends = (
+            f"{name}: {100 * points[-1].y:.1f} % at {number(points[-1].x)}" for name, points in curves.items()
+        )
+        charts.append(_on_page(_over_cost(curves, x_label), f"{metric} against {x_label}. {'; '.join(ends)}"))
+    return {
+        "charts": charts,
+        "labels": list(next(iter(curves_of.values()))),
+        "rows": budget["points"],
+        "metric": metric,
+        "costs": budget["costs"],
+    }
 
 
-def curves_file(charts: Mapping[str, Curves], metric: str) -> str:
-    """Charts of the same curves over several costs (by label), with a legend, as a file."""
+def budget_file(budget: Mapping[str, Any]) -> str:
+    """The same charts with a legend as one file."""
     panels = [
         _over_cost(curves, x_label, legend={}) | {"width": 400, "height": 220}
-        for x_label, curves in charts.items()
+        for x_label, curves in _curves_of(budget).items()
     ]
-    return as_file({"vconcat": panels}, f"{metric} against cost, 95 % intervals")
+    return as_file({"vconcat": panels}, f"{budget['metric']} against cost, 95 % intervals")
+
+
+def _curves_of(budget: Mapping[str, Any]) -> dict[str, Curves]:
+    """The points of a budget.json as curves, by the label of each cost; colours follow their order."""
+    out: dict[str, Curves] = {}
+    for cost, label in X_LABELS.items():
+        points: dict[str, list[Point]] = {row["curve"]: [] for row in budget["points"]}
+        for row in sorted(budget["points"], key=lambda row: row[cost]):
+            points[row["curve"]].append(Point(row["name"], row[cost], row["value"], row["low"], row["high"]))
+        out[label] = points
+    return out
 
 
 def interval_chart(marks: Sequence[Mark], *, title: str) -> str:

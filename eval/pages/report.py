@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from eval.pages import tables
 from eval.pages.boards.leaderboard import write_leaderboard
-from eval.pages.budget_curves import on_page
+from eval.pages.charts import budget_on_page
 from eval.pages.evaluations import (
     BUDGET,
     Evaluation,
@@ -143,7 +143,7 @@ def _write_report(options: ReportOptions, dirs: list[Path]) -> Path:
         examples=examples,
         pictures=gallery.pictures,
         curves=curves_of([Path(name) for name in options.log if name]),
-        budget=None if budget is None else on_page(budget),
+        budget=None if budget is None else budget_on_page(budget),
         provenance=provenance_of(evaluations),
         max_slices=tables.MAX_MAIN_SLICES,
     )

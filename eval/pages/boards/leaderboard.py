@@ -34,8 +34,7 @@ from eval.pages.boards.rows import (
     published_rows,
     why_unranked,
 )
-from eval.pages.budget_curves import on_page
-from eval.pages.charts import Point, scatter
+from eval.pages.charts import Point, budget_on_page, scatter
 from eval.pages.evaluations import BUDGET, Evaluation, expand, read_evaluation, warnings_of
 from eval.pages.examples import Gallery
 from eval.pages.single_file import write_page
@@ -150,7 +149,7 @@ def _groups(runs: Sequence[str]) -> tuple[dict[_Key, list[Evaluation]], dict[_Ke
             key = _key(run.results)
             groups[key].append(run)
         if curves is not None:
-            budgets[key].append((run.label, on_page(curves)))
+            budgets[key].append((run.label, budget_on_page(curves)))
     _join_unrecorded(groups, budgets)
     for members in groups.values():
         _refuse_namesakes(members)

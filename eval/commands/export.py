@@ -16,7 +16,7 @@
 import datetime
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +24,7 @@ from typing import Any, Literal
 import yaml
 
 from eval.benchmarks.published_tables import published
-from eval.pages.evaluations import caveats
+from eval.pages.evaluations import caveats, ways_of
 from eval.scoring.output_files import RUN, read_results
 from eval.scoring.protocol import Protocol
 from eval.scoring.tables import in_per_cent, latex, numbers
@@ -164,8 +164,11 @@ def with_evaluation(card: str, results: dict[str, Any]) -> str:
     name, condition = results["set"]["name"], f"{results['query_mode']}, {results['query_modality']}"
     if results["benchmark"] != "generic":
         condition += f", {results['benchmark']} {results['profile']}"
-    for words in _beyond(results):
+    way, *more = ways_of(results)
+    for words in more if way == results["query_mode"] else (way, *more):
         condition += f", {words}"
+    if limit := results["set"].get("limit"):
+        condition += f", first {limit} queries"
     if results.get("suite"):
         condition += f", mean of {results['set']['num_members']} members"
     figures = results.get("headline") or [
@@ -183,22 +186,6 @@ def with_evaluation(card: str, results: dict[str, Any]) -> str:
     section = "\n".join([EVALUATION, "", *_HEAD, *kept("| "), *rows, "", *kept("* "), *notes])
     text = f"{before.rstrip()}\n\n{section.rstrip()}\n" + (f"\n## {after}" if after else "")
     return _indexed(text, name, condition, figures)
-
-
-def _beyond(results: dict[str, Any]) -> Iterator[str]:
-    """How an evaluation differs from the checkpoint's plain ranking of the whole set."""
-    if (point := (results.get("budget") or {}).get("name", results["query_mode"])) != results["query_mode"]:
-        yield point
-    if rewrite := results.get("rewrite"):
-        yield f"rewrite={rewrite['kind']}"
-    if dims := results.get("embedding_dims"):
-        yield f"embedding_dims={dims}"
-    if results.get("candidate_mode") == "reasoning":
-        yield "candidate_mode=reasoning"
-    if judged := results.get("rerank"):
-        yield f"top {judged['top_n']} reranked"
-    if limit := results["set"].get("limit"):
-        yield f"first {limit} queries"
 
 
 def _interval(figure: dict[str, Any]) -> str:

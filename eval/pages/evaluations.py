@@ -259,6 +259,19 @@ def caveats(results: Mapping[str, Any]) -> Iterator[str]:
         yield f"this {OLD}"
 
 
+def ways_of(results: Mapping[str, Any]) -> Iterator[str]:
+    """How a ranking was made: its query mode or point of `budget`, and what else sets it apart."""
+    yield (results.get("budget") or {}).get("name") or results.get("query_mode") or "external ranking"
+    if rewrite := results.get("rewrite"):
+        yield f"rewrite={rewrite['kind']}"
+    if dims := results.get("embedding_dims"):
+        yield f"embedding_dims={dims}"
+    if results.get("candidate_mode") == "reasoning":
+        yield "candidate_mode=reasoning"
+    if judged := results.get("rerank"):
+        yield f"top {judged['top_n']} reranked"
+
+
 def check_finite(value: object, where: str) -> None:
     """Raise a `UserError` unless a value is a finite number."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):

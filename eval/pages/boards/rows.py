@@ -11,7 +11,7 @@ from typing import Any
 
 from eval.benchmarks.published_tables import Column, Published
 from eval.benchmarks.registry import GENERIC
-from eval.pages.evaluations import Evaluation, Figure
+from eval.pages.evaluations import Evaluation, Figure, ways_of
 from eval.scoring.protocol import Protocol
 
 MAX_COLUMNS = 8
@@ -54,16 +54,9 @@ def name_of(run: Evaluation) -> str:
 
 def note_of(run: Evaluation) -> str:
     """Conditions of a measured row."""
-    mode, modality = run.results.get("query_mode"), run.results.get("query_modality")
-    words = [str(mode) if mode else "external ranking"]
-    point = (run.results.get("budget") or {}).get("name")
-    if point not in (None, mode):  # a point of `budget`
-        words = [str(point)]
-    if judged := run.results.get("rerank"):
-        words.append(f"top {judged['top_n']} reranked")
-    if modality not in (None, "both"):
-        words.append(f"query {modality} only")
-    return ", ".join(words)
+    modality = run.results.get("query_modality")
+    withheld = [] if modality in (None, "both") else [f"query {modality} only"]
+    return ", ".join([*ways_of(run.results), *withheld])
 
 
 def measured_row(run: Evaluation, columns: Sequence[Column], metric: str, known: bool) -> Row:

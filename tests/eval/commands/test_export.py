@@ -1,6 +1,7 @@
 """Formats that others read, from one small evaluation."""
 
 import json
+from dataclasses import replace
 
 import pandas as pd
 import pytest
@@ -10,6 +11,8 @@ from huggingface_hub import ModelCard
 from eval.__main__ import main
 from eval.commands.export import ExportOptions, export, with_evaluation
 from eval.commands.run import RunOptions, run
+from eval.pages.boards.rows import note_of
+from eval.pages.evaluations import read_evaluation
 from rge.checkpoints.export import checkpoint_hash
 from rge.common.errors import UserError
 from rge.common.mmeb_prompts import SETS
@@ -160,6 +163,9 @@ def test_a_card_does_not_pass_off_a_reranked_or_fused_ranking_as_the_checkpoints
     assert list(dict.fromkeys(rows)) == [
         f"reasoning, both{words}" for words in ("", *(f", {way}" for way in ways), ", " + ", ".join(ways))
     ]
+    assert note_of(replace(read_evaluation(done), results=results | more)) == ", ".join(
+        ways
+    )  # on a board, too
     base = with_evaluation("# me/mine\n", results | {"budget": {"name": "reasoning"}})
     assert base == with_evaluation("# me/mine\n", results)
 

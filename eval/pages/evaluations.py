@@ -173,12 +173,13 @@ def read_evaluation(directory: Path) -> Evaluation:
         condition = (str(mode), str(results.get("query_modality") or "both"))
         unknown = (_FOREIGN_ORDER, " · ".join(condition), "see the end of the page")
         order, label, note = _NAMES.get(condition, unknown)
+    way, *more = ways_of(results)
+    if mode is not None and way != mode:
+        note = f"point {way} of a budget"
     if judged := results.get("rerank"):
-        order, label, note = (
-            _FOREIGN_ORDER,
-            f"{label}, reranked",
-            f"top {judged['top_n']} reordered by a judge",
-        )
+        order, label, note = _FOREIGN_ORDER, f"{label}, reranked", "" if way == mode else note
+        more[-1:] = [f"top {judged['top_n']} reordered by a judge"]
+    note = ", ".join(filter(None, [note, *more]))
     per_query = _per_query(directory / PER_QUERY)
     return Evaluation(directory, label, note, order, False, results, per_query)
 

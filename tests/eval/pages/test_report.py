@@ -948,6 +948,20 @@ def test_two_checkpoints_among_the_runs_are_told_apart(world):
     assert "Gain over Direct" in page
 
 
+def test_a_row_says_what_sets_its_ranking_apart(world):
+    def note_with(**more):
+        path = world / "out/reasoning-both"
+        edit(path, lambda results: results.update(more))
+        return evaluations.read_evaluation(path).note
+
+    assert note_with() == "writes a rationale first"
+    assert note_with(embedding_dims=16) == "writes a rationale first, embedding_dims=16"
+    assert note_with(budget={"name": "gate-50"}) == "point gate-50 of a budget, embedding_dims=16"
+    judged = "point gate-50 of a budget, embedding_dims=16, top 5 reordered by a judge"
+    assert note_with(rerank={"top_n": 5}) == judged
+    assert note_with(budget=None, embedding_dims=None) == "top 5 reordered by a judge"
+
+
 def test_a_reranked_evaluation_is_not_the_embedder_s_own(world):
     edit(
         world / "out/direct-both",

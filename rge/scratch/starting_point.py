@@ -1,6 +1,7 @@
 """The start of a stage: a checkpoint, a model, or a backbone that is built once per run."""
 
 import json
+import math
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -22,6 +23,7 @@ from rge.distributed.stop_signals import stop_after_this_step_at_signals
 from rge.identity.run_identity import IDENTITY, content_of, differences, in_words, run_identity
 from rge.model import vision_tower as vision
 from rge.model.backbone import load_processor, name_tokens, read_config
+from rge.model.families import family_of
 from rge.model.hub_model import HubModel
 from rge.scratch import build as scratch
 from rge.scratch import pretrain_vision
@@ -208,9 +210,10 @@ def _teach_naming(
     model = cast(HubModel, AutoModelForImageTextToText.from_pretrained(backbone))
     vision.speed_up(model)
     processor = AutoProcessor.from_pretrained(backbone)
-    pictures, labels, names = pretrain_vision.naming_pictures(
-        records, int(recipe.model.max_pixels**0.5), recipe.data.on_bad
-    )
+    side_px = math.isqrt(recipe.model.max_pixels)
+    # As a square picture of the later stages is scaled: in whole placeholders.
+    side_px, _ = family_of(model).scaled_size((side_px, side_px), processor.image_processor)
+    pictures, labels, names = pretrain_vision.naming_pictures(records, side_px, recipe.data.on_bad)
     stop_after_this_step_at_signals()
     accuracy = pretrain_vision.teach(
         model, accelerator, processor, pictures, labels, names, backbone.with_name("naming"), plan.scratch,

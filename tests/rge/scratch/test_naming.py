@@ -208,8 +208,9 @@ def recipe_with(tmp_path):
         "naming": str(tmp_path / "some.jsonl"), "naming_steps": 4, "naming_say_from": 0.5,
     }  # fmt: skip
 
-    def make(out: str, **changed):
+    def make(out: str, *words: str, **changed):
         overrides = [
+            *words,
             f"model.scratch={json.dumps(scratch | changed)}",
             "train.save_every=1",
             "train.background_save=false",
@@ -246,3 +247,19 @@ def test_a_run_that_was_killed_while_naming_ends_as_a_whole_one(recipe_with, tmp
         assert (killed / name).read_bytes() == (whole / name).read_bytes()
     # Once the backbone is written, only the log is left.
     assert [path.name for path in (tmp_path / "killed" / "naming").iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.slow
+def test_pictures_are_scaled_to_whole_placeholders(recipe_with, monkeypatch):
+    """As in the later stages, whose processor rounds the sides, too; 100 is no multiple of 28."""
+    original, sides = pretrain_vision.augment, []
+    monkeypatch.setattr(starting_point, "stop_after_this_step_at_signals", lambda: None)
+
+    def augment(picture, generator):
+        sides.append(picture.shape[-2:])
+        return original(picture, generator)
+
+    monkeypatch.setattr(pretrain_vision, "augment", augment)
+    recipe = recipe_with("odd", "model.max_pixels=10000", naming_steps=1)
+    starting_point.starting_point(recipe, {}, Accelerator(cpu=True))
+    assert sides == [(84, 84)]

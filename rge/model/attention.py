@@ -438,14 +438,14 @@ class _Kernel:
     window: int | None = None
 
     def refuse_window(self) -> None:
-        """Raise ValueError in a layer with sliding-window attention."""
+        """Raise UserError in a layer with sliding-window attention."""
         if self.window is not None:
-            raise ValueError(f"this model has layers with a window of {self.window} tokens; set {KEY}=varlen")
+            raise UserError(f"this model has layers with a window of {self.window} tokens; set {KEY}=varlen")
 
     def runs(self, q_THd: Tensor, k_UKd: Tensor, v_UKd: Tensor, runs: Runs, causal: bool = True) -> Tensor:
         """Attention of sequences one after the other: (T, H, d)."""
         if self.dropout:
-            raise ValueError(f"{KEY}=varlen has no attention dropout; set {KEY}=sdpa")
+            raise UserError(f"{KEY}=varlen has no attention dropout; set {KEY}=sdpa")
         return attend_runs(
             q_THd, k_UKd, v_UKd, runs, scale=self.scale, causal=causal, window=self.window, key=KEY
         )
@@ -506,15 +506,16 @@ def install(text: HubModel, form: str = "auto", whole_pictures: bool = False) ->
         do not support.
 
     Raises:
-        UserError: another form was asked for with `whole_pictures`.
+        UserError: padded rows were asked for, which do not support this model.
     """
     has_windows = "sliding_attention" in (getattr(text.config, "layer_types", None) or ())
     if form == "auto" and (whole_pictures or has_windows):
         form = "varlen"
-    if whole_pictures and form != "varlen":
-        raise UserError(
-            f"{KEY}={form}: a picture's tokens attend to each other in this model; set {KEY}=varlen"
+    if form != "varlen" and (whole_pictures or has_windows):
+        why = (
+            "a picture's tokens attend to each other" if whole_pictures else "some layers attend to a window"
         )
+        raise UserError(f"{KEY}={form}: {why} in this model; set {KEY}=varlen")
     asked = text.config._attn_implementation
     if asked in NAMES.values():
         return form

@@ -6,6 +6,7 @@ import pytest
 import torch
 from family_models import every_family
 
+from rge.common.errors import UserError
 from rge.model import varlen
 from rge.model.attention import _Kernel
 from rge.model.embedding_model import EmbeddingModel, encode_prompts
@@ -253,13 +254,18 @@ def test_layers_that_see_a_window(lively_path, backbone_of, make_prompts):
         )[0].state_ND
     torch.testing.assert_close(torch.stack([r.state_D for r in rationales]), again, rtol=0, atol=1e-9)
     embedder.attention = "sdpa"
-    with pytest.raises(ValueError, match="with a window of 6 tokens; set model.attn_implementation=varlen"):
+    with pytest.raises(UserError, match="with a window of 6 tokens; set model.attn_implementation=varlen"):
         embedder(embedder.pack(prompts, branches))
+    backbone.attention = "sdpa"
+    with pytest.raises(
+        UserError, match="sdpa: some layers attend to a window .*; set model.attn_impl.*=varlen"
+    ):
+        EmbeddingModel(backbone)
 
 
 def test_attention_dropout_is_refused():
     runs = make_runs([2], [2])
-    with pytest.raises(ValueError, match="varlen has no attention dropout"):
+    with pytest.raises(UserError, match="varlen has no attention dropout"):
         _Kernel(1.0, 0.1, False).runs(*random_states([2], [2]), runs)
 
 

@@ -94,7 +94,10 @@ def main_memory() -> float:
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     with suppress(OSError, ValueError):  # "max" is no number
         limit, used = (int((_CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
-        free = min(free, limit - used)
+        pairs = map(str.split, (_CGROUP / "memory.stat").read_text().splitlines())
+        # Cached files count as used, and make room for whatever needs it.
+        cached = sum(int(size) for name, size in pairs if name in ("active_file", "inactive_file"))
+        free = min(free, limit - used + cached)
     return float(free)
 
 

@@ -50,7 +50,7 @@ from rge.model.families import FAMILIES, family_of
 from rge.model.packing import Branch, pack_prompts, pack_tails, to_device
 from rge.model.prompts import Prompt, PromptBuilder
 from rge.objective import Objective
-from rge.plan import estimate
+from rge.plan import estimate, machine
 from rge.plan import report as plan
 from rge.plan.__main__ import main
 from rge.plan.costs import (
@@ -257,6 +257,18 @@ def test_hours_of_this_cpu_are_the_stages_and_naming_s(monkeypatch, capsys):
     assert half["hours"] == pytest.approx(2 * found["joint"]["hours"])
     monkeypatch.setattr(plan, "main_memory", lambda: 0.1 * GIB)
     assert main([*words, "for=joint"]) == 1
+
+
+def test_files_that_a_container_has_read_leave_its_memory_free(tmp_path, monkeypatch):
+    """The kernel caches them within the container's limit, until something else needs the memory."""
+    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
+    (tmp_path / "memory.max").write_text("64000000\n")
+    (tmp_path / "memory.current").write_text("60000000\n")
+    kinds = {"anon": 9_000_000, "file": 50_000_000, "inactive_file": 40_000_000, "active_file": 8_000_000}
+    (tmp_path / "memory.stat").write_text("".join(f"{name} {size}\n" for name, size in kinds.items()))
+    assert machine.main_memory() == 52_000_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert machine.main_memory() > 64_000_000
 
 
 def test_a_cpu_is_as_fast_as_it_was_measured_to_be():

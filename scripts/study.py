@@ -299,7 +299,7 @@ def read_pictures(backbone: Path, path: Path) -> dict[str, tuple[int, float]]:
         "serial": [f" {serial}" for serial in rows["serial"]],
     }.items():
         names, labels = np.unique(texts, return_inverse=True)
-        chosen, _ = named(model.eval(), processor, picture_N3HW, torch.from_numpy(labels), names.tolist())
+        chosen = named(model.eval(), processor, picture_N3HW, torch.from_numpy(labels), names.tolist())
         found[name] = (len(names), float(chosen.float().mean()))
     return found
 

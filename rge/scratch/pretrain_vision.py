@@ -185,8 +185,8 @@ class _Namer(nn.Module):
 
     def forward(
         self, values: Tensor, grid: Tensor, label_B: Tensor, write: bool
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Losses of choosing and saying, and which rows (B) were chosen and written correctly."""
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Losses of choosing and, with `write`, saying, and which rows (B) were chosen correctly."""
         B = len(label_B)
         family = family_of(self.model)
         features = family.features(self.model, values, grid)
@@ -196,7 +196,7 @@ class _Namer(nn.Module):
         choosing = F.cross_entropy(choice_BK, label_B, label_smoothing=0.1)
         chosen_B = choice_BK.argmax(dim=1) == label_B
         if not write:
-            return choosing, choosing.new_zeros(()), chosen_B, torch.zeros_like(chosen_B)
+            return choosing, choosing.new_zeros(()), chosen_B
 
         # A causal model needs no mask for padding after the name.
         name_BT, real_BT = self.name_KT[label_B], self.real_KT[label_B]
@@ -212,11 +212,7 @@ class _Namer(nn.Module):
         hidden = family.states(self.model, features, shown_F, inputs)
         before_name = hidden[:, len(self.picture_P) - 1 : -1][real_BT]
         logits = self.model.get_output_embeddings()(before_name)
-        saying = F.cross_entropy(logits, name_BT[real_BT])
-        # If each token is the likeliest after the correct ones before it, greedy decoding writes the whole name.
-        right_BT = ~real_BT
-        right_BT[real_BT] = logits.argmax(dim=-1) == name_BT[real_BT]
-        return choosing, saying, chosen_B, right_BT.all(dim=1)
+        return choosing, F.cross_entropy(logits, name_BT[real_BT]), chosen_B
 
 
 class _Progress:
@@ -346,7 +342,7 @@ def teach(
             values = patches(shown, processor.image_processor).to(accelerator.device)
             label = labels[rows].to(accelerator.device)
             times.append(time.perf_counter())
-            choosing, saying, chosen_B, _ = wrapped(values, grid, label, write)
+            choosing, saying, chosen_B = wrapped(values, grid, label, write)
             accelerator.backward(choosing + saying)
             accelerator.clip_grad_norm_(wrapped.parameters(), 1.0)
             optimizer.step()
@@ -365,19 +361,15 @@ def teach(
 
 
 @torch.no_grad()
-def named(
-    model: HubModel, processor, pictures: Tensor, labels: Tensor, names: Sequence[str]
-) -> tuple[Tensor, Tensor]:
-    """Which pictures a backbone names correctly: (N,) bool each by choosing among all names, and by greedy decoding."""
+def named(model: HubModel, processor, pictures: Tensor, labels: Tensor, names: Sequence[str]) -> Tensor:
+    """Which pictures (N,) a backbone names correctly, by choosing among all names."""
     namer, grid = _namer(model, processor, names, pictures.shape[-1])
     namer.eval()
-    chosen, written = [], []
+    chosen = []
     for shown, label in zip(pictures.split(64), labels.split(64), strict=True):
         values = patches(shown, processor.image_processor)
-        _, _, chosen_B, written_B = namer(values, grid.repeat(len(label), 1), label, True)
-        chosen.append(chosen_B)
-        written.append(written_B)
-    return torch.cat(chosen), torch.cat(written)
+        chosen.append(namer(values, grid.repeat(len(label), 1), label, False)[2])
+    return torch.cat(chosen)
 
 
 def _namer(model: HubModel, processor, names: Sequence[str], side_px: int) -> tuple[_Namer, Tensor]:

@@ -93,12 +93,10 @@ def test_pictures_are_chosen_for_before_names_are_written(tiny_path, picture, tm
 def test_naming_is_counted_over_all_pictures(tiny_path, tmp_path):
     model = AutoModelForImageTextToText.from_pretrained(tiny_path)
     processor = AutoProcessor.from_pretrained(tiny_path)
-    names, labels = ["key", "skis"], torch.arange(70) % 2  # more than one batch
+    names, labels = ["skis", "key"], torch.arange(70) % 2  # more than one batch
     pictures = labels[:, None, None, None].float().expand(-1, 3, 28, 28).contiguous()
-    assert not all(right.all() for right in named(model, processor, pictures, labels, names))
+    assert not named(model, processor, pictures, labels, names).all()
     config = ScratchConfig(naming_steps=40, naming_batch_size=8, naming_lr=3e-2)
     teach(model, Accelerator(cpu=True), processor, pictures, labels, names, tmp_path, config, TrainConfig())
-    for right in named(model, processor, pictures, labels, names):
-        assert right.tolist() == [True] * 70
-    for right in named(model, processor, pictures, torch.where(labels == 1, 0, 1), names):
-        assert right.tolist() == [False] * 70
+    assert named(model, processor, pictures, labels, names).tolist() == [True] * 70
+    assert named(model, processor, pictures, 1 - labels, names).tolist() == [False] * 70

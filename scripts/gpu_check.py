@@ -186,9 +186,6 @@ def _embedder(
         with torch.device(machine.device):
             model = AutoModelForImageTextToText.from_config(config, dtype=dtype, attn_implementation="sdpa")
     vision_tower.speed_up(model, form, fused.wanted(machine.options.fused_kernels))
-    for module in model.modules():
-        if hasattr(module, "asked"):
-            module.asked = form
     barred = [*backbone.suppressed_ids, *range(len(backbone.processor.tokenizer), rows or 0)]  # type: ignore[attr-defined]
     backbone = replace(backbone, model=model.to(machine.device, dtype), suppressed_ids=barred, attention=form)
     return EmbeddingModel(backbone, **settings)

@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -286,25 +287,18 @@ def stock_inputs(
     embedder: EmbeddingModel, prompts: Sequence[Prompt], suffixes: Ids, padding_side: str
 ) -> dict[str, Tensor]:
     """A padded batch as transformers takes it; positions and masks are made inside the model."""
-    ids, types = [], []
-    for prompt, suffix in zip(prompts, suffixes, strict=True):
-        tail = torch.tensor(list(suffix), dtype=torch.long)
-        ids.append(torch.cat([prompt.input_ids, tail]))
-        types.append(torch.cat([prompt.type_ids, torch.zeros_like(tail)]))
-
-    def padded(rows: list[Tensor], value: int) -> Tensor:
-        return pad_sequence(rows, batch_first=True, padding_value=value, padding_side=padding_side)
-
-    inputs = {
-        "input_ids": padded(ids, embedder.pad_id),
-        "attention_mask": padded([torch.ones_like(row) for row in ids], 0),
-        "mm_token_type_ids": padded(types, 0),
-    }
-    pictures = [prompt for prompt in prompts if prompt.pixels is not None]
-    if pictures:
-        pixels = torch.cat([prompt.pixels for prompt in pictures])  # type: ignore[misc]
-        inputs["pixel_values"] = normalised(embedder.processor.image_processor, pixels)
-        inputs["image_grid_thw"] = torch.cat([prompt.image_grid for prompt in pictures])  # type: ignore[misc]
+    rows = [
+        torch.cat([prompt.input_ids, torch.tensor(list(suffix), dtype=torch.long)])
+        for prompt, suffix in zip(prompts, suffixes, strict=True)
+    ]
+    pad = partial(pad_sequence, batch_first=True, padding_side=padding_side)
+    ids, mask = pad(rows, padding_value=embedder.pad_id), pad([torch.ones_like(row) for row in rows])
+    image_processor = embedder.processor.image_processor
+    pictures = [
+        None if prompt.pixels is None else (normalised(image_processor, prompt.pixels), prompt.image_grid)
+        for prompt in prompts
+    ]
+    inputs = embedder.family.plain_inputs(embedder.model.config, pictures, ids, mask)
     return {name: value.to(embedder.device) for name, value in inputs.items()}
 
 

@@ -6,25 +6,28 @@ made before, and listed separately.
 """
 
 import statistics
-import tempfile
 import time
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
-from benches.harness import Rows, in_new_process, make_batch, peak_growth, random_picture, show
+from benches.harness import (
+    Rows,
+    in_new_process,
+    make_batch,
+    peak_growth,
+    random_backbone,
+    random_picture,
+    show,
+)
 from rge.common.schema import Item
 from rge.data.collate import Batch
-from rge.model.backbone import load_backbone
 from rge.model.embedding_model import EmbeddingModel
 from rge.model.prompts import Prompt, PromptBuilder
 from rge.objective import Objective
 from rge.rollout.generate import generate
 from rge.rollout.writer import Rollout
-from rge.scratch import build as scratch
 from rge.step import TrainingStep
 
 TEXT = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
@@ -59,11 +62,14 @@ def random_batch(builder: PromptBuilder, size: int) -> Batch:
     return make_batch(prompts("query"), [[candidate] for candidate in prompts("candidate")], oracles)
 
 
-def point(folder: str, size: int, micro_batch: int, first: int) -> dict[str, float]:
+def point(size: int, micro_batch: int, first: int) -> dict[str, float]:
     """Measure one step of `size` queries, after one of `first` queries for one-time allocations."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    embedder = EmbeddingModel(load_backbone(folder, add_emb=True)).train()
+    texts = ["what opens this", "a key opens it", "Find the picture that answers the question."]
+    sizes = {"vocab_size": 400, "text": TEXT, "vision": VISION}
+    backbone = random_backbone(texts, sizes, min_pixels=SIDE_PX**2, max_pixels=SIDE_PX**2)
+    embedder = EmbeddingModel(backbone).train()
     builder = PromptBuilder(embedder.processor)
     objective = Objective(1 / 11, 10 / 11, 0.03)
 
@@ -86,20 +92,15 @@ def measure(options: Options) -> Rows:
     """All points."""
     micro, repeats = options.micro_batch, options.repeats
     rows: Rows = {}
-    with tempfile.TemporaryDirectory() as folder:
-        model = str(Path(folder) / "model")
-        texts = ["what opens this", "a key opens it", "Find the picture that answers the question."]
-        sizes = {"vocab_size": 400, "text": TEXT, "vision": VISION}
-        scratch.build(Path(model), texts, seed=0, min_pixels=SIDE_PX**2, max_pixels=SIDE_PX**2, **sizes)
-        for size in options.batches:
-            rows[f"{size}"] = _repeated(repeats, model, size, micro, micro)
-            if size in options.whole:
-                rows[f"{size}, undivided"] = _repeated(repeats, model, size, size, micro)
+    for size in options.batches:
+        rows[f"{size}"] = _repeated(repeats, size, micro, micro)
+        if size in options.whole:
+            rows[f"{size}, undivided"] = _repeated(repeats, size, size, micro)
     print(f"growth of resident memory in one step, median of {repeats}; in micro batches of {micro}")
     return show(rows)
 
 
-def _repeated(repeats: int, *point_of: Any) -> dict[str, float]:
+def _repeated(repeats: int, *point_of: int) -> dict[str, float]:
     found = [in_new_process(point, *point_of) for _ in range(repeats)]
     growth = [run["growth"] / 1e6 for run in found]
     return {

@@ -92,9 +92,10 @@ class Family:
 
     def picture_tokens(self, processor: Any, size: tuple[int, int]) -> int:
         """How many tokens stand in a prompt for a picture of this width and height, in place of `picture_mark`."""
-        size = self.scaled_size(size, processor.image_processor)
-        # What vLLM plans with too.
-        return int(processor._get_num_multimodal_tokens(image_sizes=[size[::-1]]).num_image_tokens[0])
+        image_processor = processor.image_processor
+        side = image_processor.patch_size * image_processor.merge_size
+        # Not the processor's own count, which would scale once more: long pictures may exceed its limits, see `scaled_size`.
+        return math.prod(length // side for length in self.scaled_size(size, image_processor))
 
     def picture_mark(self, processor: Any) -> str:
         """The processor's text for a picture, around and including one placeholder."""
@@ -267,6 +268,10 @@ class Tiles(Family):
     def scaled_size(self, size: tuple[int, int], image_processor: Any) -> tuple[int, int]:
         """Scaling is left to the processor."""
         return size
+
+    def picture_tokens(self, processor: Any, size: tuple[int, int]) -> int:
+        """As the processor counts them; vLLM plans with that too."""
+        return int(processor._get_num_multimodal_tokens(image_sizes=[size[::-1]]).num_image_tokens[0])
 
     def options(self, image_processor: Any) -> dict[str, Any]:
         """Scaled and cut, not normalised."""

@@ -273,7 +273,9 @@ def test_builder_errors(builder, tiny_path, embedder):
 
 
 @every_family
-@pytest.mark.parametrize("sizes", [[], [(40, 90)], [(120, 30), (60, 60)], [(700, 400)], [(84, 84)] * 3])
+@pytest.mark.parametrize(
+    "sizes", [[], [(40, 90)], [(120, 30), (60, 60)], [(700, 400)], [(84, 84)] * 3, [(900, 60)]]
+)
 @pytest.mark.parametrize("max_tokens", [100_000, 130])
 def test_a_prompt_is_measured_without_its_pictures(lively, picture, sizes, max_tokens):
     builder = PromptBuilder(lively.processor, max_tokens=max_tokens)

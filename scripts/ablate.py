@@ -37,7 +37,7 @@ from eval.scoring.metrics import names_of as names_of_metrics
 from eval.scoring.tables import latex
 from rge.common.commands import start
 from rge.common.errors import UserError
-from rge.common.files import find_shipped, write_text
+from rge.common.files import checkpoint_folder, find_shipped, write_text
 from rge.common.options import AtLeastOne, names_of, offer_help, parse_options, split_word
 from rge.config import load_recipe
 
@@ -209,7 +209,7 @@ def check_places(options: Options) -> None:
             f"set={options.set} is no retrieval set (no queries.parquet) and no suite (no suite.json)"
         )
     init = options.init
-    if not Path(init).is_dir() and init.count("/") != 1:  # one slash: may be a hub id
+    if not checkpoint_folder(Path(init)).is_dir() and init.count("/") != 1:  # one slash: may be a hub id
         raise UserError(
             f"init={init} does not exist; train it with "
             f"`accelerate launch rge/train.py recipe={options.recipe} stage={BEFORE[options.stage]}`, or name a checkpoint"

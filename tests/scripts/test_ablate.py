@@ -449,6 +449,9 @@ def test_paths_are_relative_to_the_working_directory(ablate, tmp_path, monkeypat
     for recipe in (["recipe=mine.yaml", "set=set"], ["recipe=demo"]):
         with pytest.raises(SystemExit):
             ablate.main([*recipe, SWEEP, "init=cold", "out=sweep"])
+    with pytest.raises(SystemExit):  # the shipped checkpoint, as for every other command
+        ablate.main(["recipe=demo", SWEEP, "init=demo", "out=others"])
+    assert "init=demo" in started.pop()
     for command in started:
         config, script = (
             command[command.index("--config_file") + 1],

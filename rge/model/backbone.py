@@ -25,7 +25,7 @@ from rge.distributed import collectives as dist
 from rge.model import fused
 from rge.model import vision_tower as vision
 from rge.model.adapter_files import CONFIG as ADAPTERS
-from rge.model.adapter_files import find_base, is_adapter_checkpoint, merge_saved, rows_of_base
+from rge.model.adapter_files import find_base, is_adapter_checkpoint, is_hub_id, merge_saved, rows_of_base
 from rge.model.families import FAMILIES, family_of
 from rge.model.hub_model import HubModel
 
@@ -57,10 +57,11 @@ def read_config(path: str | Path, revision: str | None = None) -> PretrainedConf
     Raises:
         BackboneError: nothing to load there, or an unsupported family.
     """
-    if not Path(path).exists() and (str(path).startswith((".", "/", "~")) or str(path).count("/") != 1):
+    place = Path(path)
+    if not place.exists() and not is_hub_id(str(path)):
         raise BackboneError(f"no model can be loaded from {path}: there is no such directory")
-    if Path(path).exists() and not (Path(path) / "config.json").is_file():
-        if (Path(path) / ADAPTERS).is_file():
+    if place.exists() and not (place / "config.json").is_file():
+        if (place / ADAPTERS).is_file():
             raise BackboneError(
                 f"{path} contains PEFT adapters and no model: give the model that they were trained on, or merge them into it "
                 "(PeftModel.merge_and_unload, save_pretrained)"

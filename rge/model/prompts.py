@@ -166,7 +166,8 @@ class PromptBuilder:
         prompt = encode(text, 0)
         if len(prompt) <= self.max_tokens:
             return prompt
-        text_ids = self.tokenizer(text, add_special_tokens=False).input_ids
+        after = self._around(item, side)[1] if (item.text or "").strip() else ""
+        text_ids = self.tokenizer(text.removesuffix(after), add_special_tokens=False).input_ids
         kept = len(text_ids)
         # Decoding a prefix of the ids and encoding it again may give other ids, a few more than before, hence a loop.
         while (excess := len(prompt) - self.max_tokens) > 0:
@@ -178,15 +179,20 @@ class PromptBuilder:
             kept = max(0, kept - excess)
             # A cut inside a character of several tokens decodes to a replacement character.
             shorter = self.tokenizer.decode(text_ids[:kept]).rstrip("\ufffd")
-            prompt = encode(shorter, len(text_ids) - kept)
+            prompt = encode(shorter + after, len(text_ids) - kept)
         return prompt
+
+    def _around(self, item: Item, side: str) -> tuple[str, str]:
+        """The wording before and after an item's text."""
+        wording = self._plain(user_text(replace(item, text=_TEXT), side, self.profile))
+        before, _, after = wording.rpartition(_TEXT)
+        return before, after
 
     def _interleaved(self, item: Item, side: str, images: Sequence[Image.Image]) -> Prompt:
         pieces = [None if part is None else self._plain(part.strip()) for part in item.parts]
         texts = [place for place, piece in enumerate(pieces) if piece is not None]
         # The wording surrounds the whole text: it begins before the first piece and ends after the last.
-        wording = self._plain(user_text(replace(item, text=_TEXT), side, self.profile))
-        before, _, after = wording.rpartition(_TEXT)
+        before, after = self._around(item, side)
         pieces[texts[0]] = before + str(pieces[texts[0]])
         pieces[texts[-1]] = str(pieces[texts[-1]]) + after
         content = []

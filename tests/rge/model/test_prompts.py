@@ -198,6 +198,23 @@ def test_a_long_text_is_cut_at_its_end_and_nothing_else_is(embedder, picture, te
     assert prompt.num_cut_tokens > 0
 
 
+@pytest.mark.parametrize("side", ["query", "candidate"])
+def test_wording_after_a_long_text_is_kept(embedder, side):
+    """Such as the one word that a model is asked for; only the text itself is cut."""
+    ending = "\nIn one word:"
+    profile = Profile(
+        f"{{instruction}} {{text}}{ending}", f"{{text}}{ending}", f"{{text}}{ending}", "", "{text}"
+    )
+    builder = PromptBuilder(embedder.processor, profile, max_tokens=90)
+    item = Item("x", LONG, instruction="Find it.")
+    prompt = builder.build(item, side)
+    assert f"{ending}\n<|im_end|>" in builder.tokenizer.decode(prompt.input_ids)
+    assert 82 <= len(prompt) <= 90
+    assert prompt.num_cut_tokens > 0
+    measured = builder.measure(item, side, [])
+    assert (measured.num_tokens, measured.num_cut_tokens) == (len(prompt), prompt.num_cut_tokens)
+
+
 def test_a_text_that_fits_is_not_cut(embedder):
     short = PromptBuilder(embedder.processor, max_tokens=4096).build(Item("q", LONG), "query")
     assert short.num_cut_tokens == 0

@@ -138,9 +138,11 @@ def replacing_folder(path: str | Path, *, overwrite: bool) -> Iterator[Path]:
     kill between them, the next call restores the old folder.
 
     Raises:
-        FileError: `path` exists and must not be replaced.
+        FileError: `path` exists and must not be replaced, or it is or holds the current folder.
     """
     path = Path(path)
+    if Path.cwd().is_relative_to(path.resolve()):
+        raise FileError(f"{path} is or holds the current folder, so it cannot be replaced: choose another")
     new, old = (path.with_name(f".{path.name}.{_HOST}.{os.getpid()}.{word}") for word in ("new", "old"))
     if not path.exists() and (backups := sorted(path.parent.glob(f".{glob.escape(path.name)}.*.old"))):
         backups[-1].rename(path)

@@ -8,7 +8,15 @@ import fsspec
 import pytest
 
 from rge.common import files
-from rge.common.files import FileError, relative, replacing, write_bytes, write_json, write_text
+from rge.common.files import (
+    FileError,
+    relative,
+    replacing,
+    replacing_folder,
+    write_bytes,
+    write_json,
+    write_text,
+)
 from rge.tables.pictures import find, picture_files
 
 
@@ -68,6 +76,18 @@ def test_a_kill_while_writing_leaves_the_old_file(tmp_path):
         program.wait_until((tmp_path / "written").exists)
         program.kill()
     assert (tmp_path / "a").read_text() == "old"
+
+
+@pytest.mark.parametrize("out", [".", "..", "{here}"])
+def test_the_current_folder_is_not_replaced(tmp_path, monkeypatch, out):
+    """Not even if it is empty: whoever started the command would be in a deleted folder."""
+    here = tmp_path / "above" / "here"
+    here.mkdir(parents=True)
+    monkeypatch.chdir(here)
+    with pytest.raises(FileError, match="is or holds the current folder, so it cannot be replaced"):
+        with replacing_folder(out.format(here=here), overwrite=True):
+            raise AssertionError("unreachable")
+    assert here.is_dir()
 
 
 def test_a_relative_path_is_found_from_behind_links(tmp_path):

@@ -12,6 +12,7 @@ makes several runs at a time. Paths are relative to the working directory. See d
 import json
 import re
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -154,17 +155,18 @@ def plan(
     """The options with defaults filled in, and a study with one arm per value; an error if the recipe refuses one of them."""
     if unknown := [value for value in arms if value not in values]:
         raise UserError(f"with.{unknown[0]} names no value of the sweep: {', '.join(values)}")
-    options = complete(options, key, load_recipe([f"recipe={options.recipe}"]).out)
+    overrides = {value: (f"{key}={value}", *extra, *arms.get(value, [])) for value in values}
+    for word in (word for words in overrides.values() for word in words):
+        if split_word(word)[0] == "train.seed":
+            raise UserError(
+                f"{word} would make every seed of an arm the same run: leave it out, and give seeds=N"
+            )
+    options = complete(options, key, overrides[values[0]])
     recipe = (f"recipe={options.recipe}", f"init={options.init}")
     runs = []
-    for value in values:
-        overrides = (f"{key}={value}", *extra, *arms.get(value, []))
-        if fixed := [word for word in overrides if split_word(word)[0] == "train.seed"]:
-            raise UserError(
-                f"{fixed[0]} would make every seed of an arm the same run: leave it out, and give seeds=N"
-            )
-        load_recipe([*recipe, f"stage={options.stage}", f"out={options.out}", *overrides])
-        runs.append(Arm(folder_name(value), options.stage, overrides=overrides))
+    for value, words in overrides.items():
+        load_recipe([*recipe, f"stage={options.stage}", f"out={options.out}", *words])
+        runs.append(Arm(folder_name(value), options.stage, overrides=words))
     ask = [f"benchmark={load_suite(Path(options.set)).benchmark}"] if is_suite(Path(options.set)) else []
     if more := [name for name in options.metrics if name not in names_of_metrics(negatives=True)]:
         ask.append(f"metrics={','.join(more)}")
@@ -175,13 +177,17 @@ def plan(
     return options, study
 
 
-def complete(options: Options, key: str, recipe_out: str) -> Options:
+def complete(options: Options, key: str, overrides: Sequence[str]) -> Options:
     """Fill in defaults: the recipe's own checkpoint of the stage before, the demo's test set, a folder named after the key."""
+    # Read as the runs will be: the recipe's other stages may lack what only they need.
+    before = f"{BEFORE[options.stage]}/final"
+    words = [f"recipe={options.recipe}", f"stage={options.stage}", f"init={before}", *overrides]
+    out = load_recipe(words).out
     if not options.set and options.recipe != "demo":
         raise UserError("set= must be given: the retrieval set that every run is evaluated on")
     return replace(
         options,
-        init=options.init or f"{recipe_out}/{BEFORE[options.stage]}/final",
+        init=options.init or f"{out}/{before}",
         out=options.out or f"runs/ablate_{options.recipe}_{folder_name(key)}",
         set=options.set or str(DEMO_SET),
     )

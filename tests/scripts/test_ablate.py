@@ -308,6 +308,26 @@ def test_what_is_wrong_is_said_before_anything_runs(ablate, wrong, message):
     assert ablate.commands == []
 
 
+@pytest.mark.parametrize("init", [["init=cold"], []])
+def test_a_recipe_needs_only_what_the_swept_stage_needs(ablate, tmp_path, monkeypatch, capsys, init):
+    """Here it has no cold start, and its sources are given with the sweep."""
+    monkeypatch.setattr(ablate, "load_recipe", load_recipe)
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text("model: {path: some/model}\nout: trained\n")
+    words = ["recipe=mine.yaml", SWEEP, "joint.sources=[{path: a.jsonl}]", "set=set", "seeds=1", "list=true"]
+    ablate.main([*words, *init])
+    assert capsys.readouterr().out.count("seed 0\topen") == 3
+    options, study = ablate.plan(
+        ablate.parse_options(ablate.Options, [*words[:2], "set=set", *init]),
+        "loss.anchor",
+        ["self"],
+        {},
+        words[2:3],
+    )
+    assert options.init == (init[0].removeprefix("init=") if init else "trained/cold_start/final")
+    assert f"init={options.init}" in study.words(study.arms[0], 0)
+
+
 def test_it_is_not_itself_launched(ablate, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="with python, not with a launcher"):
@@ -413,7 +433,7 @@ def test_a_real_sweep_with_two_processes_a_run(ablate, tmp_path, tiny_path, monk
 def test_the_stage_rl_goes_on_from_the_joint_stage(ablate, tmp_path, monkeypatch):
     words = ["recipe=demo", "stage=rl", "sweep=rl.alpha_rl=[0,1]"]
     options = ablate.parse_options(ablate.Options, words)
-    assert ablate.complete(options, "rl.alpha_rl", "runs/demo").init == "runs/demo/joint/final"
+    assert ablate.complete(options, "rl.alpha_rl", ["rl.alpha_rl=0"]).init == "runs/demo/joint/final"
     started = []
 
     def run(command: list[str]) -> None:

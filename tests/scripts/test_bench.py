@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from paths import ROOT
 
+from rge import train
 from rge.common.errors import UserError
 from rge.common.options import parse_options
 
@@ -46,6 +47,20 @@ def test_every_bench_has_options_and_measures(bench, capsys):
     with pytest.raises(SystemExit):
         bench.main([])
     assert re.search(r"\n  data_prep +Time and memory", capsys.readouterr().out)
+
+
+def test_flops_of_a_step_are_without_those_of_validation(bench, monkeypatch):
+    from benches import flops
+
+    made = []
+    monkeypatch.setattr(train, "main", lambda words: made.append((train.make_validation(), words)))
+    words = ["recipe=demo", "stage=joint", "init=demo", "validation.path=held_out.jsonl"]
+    assert flops.measure(flops.Options(steps=2), words) == {"flops_per_step": 0.0, "steps": 2}
+    ((validation, given),) = made
+    assert validation is None
+    assert {*words, "joint.steps=2"} <= set(given)
+    with pytest.raises(TypeError):  # the real one again
+        train.make_validation()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

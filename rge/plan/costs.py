@@ -228,7 +228,7 @@ class Load:
     prompt: int  # tokens of a query's prompt, pictures included
     candidate: int  # the same of a candidate's
     own: int  # tokens of a generated rationale without `<emb>`; 0 if none is generated
-    oracle: int  # tokens of an oracle rationale; 0 if none is used
+    oracle: int  # tokens of an oracle rationale; 0 if no branch has one
     # InfoNCE reads a separate branch: after the generated rationale, or directly after the prompt.
     read_own: bool
     contrastive: bool
@@ -238,6 +238,7 @@ class Load:
     each: int = 1  # generated rationales per query
     sampled: bool = False  # their tokens' log probabilities are read, for a policy gradient
     oracles: int = 1  # branches with the oracle rationale: after the prompt, after think tokens
+    learned: int = 1  # of these, those whose tokens are predicted
     reference: bool = False  # they are also read under a reference, for a KL divergence
     beside: int = 0  # tokens of branches of further states, and think tokens before an oracle rationale
     trains_candidates: bool = True  # otherwise they are only ranked, for rewards
@@ -251,7 +252,7 @@ class Load:
     @property
     def labels(self) -> int:
         """Tokens of a query's row that are predicted."""
-        return self.oracle_tokens + self.sampled * self.own_tokens
+        return self.learned_tokens + self.sampled * self.own_tokens
 
     @property
     def own_tokens(self) -> int:
@@ -262,6 +263,11 @@ class Load:
     def oracle_tokens(self) -> int:
         """Tokens of a query's branches with the oracle rationale, `<emb>` included."""
         return self.oracles * (self.oracle + 1) if self.oracle else 0
+
+    @property
+    def learned_tokens(self) -> int:
+        """Those of them that are predicted."""
+        return self.learned * self.oracle_tokens // self.oracles
 
     @property
     def pictures(self) -> float:
@@ -389,9 +395,9 @@ def memory(shapes: Shapes, load: Load, setup: Setup) -> dict[str, float]:
     kept = _kept(shapes, setup, tokens, pictures)
     if setup.checkpointing:  # and the layer that is being recomputed
         kept += max(tokens * _inside(shapes), setup.train_vision * pictures * s.picture.inside)
-    predicted = setup.micro_queries * (n.oracle + 1 if n.oracle else 0) + rows_each * n.label_candidates
-    # A policy's logits are computed in chunks, and again in the backward.
-    predicted += n.sampled * min(CHUNK_TOKENS, setup.micro_queries * n.own_tokens)
+    of_queries = [setup.micro_queries * tokens for tokens in (n.learned_tokens, n.sampled * n.own_tokens)]
+    # Logits of more rows than these are computed in chunks, and again in the backward.
+    predicted = sum(min(CHUNK_TOKENS, rows) for rows in (*of_queries, rows_each * n.label_candidates))
     training = kept * activation_bytes + 12.0 * predicted * s.vocabulary
     writing = 0.0
     if n.own:

@@ -246,8 +246,9 @@ def load_of(recipe: Recipe, shapes: Shapes, options: PlanOptions, longest: Longe
     targets, states = objective.lm_targets, [*objective.states]
     positives = longest["positives"] if recipe.data.positives == "all" else 1
     latents = sum(name in ("latent", "think") for name in (objective.anchor, *states, *targets))
-    # Rewards may need it without a branch, and a mixture puts it in place of an own rationale.
-    reads_oracle = objective.alpha_lm > 0 or (objective.alpha_con > 0 and objective.anchor == "oracle")
+    # Rewards may need the oracle without a branch, and a mixture puts it in place of an own rationale.
+    learned = sum(name != "direct" for name in targets)
+    only_read = objective.alpha_con > 0 and objective.anchor == "oracle" and "words" not in targets
     beside = len(states) + ("direct" in targets) + latents * recipe.model.think_tokens
     return Load(
         queries=queries,
@@ -256,7 +257,7 @@ def load_of(recipe: Recipe, shapes: Shapes, options: PlanOptions, longest: Longe
         prompt=longest["query"],
         candidate=longest["candidate"],
         own=rationale * objective.needs_rollout,
-        oracle=longest["rationale"] * reads_oracle,
+        oracle=longest["rationale"] * (learned + only_read > 0),
         read_own=objective.needs_rollout
         or (objective.alpha_con > 0 and objective.anchor in ("none", "latent")),
         contrastive=objective.compares,
@@ -264,7 +265,8 @@ def load_of(recipe: Recipe, shapes: Shapes, options: PlanOptions, longest: Longe
         query_pictures=longest["query_pictures"] / shapes.picture.placeholders,
         candidate_pictures=longest["candidate_pictures"] / shapes.picture.placeholders,
         each=recipe.rollout_of(stage).num_rationales,
-        oracles=sum(name != "direct" for name in targets) or 1,
+        oracles=learned + only_read or 1,
+        learned=learned,
         beside=beside,
         sampled=objective.alpha_rl > 0,
         reference=objective.alpha_rl > 0 and recipe.rl.beta > 0,
@@ -332,7 +334,7 @@ def tokens_of(load: Load, num_gpus: int) -> dict[str, int]:
     return {
         "query prompts": queries * load.prompt,
         "own rationales": queries * load.own_tokens if load.own else 0,
-        "oracle rationales": queries * (load.oracle + 1) if load.oracle else 0,
+        "oracle rationales": queries * load.oracle_tokens,
         "candidates": candidates * (load.candidate + 1),
     }
 

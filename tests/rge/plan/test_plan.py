@@ -36,6 +36,7 @@ from rge.data.layout import COLUMNS, Layout
 from rge.data.loader import Loader
 from rge.data.mixture import Mixture
 from rge.data.sources import RecordFile
+from rge.losses import CHUNK_TOKENS, rationale_nll
 from rge.model import varlen
 from rge.model import vision_tower as vision
 from rge.model.adapters import add_adapters
@@ -749,6 +750,42 @@ def test_memory_and_communication_by_hand():
     load = dataclasses.replace(load, own=1)  # the rollout leaves the queries' states
     assert sent("zero3") == 1.5 * 4 + 1.5 * (5 * 4 + 1)
     assert sent("zero3", keep="device") == 1.5 * 4 + 1.5 * (4 * 4 + 1)
+
+
+def test_logits_of_many_tokens_take_the_memory_of_a_chunk():
+    """As `rge.losses.rationale_nll` computes them: autograd keeps none of them for the backward."""
+    head, kept = torch.nn.Linear(8, 1000, bias=False), dict[int, int]()
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    for rows, least, most in ((CHUNK_TOKENS, 1.0, 1.1), (4 * CHUNK_TOKENS, 0.0, 0.1)):
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            rationale_nll(torch.ones(rows, 8, requires_grad=True), head, torch.zeros(rows, dtype=torch.long))
+        assert least <= sum(kept.values()) / (4 * rows * 1000) < most
+    shapes = Shapes(**dict.fromkeys(Shapes.__dataclass_fields__, 0) | {"vocabulary": 1000, "picture": PictureCost()})  # fmt: skip
+    load = Load(64, 128, 1, 1, 1, 0, 127, False, True, True, 0, 0)
+    for queries, rows in ((4, 4 * 128 + 128), (64, CHUNK_TOKENS + 128)):
+        found = memory(shapes, load, Setup(micro_queries=queries))["activations"]
+        assert found == 12 * 1000 * rows
+
+
+@pytest.mark.parametrize(
+    ("words", "branches", "labels"),
+    [
+        ("loss.ratio=1:1", 1, 129),
+        ("loss.ratio=none", 1, 0),  # its state is read, and nothing predicted
+        ("loss.states.latent=1 model.think_tokens=4 loss.think_lm=0.5", 2, 258),
+        ("loss.states.latent=1 model.think_tokens=4 loss.think_lm=1", 2, 129),
+    ],
+)
+def test_an_oracle_rationale_that_is_only_read_has_no_labels(the_3b, words, branches, labels):
+    recipe = load_recipe(["recipe=qwen25vl_3b", "loss.anchor=oracle", *words.split()])
+    found = plan.plan(recipe, the_3b, PlanOptions())
+    assert (found.load.oracle_tokens, found.load.labels) == (branches * 129, labels)
+    assert found.tokens["oracle rationales"] == 512 * branches * 129
 
 
 def test_more_queries_cost_memory_only_by_the_micro_batch():

@@ -710,8 +710,9 @@ _STATE_RULES: Rules = {
     "loss.adaptive.floor={r.loss.adaptive.floor} is above loss.adaptive.share={r.loss.adaptive.share}": lambda r: (
         r.loss.adaptive.floor > r.loss.adaptive.share
     ),
-    "loss.adaptive.share={r.loss.adaptive.share} changes the LM loss, whose weight is 0: set loss.ratio, e.g. 1:10": lambda r: (
-        r.loss.adaptive.share and not r.loss.alpha_lm
+    "loss.adaptive.share={r.loss.adaptive.share} changes the LM loss by what the contrastive loss compares, and the weight of one "
+    "of them is 0: set loss.ratio, e.g. 1:10": lambda r: (
+        r.loss.adaptive.share and not (r.loss.alpha_lm and r.loss.alpha_con)
     ),
     "loss.think_lm={r.loss.think_lm} is a share of the LM loss, whose weight is 0: set loss.ratio, e.g. 1:10": lambda r: (
         r.loss.think_lm and not r.loss.alpha_lm and "cold_start" not in r.stages()

@@ -25,9 +25,8 @@ class Contrast(NamedTuple):
 
     loss: Tensor  # summed over all states of the queries
     figures: dict[str, tuple[Tensor, int]]  # by name in the report, a sum and its number of values per query
-    lead_B: Tensor | None = (
-        None  # the direct state's, see `rge.losses.lead_over_negatives`; None if none is trained
-    )
+    # Of the direct state, see `rge.losses.lead_over_negatives`; None if none is trained.
+    lead_B: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -41,9 +40,8 @@ class Objective:
     # rationales given to a step are the oracle's (`rge.rollout.writer`); the step is that of ``self``.
     anchor: str = "self"
     lm_on_candidates: bool = True  # ``<emb>`` after a candidate's prompt is an LM label too
-    matryoshka_dims: tuple[
-        int, ...
-    ] = ()  # further embedding sizes that the contrastive losses are averaged over
+    # Further embedding sizes that the contrastive losses are averaged over.
+    matryoshka_dims: tuple[int, ...] = ()
     # Registered contrastive losses, with their weights within L_con.
     terms: Mapping[str, float] = field(default_factory=lambda: {"info_nce": 1.0})
     alpha_rl: float = 0.0
@@ -52,9 +50,8 @@ class Objective:
     rewards_oracle: bool = False  # a reward reads the oracle rationale
     # Shares of L_con for further states of the same queries, ``direct`` or ``latent``; the rest is the anchor's.
     states: Mapping[str, float] = field(default_factory=dict)
-    align: float = (
-        0.0  # weight within L_con of the KL divergence from the anchor's ranking to each further state's
-    )
+    # Weight within L_con of the KL divergence from the anchor's ranking to each further state's.
+    align: float = 0.0
     align_temperature: float = 0.03  # of both sides of that divergence
     adaptive: AdaptiveConfig | None = None  # which queries' LM target becomes ``<emb>`` alone
     think_lm: float = 0.0  # share of the LM loss on oracle rationales after the think tokens

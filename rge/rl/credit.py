@@ -51,10 +51,8 @@ class Reinforcement:
     def begin(self, batch: Batch, rationales: Sequence[Rationale], measure: bool) -> "Credit":
         """The credit of a rollout; with `measure`, since the step is logged, its controls are measured too."""
         if self.with_direct:
-            direct, num_each = (
-                Rationale((), False, None, 0.0, direct=True, given=True),
-                self.settings.num_rationales,
-            )
+            direct = Rationale((), False, None, 0.0, direct=True, given=True)
+            num_each = self.settings.num_rationales
             starts = range(0, len(rationales), num_each)
             rationales = [one for at in starts for one in (*rationales[at : at + num_each], direct)]
         if self.pool is not None:

@@ -86,9 +86,8 @@ class Reward:
     function: RewardFunction
     needs_direct: bool = False  # the group must contain the direct state, as a further, empty member
     needs_oracle: bool = False  # the oracle rationale must be read
-    check: Callable[..., object] | None = (
-        None  # called with the options before training; UserError for invalid ones
-    )
+    # Called with the options before training; UserError for invalid ones.
+    check: Callable[..., object] | None = None
 
 
 REWARDS: Registry[Reward] = Registry("reward", "rge.rewards", ("rge.rl.judge",))

@@ -68,9 +68,8 @@ def encodes_once(
 class Rollout(NamedTuple):
     """A step's rationales."""
 
-    rationales: Sequence[
-        Rationale
-    ]  # equally many per query, query after query; given ones last in each group
+    # Equally many per query, query after query; given ones last in each group.
+    rationales: Sequence[Rationale]
     # The queries' prompts with gradient, if one encoding serves the whole step; in parts for several chunks.
     encoded: EncodedParts | None = None
     easy_share: float = 0.0  # maximum share of queries trained to be answered without a rationale

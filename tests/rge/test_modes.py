@@ -270,6 +270,10 @@ RECIPE = ["recipe=demo", "stage=joint", "init=x"]
             "floor=0.2 is above loss.adaptive.share=0.1",
         ),
         (
+            ["loss.states.direct=1", "loss.adaptive.share=0.5", "loss.ratio=1:0"],
+            "changes the LM loss by what the contrastive loss compares, and the weight of one of them is 0",
+        ),
+        (
             ["loss.states.direct=1", "loss.adaptive.share=0.5", "loss.ratio=none"],
             "share=0.5 changes the LM loss",
         ),

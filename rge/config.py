@@ -298,8 +298,8 @@ class LossConfig:
     constant."""
     states: StatesConfig = field(default_factory=StatesConfig)
     align: NotNegative = 0.0
-    """Weight, within the contrastive part, of the KL divergence from the anchor's ranking of the candidates to that of
-    each further state (`states`). The anchor's side gets no gradient from it."""
+    """Weight, within the contrastive part, of the KL divergence from the anchor's ranking of the candidates (of several
+    rationales, the first's) to that of each further state (`states`). The anchor's side gets no gradient from it."""
     align_temperature: Positive | None = None
     """Temperature of both rankings in `align`; null: `temperature`."""
     adaptive: AdaptiveConfig = field(default_factory=AdaptiveConfig)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rge.config import OptimConfig, StageConfig
 from rge.optim.muon import Muon
@@ -30,7 +30,7 @@ class MuonAdamW(torch.optim.Optimizer):
         self, matrices: list[dict], others: list[dict], *, lr: float, betas: tuple[float, float], eps: float
     ):
         self._muon = Muon(matrices, lr=lr)
-        self._adamw = torch.optim.AdamW(others, lr=lr, betas=(betas[0], betas[1]), eps=eps)
+        self._adamw = torch.optim.AdamW(others, lr=lr, betas=betas, eps=eps)
         super().__init__([*self._muon.param_groups, *self._adamw.param_groups], defaults={})
         self._link()
 
@@ -46,13 +46,10 @@ class MuonAdamW(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
         self._link()
 
-    @torch.no_grad()
-    def step(self, closure=None) -> Tensor | None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # accelerate passes None
         """Update all parameters that have a gradient."""
-        loss = closure() if closure is not None else None
         self._muon.step()
         self._adamw.step()
-        return loss
 
 
 def make_optimizer(
@@ -93,7 +90,7 @@ def make_optimizer(
         }
         (matrices if by_muon else others).append(group)
     if name == "adamw":
-        return torch.optim.AdamW(others, lr=lr, betas=(betas[0], betas[1]), eps=eps)
+        return torch.optim.AdamW(others, lr=lr, betas=betas, eps=eps)
     return MuonAdamW(matrices, others, lr=lr, betas=betas, eps=eps)
 
 

@@ -7,7 +7,7 @@ The query side's first pass is free, since the rollout already ends in the state
 activations of a first forward with gradient (`train.keep_activations`), that is the chunks' only forward.
 
 Prompts that `encode_prompts` has run with gradient before the rollout are not encoded again. The stage rl takes the same
-step with more branches per query and one more loss, a `RolloutLoss`.
+step with more branches per query and one more loss, a rollout's `Credit`.
 
 Shape suffixes: B = queries of this rank, N = query states or candidates of this rank, C = candidates of all ranks,
 D = hidden size.
@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, replace
 from itertools import chain
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -36,28 +35,10 @@ from rge.model.embedding_model import (
     has_dropout,
     keeping,
 )
-from rge.model.packing import Branch, Read
+from rge.model.packing import Branch
 from rge.objective import Contrast, Objective
+from rge.rl.credit import Credit
 from rge.rollout.writer import Rollout
-
-Masks = tuple[Tensor, Tensor, Tensor]
-"""Positive, ignored and labelled negative candidates, see `candidate_masks`."""
-
-
-class RolloutLoss(Protocol):
-    """A loss on a rollout's rationales besides the contrastive one; in the stage rl, `rge.rl.credit.Credit`."""
-
-    def judge(self, q_ND: Tensor, c_CD: Tensor, masks: Masks, read: Read) -> None:
-        """Receive the rollout's states and all ranks' candidates, without gradient, before any backward.
-
-        `read` computes states of other branches of the same queries, for metrics.
-        """
-
-    def loss(self, readout: Readout, rows: slice) -> Tensor:
-        """A chunk's share of the loss; `rows` selects the chunk's rationales among this rank's."""
-
-    def report(self) -> dict[str, float]:
-        """Figures of the last update, equal on all ranks; ``loss_rl`` among them."""
 
 
 @dataclass
@@ -76,7 +57,7 @@ class TrainingStep:
     no_sync: Callable[[], AbstractContextManager] = nullcontext  # around all chunks but the last
 
     def __call__(
-        self, batch: Batch, rollout: Rollout | None = None, extra: RolloutLoss | None = None
+        self, batch: Batch, rollout: Rollout | None = None, credit: Credit | None = None
     ) -> dict[str, float]:
         """Accumulate the gradients of one update.
 
@@ -84,7 +65,7 @@ class TrainingStep:
             batch: this rank's share of the step.
             rollout: this rank's own rationales (with ``anchor=mix`` some oracle ones), equally many per query, query
                 after query. Each is an anchor of its query, and the loss is the mean over them.
-            extra: a loss on these rationales.
+            credit: a loss on these rationales, in the stage rl.
 
         Returns:
             Report, equal on all ranks: loss, loss_lm, loss_contrastive, its terms if there are several
@@ -99,7 +80,7 @@ class TrainingStep:
         objective = self.objective
         forward = _Forward(self.embedder, objective, batch, rollout, self.micro_batch_size)
         share = _Share(forward)
-        comparing = _Comparing(forward, share.con_scale, extra, self.keep)
+        comparing = _Comparing(forward, share.con_scale, credit, self.keep)
         for number, (queries, _) in enumerate(forward.chunks):
             with nullcontext() if number == len(forward.chunks) - 1 else self.no_sync():
                 q, t = forward(self.model, number, comparing.firsts.pop(number, _First()))
@@ -109,16 +90,16 @@ class TrainingStep:
                     share.lm_tokens = compared.lm_tokens
                 q_nll = objective.query_nll(q, easy_B)
                 total = (q_nll + t.nll) * share.lm_scale + comparing.loss(q, t, number)
-                if extra is not None and objective.alpha_rl > 0:
-                    rl = extra.loss(q, forward.states_of(number))
+                if credit is not None and objective.alpha_rl > 0:
+                    rl = credit.loss(q, forward.states_of(number))
                     total = total + rl * (objective.alpha_rl * dist.world_size())
                 share.add(total, q_nll, t.nll)
                 self.backward(total)
         if self.embedder.pictures is not None:
             self.embedder.pictures.clear()
         report = share.report(batch.record_ids, comparing.compared)
-        if extra is not None:
-            report |= extra.report()
+        if credit is not None:
+            report |= credit.report()
             report["loss"] += objective.alpha_rl * report.get("loss_rl", 0.0)
         return report
 
@@ -225,7 +206,7 @@ class _Forward:
                 parts.append(self.embedder(packed)[0].state_ND)
         return torch.cat(parts)
 
-    def compare(self, q_ND: Tensor, t_ND: Tensor, extra: RolloutLoss | None = None) -> "Comparison":
+    def compare(self, q_ND: Tensor, t_ND: Tensor, credit: Credit | None = None) -> "Comparison":
         """This rank's query states against the candidates of all ranks."""
         batch, objective, device = self.batch, self.objective, q_ND.device
         sizes = dist.gather_sizes(t_ND.shape[0], device)
@@ -236,8 +217,8 @@ class _Forward:
         offset = sum(sizes[: dist.rank()])
         masks = positive_BC, ignored_BC, labelled_BC = candidate_masks(batch, identity_C, offset)
         negative_BC = ~(positive_BC | ignored_BC)
-        if extra is not None:
-            extra.judge(q_ND.detach(), c_CD.detach(), masks, self.read)
+        if credit is not None:
+            credit.judge(q_ND.detach(), c_CD.detach(), masks, self.read)
         if objective.alpha_con == 0:
             q_ND, c_CD = q_ND.detach(), c_CD.detach()
         given = 0 if objective.states else sum(rationale.given for rationale in self.rationales)
@@ -321,8 +302,8 @@ class _Comparing:
     `firsts` has what the first pass kept for each chunk's second.
     """
 
-    def __init__(self, forward: _Forward, scale: float, extra: RolloutLoss | None, keep: str):
-        self.forward, self.scale, self.extra = forward, scale, extra
+    def __init__(self, forward: _Forward, scale: float, credit: Credit | None, keep: str):
+        self.forward, self.scale, self.credit = forward, scale, credit
         self.objective = forward.objective
         self.compared: Comparison | None = None
         self.firsts: dict[int, _First] = {}
@@ -331,7 +312,7 @@ class _Comparing:
             q_ND, t_ND, self.firsts = forward.first_pass(keep)
             trains = self.objective.alpha_con > 0
             q_ND, t_ND = q_ND.requires_grad_(trains), t_ND.requires_grad_(trains)
-            self.compared = forward.compare(q_ND, t_ND, extra)
+            self.compared = forward.compare(q_ND, t_ND, credit)
             if trains:
                 (self.compared.contrast.loss * scale).backward()
             self.grads = q_ND.grad, t_ND.grad
@@ -340,7 +321,7 @@ class _Comparing:
         """The comparison of this step, if any; of several chunks, that before the first backward."""
         if self.compared is None and self.objective.compares:
             t_ND = t.state_ND if self.objective.trains_candidates else self.forward.candidate_states([0])
-            self.compared = self.forward.compare(q.state_ND, t_ND, self.extra)
+            self.compared = self.forward.compare(q.state_ND, t_ND, self.credit)
         return self.compared
 
     def loss(self, q: Readout, t: Readout, number: int) -> Tensor:

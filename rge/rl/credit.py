@@ -144,9 +144,15 @@ class Credit:
         masks: tuple[Tensor, Tensor, Tensor],
         read: Read,
     ) -> None:
-        """Compute rewards and advantages once per rollout, for all its updates; see `rge.step.RolloutLoss.judge`.
+        """Compute rewards and advantages once per rollout, before any backward, for all its updates.
 
         If the step is logged, also measure hits of states without a rationale and after another query's.
+
+        Args:
+            q_ND: states of the rollout, without gradient.
+            c_CD: candidates, likewise.
+            masks: see `rge.step.candidate_masks`.
+            read: computes states of other branches of the same queries.
         """
         positive_BC, ignored_BC, labelled_BC = masks
         if self.advantage_N is None and self.rl.terms:
@@ -187,7 +193,7 @@ class Credit:
         self.figures = self._figures_of(group, values, total_BK)
 
     def loss(self, readout: Readout, rows: slice) -> Tensor:
-        """A chunk's share of the policy loss; the shares of all chunks and ranks add up to it."""
+        """A chunk's share of the policy loss, `rows` its rationales; the shares of all chunks and ranks add up to it."""
         settings, tokens = self.rl.settings, slice(self.starts[rows.start], self.starts[rows.stop])
         log_prob_L = readout.log_prob_L
         assert log_prob_L is not None

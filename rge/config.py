@@ -800,8 +800,12 @@ def problems(recipe: Recipe) -> Iterator[str]:
     yield from _check_validation(recipe)
     for name in recipe.stages():
         yield from _check_stage(recipe, name, getattr(recipe, name))
-    if runs_rl:
-        yield from _check_rewards(recipe.rl.rewards)
+    terms = [(reward.name, reward.options) for reward in recipe.rl.rewards if runs_rl]
+    if twice := {name for name, options in terms if terms.count((name, options)) > 1}:
+        yield (
+            f"rl.rewards names {', '.join(sorted(twice))} twice with the same options; use one entry with the sum of the "
+            "weights"
+        )
 
 
 def _check_stage(recipe: Recipe, name: str, stage: StageConfig) -> Iterator[str]:
@@ -816,15 +820,6 @@ def _check_stage(recipe: Recipe, name: str, stage: StageConfig) -> Iterator[str]
         yield from _check_records(f"{name}.sources[{number}]", source)
         if source.streaming:
             yield from _check_stream(recipe, name, stage, source)
-
-
-def _check_rewards(rewards: Sequence[RewardConfig]) -> Iterator[str]:
-    terms = [(reward.name, reward.options) for reward in rewards]
-    if twice := {name for name, options in terms if terms.count((name, options)) > 1}:
-        yield (
-            f"rl.rewards names {', '.join(sorted(twice))} twice with the same options; use one entry with the sum of the "
-            "weights"
-        )
 
 
 def _trains_latent(recipe: Recipe) -> bool:

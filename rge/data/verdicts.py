@@ -77,7 +77,8 @@ class Verdicts:
         checks = Checks(need_rationale=need_rationale, pictures=self.pictures, progress=True, on_bad=on_bad)
         file = RecordFile(path, **checks)
         files = {file.name: before} | {place: _stamp(place) for place in sorted(self.pictures.asked)}
-        if all(map(self._settled, files.values())) and before == _stamp(path):
+        newest_ns = max((stamp[0] for stamp in files.values() if stamp is not None), default=0)
+        if newest_ns < self.began_ns - RECENT_NS and before == _stamp(path):
             self._files[file.name] = files
             bad_lines = [asdict(bad) for bad in file.bad]
             self._keep(entry, np.asarray(file.offsets), files=files, bad=bad_lines, content=file.content)
@@ -139,9 +140,6 @@ class Verdicts:
         """Cache path of a file's verdict, by its name and the settings; a changed file overwrites it."""
         named = "".join(f"{part}\0" for part in (path.absolute(), path, *settings))
         return self.folder / f"{hashlib.blake2b(named.encode(), digest_size=16).hexdigest()}.npz"
-
-    def _settled(self, stamp: list[int] | None) -> bool:
-        return stamp is None or stamp[0] < self.began_ns - RECENT_NS
 
     def _cached(self, entry: Path) -> tuple[dict[str, Any], np.ndarray] | None:
         """The entry and its numbers, if none of its files has changed since."""

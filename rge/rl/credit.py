@@ -292,9 +292,7 @@ class Credit:
 
     def _rollouts(self, q_ND: Tensor, c_CD: Tensor, right_BC: Tensor, labelled_BC: Tensor) -> Rollouts:
         K, batch, tokenizer = self.num_each, self.batch, self.rl.embedder.processor.tokenizer
-
-        def by_query(values: list) -> list:
-            return [values[start : start + K] for start in range(0, len(values), K)]
+        ids = [one.ids for one in self.rationales]
 
         def flags(values: list[bool]) -> Tensor:
             return torch.tensor(values).view(-1, K).to(self.device)
@@ -304,7 +302,7 @@ class Credit:
             candidate_CD=c_CD,
             right_BC=right_BC,
             labelled_BC=labelled_BC,
-            ids=by_query([one.ids for one in self.rationales]),
+            ids=[ids[start : start + K] for start in range(0, len(ids), K)],
             oracle_ids=batch.oracle_ids,
             query_ids=[prompt.input_ids.tolist() for prompt in batch.queries],
             forced_BK=flags([one.forced for one in self.rationales]),

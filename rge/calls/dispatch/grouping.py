@@ -212,10 +212,10 @@ def _reask_request(request: Request, error: ReplyError, number: int) -> Request:
     remark = f"Your last answer could not be read: {error.kind}."
     form = f" Answer in exactly this format:\n{request.form}" if request.form else ""
     first = request.parts if number == 1 else request.parts[:-1]  # without the previous remark
-    # A new seed: at temperature 0 with the same seed a model would repeat its answer.
+    # A new seed, which no other draw has: at temperature 0 with the same seed a model would repeat its answer.
     return replace(
         request,
         parts=(*first, f"{remark}{form}"),
-        sample=request.sample + 1_000_000 if number == 1 else request.sample + 1,
+        sample=request.sample + 1_000_000,
         max_tokens=2 * request.max_tokens if isinstance(error, Truncated) else request.max_tokens,
     )

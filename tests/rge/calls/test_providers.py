@@ -203,6 +203,15 @@ def test_thoughts_cut_short_are_given_more_room(store, message):
     assert found.reply.text == "<x>y</x>"
 
 
+def test_draws_that_are_requested_again_stay_separate(store):
+    """The second remark to one judge is that of the first to the next one: only the seeds tell the two apart."""
+    server = Server(lambda body: chat("no tag" if body["seed"] in (0, 1, 1_000_000) else f"<x>{body['seed']}</x>"))
+    with LocalServer(server) as at:
+        found = Caller(model(at), store).run([ask("a", sample=0), ask("a", sample=1)], read=read_x)
+    assert len({read_x(outcome.reply) for outcome in found}) == 2
+    assert server.seen == {"a": 5}
+
+
 def test_reasks_can_be_switched_off(store):
     server = Server(lambda body: chat("no tag"))
     with LocalServer(server) as at:

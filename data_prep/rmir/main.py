@@ -93,6 +93,10 @@ def run_stages(run: Run, stages: Sequence[str]) -> None:
         raise UserError(
             "stage=caption needs a model that writes captions: set, for example, caption.model=writer"
         )
+    if STAGES.index(todo[0]) <= STAGES.index(
+        "judge"
+    ):  # the later ones show no model a picture, and the export checks its own
+        settle_library(run)
     for before in present[: present.index(todo[0])]:
         if run.done(before) is None:
             raise UserError(
@@ -101,8 +105,6 @@ def run_stages(run: Run, stages: Sequence[str]) -> None:
     whole = asdict(run.config)
     kept = {item.name: whole[item.name] for item in fields(RmirConfig)}
     write_text(run.out / SETTINGS, yaml.safe_dump(json.loads(json.dumps(kept, default=str)), sort_keys=False))
-    if "seed" in todo:
-        settle_library(run)
     for stage in todo:
         earlier = run.done(stage)
         finished = earlier is not None and not earlier.get("unanswered")

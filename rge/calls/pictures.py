@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from PIL import Image
 
 from rge.calls.request import Picture, Request
-from rge.common.images import load_image, picture_bytes
+from rge.common.images import known_bytes, load_image, picture_bytes
 from rge.common.picture_metadata import without_metadata
 from rge.common.schema import ImageRef
 
@@ -65,7 +65,7 @@ class Pictures:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def of(self, request: Request) -> EncodedPictures:
-        """The encoded pictures of a request. Raises `ImageError`: a picture cannot be read or decoded."""
+        """The encoded pictures of a request. Raises `ImageError`: a picture cannot be read or decoded, or has changed."""
         return {part: await self.encode(part) for part in request.parts if isinstance(part, Picture)}
 
     async def encode(self, picture: Picture) -> tuple[str, str]:
@@ -79,7 +79,10 @@ class Pictures:
 
     async def _prepare(self, picture: Picture) -> tuple[str, str]:
         loop = asyncio.get_running_loop()
-        media_type, data = await loop.run_in_executor(
-            self._threads, prepare_picture, picture.ref, picture.max_side_px
-        )
-        return media_type, base64.b64encode(data).decode()
+        return await loop.run_in_executor(self._threads, _encoded, picture)
+
+
+def _encoded(picture: Picture) -> tuple[str, str]:
+    known_bytes(picture.ref, picture.sha256)  # the answer is stored under this hash
+    media_type, data = prepare_picture(picture.ref, picture.max_side_px)
+    return media_type, base64.b64encode(data).decode()

@@ -1,6 +1,7 @@
 """Open pictures by reference; every failure is a clear `ImageError`."""
 
 import base64
+import hashlib
 import io
 import os
 import time
@@ -77,6 +78,16 @@ def picture_bytes(ref: ImageRef) -> bytes:
     except (OSError, ValueError) as error:  # ValueError: a path with a zero byte
         reason = str(getattr(error, "strerror", None) or error)
     raise ImageError(f"picture {ref} cannot be read: {reason}")
+
+
+def known_bytes(ref: ImageRef, sha256: str) -> bytes:
+    """`picture_bytes` of a picture that had this hash when it was first read; `ImageError` also if it has changed since."""
+    data = picture_bytes(ref)
+    if hashlib.sha256(data).hexdigest() != sha256:
+        raise ImageError(
+            f"picture {ref if isinstance(ref, str) else '<bytes>'} has changed since it was first read"
+        )
+    return data
 
 
 class PictureIndex:

@@ -16,7 +16,7 @@ from data_prep.rmir.pictures.library import ORIGINS, Library
 from data_prep.rmir.results import card
 from data_prep.rmir.run import Run
 from rge.common.errors import UserError
-from rge.common.images import ImageError, picture_bytes
+from rge.common.images import ImageError, known_bytes
 from rge.common.picture_metadata import without_metadata
 from rge.common.schema import Positive, QueryPart, Record, Target, safe_id
 from rge.data.sources import write_jsonl
@@ -60,7 +60,7 @@ def export(run: Run, splits: Mapping[str, str], positives: Mapping[str, Sequence
     with one pool for all queries.
 
     Raises:
-        UserError: the disk is full, or a picture has disappeared.
+        UserError: the disk is full, or a picture has disappeared or changed.
     """
     waiting = run.out / ".dataset"
     shutil.rmtree(waiting, ignore_errors=True)
@@ -167,7 +167,8 @@ class _Export:
         )
 
     def _picture(self, name: str) -> bytes:
-        return without_metadata(picture_bytes(self.images[name]["ref"]))
+        image = self.images[name]
+        return without_metadata(known_bytes(image["ref"], image["sha256"]))
 
     def _file(self, name: str) -> str:
         # Named by content, since ids may contain characters that file names may not.

@@ -28,6 +28,7 @@ from data_prep.rmir.results import card
 from data_prep.rmir.results.agreement import defined, fleiss_kappa
 from rge.calls.pictures import prepare_picture
 from rge.common.errors import UserError
+from rge.common.images import known_bytes
 from rge.common.options import parse_options
 from rge.stats.intervals import cluster_bootstrap, figures, in_words, index_of
 
@@ -99,7 +100,7 @@ def page(run: Path, chosen: Sequence[dict[str, Any]], side_px: int = 800) -> str
     data = {
         "sample": sample,
         "items": items,
-        "pictures": {number: _data_url(images[name]["ref"], side_px) for name, number in names.items()},
+        "pictures": {number: _data_url(images[name], side_px) for name, number in names.items()},
     }
     # Escaping every "<" keeps texts from closing the script element or opening a comment in it. json.dumps also escapes
     # lone surrogates.
@@ -347,6 +348,6 @@ def _decided(run: Path) -> dict[str, dict[str, Any]]:
     return {triplet_name(row): row for row in frames.stage_rows(run, "keep", "decided")}
 
 
-def _data_url(ref: str, side_px: int) -> str:
-    media_type, data = prepare_picture(ref, side_px)
+def _data_url(image: Mapping[str, Any], side_px: int) -> str:
+    media_type, data = prepare_picture(known_bytes(image["ref"], image["sha256"]), side_px)
     return f"data:{media_type};base64,{base64.b64encode(data).decode()}"

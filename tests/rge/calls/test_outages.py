@@ -1,10 +1,12 @@
 """An unanswered call is never an answer: outages, accounts without credit, requests that are too large, and budgets that learn."""
 
 import asyncio
+import hashlib
 import json
 import time
 from collections import Counter
 from email.utils import formatdate
+from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -215,21 +217,24 @@ def test_a_canary_that_gets_no_answer_leaves_the_call_open(store):
 @pytest.mark.parametrize("mode", ["calls", "batch"])
 def test_a_picture_that_cannot_be_opened_leaves_its_call_open(store, tmp_path, mode):
     """A disk that is not mounted says nothing about the picture; once it is, the same command asks."""
-    path = tmp_path / "a.png"
+    path, elsewhere = tmp_path / "a.png", tmp_path / "elsewhere.png"
+    Image.new("RGB", (40, 40)).save(elsewhere)
+    picture = Picture(str(path), hashlib.sha256(elsewhere.read_bytes()).hexdigest())
     with LocalServer(Server()) as at:
         models = model(at, mode=mode, batch_poll_s=0.01)
-        requests = [*(Request("m", (str(one), Picture(str(path), "1"))) for one in range(30)), *asks(1)]
+        requests = [*(Request("m", (str(one), picture)) for one in range(30)), *asks(1)]
         *gone, other = Caller(models, store).run(requests)
         assert all(one.unanswered and "a.png" in str(one.error) for one in gone)
         assert other.reply is not None, "however many there are, it is no fault of the endpoint"
-        Image.new("RGB", (40, 40)).save(path)
+        elsewhere.rename(path)
         assert all(one.reply for one in Caller(models, store).run(requests))
 
 
 def test_a_canary_shows_as_many_pictures(store, tmp_path):
     """A model that takes no pictures, or only one, rejects it as well: that is a setting, and no request's fault."""
-    Image.new("RGB", (40, 40)).save(tmp_path / "a.png")
-    shown = []
+    paths, shown = [str(tmp_path / name) for name in ("a.png", "b.png")], []
+    for number, path in enumerate(paths):
+        Image.new("RGB", (40, 40), (number, 0, 0)).save(path)
 
     async def at_most_one(path, body):
         pictures = sum(part["type"] == "image_url" for part in body["messages"][-1]["content"])
@@ -240,7 +245,7 @@ def test_a_canary_shows_as_many_pictures(store, tmp_path):
             else chat("fine")
         )
 
-    pictures = (Picture(str(tmp_path / "a.png"), "1"), Picture(str(tmp_path / "a.png"), "2"))
+    pictures = [Picture(path, hashlib.sha256(Path(path).read_bytes()).hexdigest()) for path in paths]
     with LocalServer(at_most_one) as at, pytest.raises(StopCalls, match="At most 1 image"):
         Caller(model(at), store).run([Request("m", ("a", *pictures))])
     assert shown == [2, 2]

@@ -2,11 +2,13 @@
 
 import asyncio
 import base64
+import hashlib
 import io
 import json
 import time
 from collections import Counter
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -56,6 +58,10 @@ def model(server: LocalServer, **settings) -> dict[str, ModelConfig]:
 
 def ask(text: str, **settings) -> Request:
     return Request("m", (text,), **settings)
+
+
+def picture_of(path) -> Picture:
+    return Picture(str(path), hashlib.sha256(Path(path).read_bytes()).hexdigest())
 
 
 # ------------------------------------------------------------------------------------------------- classes of failures
@@ -205,7 +211,9 @@ def test_thoughts_cut_short_are_given_more_room(store, message):
 
 def test_draws_that_are_requested_again_stay_separate(store):
     """The second remark to one judge is that of the first to the next one: only the seeds tell the two apart."""
-    server = Server(lambda body: chat("no tag" if body["seed"] in (0, 1, 1_000_000) else f"<x>{body['seed']}</x>"))
+    server = Server(
+        lambda body: chat("no tag" if body["seed"] in (0, 1, 1_000_000) else f"<x>{body['seed']}</x>")
+    )
     with LocalServer(server) as at:
         found = Caller(model(at), store).run([ask("a", sample=0), ask("a", sample=1)], read=read_x)
     assert len({read_x(outcome.reply) for outcome in found}) == 2
@@ -579,7 +587,7 @@ def test_photographs_hold_up_no_other_call(store, photos):
 
         ticking = asyncio.create_task(tick())
         with Pictures() as pictures:
-            found = await asyncio.gather(*(pictures.encode(Picture(path, path)) for path in photos * 2))
+            found = await asyncio.gather(*(pictures.encode(picture_of(path)) for path in photos * 2))
         ticking.cancel()
         return found, gaps
 
@@ -598,10 +606,23 @@ def test_a_picture_that_cannot_be_read_is_named(tmp_path):
 
     async def prepare():
         with Pictures() as pictures:
-            await pictures.encode(Picture(str(tmp_path / "a.jpg"), ""))
+            await pictures.encode(picture_of(tmp_path / "a.jpg"))
 
     with pytest.raises(ImageError, match=r"a\.jpg"):
         asyncio.run(prepare())
+
+
+def test_a_picture_that_has_changed_is_not_sent_as_the_one_before(store, tmp_path):
+    """Its answer would be stored, and paid for, as that of the other picture."""
+    Image.new("RGB", (40, 40)).save(tmp_path / "a.png")
+    request = Request("m", ("a", picture_of(tmp_path / "a.png")))
+    Image.new("RGB", (40, 40), "red").save(tmp_path / "a.png")
+    server = Server(lambda body: chat("fine"))
+    with LocalServer(server) as at:
+        (found,) = Caller(model(at), store).run([request])
+    assert found.unanswered
+    assert "a.png has changed since it was first read" in str(found.error)
+    assert (server.bodies, store.num_replies()) == ([], 0)
 
 
 def test_what_is_sent_of_a_small_photograph_has_no_metadata(store, tmp_path):
@@ -616,7 +637,7 @@ def test_what_is_sent_of_a_small_photograph_has_no_metadata(store, tmp_path):
         return chat("fine")
 
     with LocalServer(Server(look)) as at:
-        Caller(model(at), store).run([Request("m", ("a", Picture(str(tmp_path / "small.jpg"), "1")))])
+        Caller(model(at), store).run([Request("m", ("a", picture_of(tmp_path / "small.jpg")))])
     assert b"MyPhone" in (tmp_path / "small.jpg").read_bytes()
     assert b"MyPhone" not in sent[0]
     assert Image.open(io.BytesIO(sent[0])).size == (80, 60)

@@ -3,12 +3,13 @@
 import csv
 import shutil
 import tarfile
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
-from small_runs import config_of, one_family
+from small_runs import config_of, made, one_family
 
 from data_prep.rmir import oracle
 from data_prep.rmir.config import OracleConfig
@@ -16,6 +17,7 @@ from data_prep.rmir.main import run_stages
 from data_prep.rmir.pictures.encoders import PixelEncoder
 from data_prep.rmir.pictures.near_duplicates import phash
 from data_prep.rmir.run import STAGES, Run
+from data_prep.rmir.stages import WORK
 from rge.calls.local_server import LocalServer
 from rge.common.errors import UserError
 
@@ -248,6 +250,26 @@ def test_a_tar_that_grew_while_the_seed_stage_was_stopped(tmp_path, photos, monk
     run_stages(run, ["seed"])
     assert run.done("seed")["counts"]["listed"] == 12
     run.close()
+
+
+@pytest.mark.parametrize("stage", ["generate", "retrieve", "judge"])
+def test_a_change_is_an_error_in_every_stage_that_looks_at_pictures(tmp_path, photos, stage):
+    seeded(tmp_path, photos)
+    paint(photos / "p03.png", 33)
+    run = begun(tmp_path, photos)
+    with closing(run), pytest.raises(UserError, match=r"1 changed \('p03'\)"):
+        run_stages(run, [stage])
+
+
+def test_a_picture_that_has_changed_is_not_exported_as_the_one_before(tmp_path):
+    """The panel judged the other one."""
+    with closing(made(tmp_path)) as run:
+        for stage in ("keep", "pool"):
+            WORK[stage](run)
+        Image.new("RGB", (40, 40), "green").save(tmp_path / "a.png")
+        with pytest.raises(UserError, match=r"a\.png has changed since it was first read\. Restore it"):
+            WORK["split"](run)
+        assert not run.path("dataset").exists()
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from data_prep.rmir.config import (
     RmirConfig,
 )
 from data_prep.rmir.main import run_stages
-from data_prep.rmir.pictures.library import Library
+from data_prep.rmir.pictures.library import Library, look
 from data_prep.rmir.results import report
 from data_prep.rmir.run import STAGES, Run, fingerprints
 from data_prep.rmir.wording import wording
@@ -439,7 +439,7 @@ def test_doubted_images_may_leave_the_list_before_tsr(tmp_path):
             "seed",
             "images.parquet",
             "images",
-            [{"id": name, "ref": ref, "sha256": "1" * 64} for name in names],
+            [{"id": name, "ref": ref, "sha256": look(ref, 1)["sha256"]} for name in names],
         )
         query = {"query_id": "q", "image_id": "in", "category": "causal", "query": "?", "target_desc": "t"}
         table("generate", "queries/part-00000.parquet", "queries", [query])

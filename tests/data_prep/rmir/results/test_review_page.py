@@ -1,5 +1,6 @@
 """The review page in a real browser: whatever its texts are, by keyboard, and on a phone."""
 
+import hashlib
 import json
 import shutil
 import time
@@ -12,6 +13,7 @@ from data_prep.demo.tables import HERE
 from data_prep.rmir import arithmetic as maths
 from data_prep.rmir import frames
 from data_prep.rmir.results import review
+from rge.common.images import picture_bytes
 
 LIBRARY = HERE / "data" / "train" / "pictures.parquet"
 OWNED = "<img src=x onerror=\"document.title='owned'\">"
@@ -43,7 +45,13 @@ def page(tmp_path):
         columns = frames.SCHEMAS[schema].names
         frames.write_rows(run / name, [{key: row.get(key) for key in columns} for row in rows])
 
-    table("seed/images.parquet", "images", [{"id": name, "ref": f"{LIBRARY}#{name}"} for name in names])
+    refs = {name: f"{LIBRARY}#{name}" for name in names}
+    hashes = {name: hashlib.sha256(picture_bytes(ref)).hexdigest() for name, ref in refs.items()}
+    table(
+        "seed/images.parquet",
+        "images",
+        [{"id": name, "ref": refs[name], "sha256": hashes[name]} for name in names],
+    )
     queries = [
         {"query_id": f"q{n}", "image_id": names[n], "category": "causal", "query": TEXTS[n].encode("utf-8", "replace").decode()}
         for n in range(4)

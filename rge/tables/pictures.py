@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import pyarrow as pa
 
 from rge.common.files import visible_files
 from rge.tables.rows import (
@@ -246,7 +247,8 @@ def _check_column(path: str, image: str, schema: Any) -> bool:
     """Whether a table contains encoded pictures; raises `TableError` if there is no such column."""
     if image not in schema.names:
         raise TableError(f"{path}: no column {image} (there are: {', '.join(schema.names)})")
-    return not is_text(schema.field(image).type)
+    kind = schema.field(image).type
+    return not is_text(kind.value_type if pa.types.is_dictionary(kind) else kind)
 
 
 # ---------------------------------------------------------------------------------------------------------- WebDataset

@@ -6,6 +6,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -71,13 +72,12 @@ class Library:
         columns = [name for name in (config.id_column, config.caption_column, *named.values()) if name]
         for row in self._with_columns(self._listed(columns, first=first, pictures=pictures), named):
             is_empty = False
-            caption = row.cells.get(config.caption_column or "")
             ref, data = self._picture(row)
             yield {
                 "id": self._name(row),
                 "ref": ref,
                 "data": data,
-                "caption": str(caption).strip() or None if caption else None,
+                "caption": self._caption(row),
                 "stamp": row.stamp or _stamp(ref or ""),
             }
         if is_empty:
@@ -97,9 +97,22 @@ class Library:
             )
         return None, None
 
+    def _caption(self, row: tables.Row) -> str | None:
+        value = row.cells.get(self.config.caption_column or "")
+        if isinstance(value, (list, dict)):
+            raise UserError(
+                f"{self.files.address(row.shard)}: the {self.config.caption_column} of row {row.number} is not a text but a "
+                f"{type(value).__name__}: write one text into each cell, or choose another library.caption_column"
+            )
+        return None if value is None else str(value).strip() or None
+
     def _listed(self, columns: Sequence[str], **how: Any) -> Iterator[tables.Row]:
         try:
-            yield from tables.picture_rows(self.files, self.config.image_column, columns, **how)
+            for row in tables.picture_rows(self.files, self.config.image_column, columns, **how):
+                # NaN, which is not equal to itself, is how pandas writes a missing cell.
+                yield replace(
+                    row, cells={key: value if value == value else None for key, value in row.cells.items()}
+                )
         except TableError as error:
             where = "; see library.image_column" if "no column" in str(error) else ""
             raise UserError(f"library.path: {error}{where}") from None

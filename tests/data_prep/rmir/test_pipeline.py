@@ -393,6 +393,40 @@ def test_libraries(tmp_path):
         list(Library(LibraryConfig(path=str(table))).rows())
 
 
+def test_missing_cells_as_pandas_writes_them_are_missing(tmp_path):
+    """Not captions and licences that read "nan"."""
+    table = tmp_path / "t.jsonl"
+    table.write_text(
+        '{"id": 1, "image": "a.png", "caption": NaN, "licence": NaN, "author": "Ada"}\n'
+        '{"id": 2, "image": "b.png", "caption": 7, "licence": "CC0", "author": null}\n'
+    )
+    library = Library(LibraryConfig(path=str(table)))
+    assert [row["caption"] for row in library.rows()] == [None, "7"]
+    assert library.origins({"1", "2"}) == {"1": {"author": "Ada"}, "2": {"licence": "CC0"}}
+
+
+def test_several_captions_in_one_cell_are_no_text(tmp_path):
+    table = tmp_path / "t.jsonl"
+    table.write_text('{"id": 1, "image": "a.png", "caption": ["a dog", "a puppy"]}\n')
+    with pytest.raises(
+        UserError, match="the caption of row 1 is not a text but a list: .*library.caption_column"
+    ):
+        list(Library(LibraryConfig(path=str(table))).rows())
+
+
+def test_paths_in_a_column_of_categories_are_watched_like_others(tmp_path):
+    """The stamp of such a row is that of its picture, not of the table."""
+    names = pa.array(["a.png"]).dictionary_encode()
+    pq.write_table(pa.table({"id": ["1"], "image": names}), tmp_path / "t.parquet")
+    (tmp_path / "a.png").write_bytes(b"one")
+    library = Library(LibraryConfig(path=str(tmp_path / "t.parquet")))
+    (before,) = library.rows(pictures=False)
+    (tmp_path / "a.png").write_bytes(b"another")
+    (after,) = library.rows(pictures=False)
+    assert before["ref"] == after["ref"] == str(tmp_path / "a.png")
+    assert before["stamp"] != after["stamp"]
+
+
 def test_encoders_without_a_model_match_what_is_alike():
     captions = ["a red fire engine", "a key", "an old key", None]
     vectors = HashingEncoder().texts(["a key", "some keys", "a fire engine"])

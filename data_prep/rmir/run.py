@@ -56,12 +56,9 @@ def identities(config: RmirConfig) -> list[dict[str, Any]]:
     return [identity(encoder) for encoder in (config.image_encoder, config.caption_encoder, *more)]
 
 
-def fingerprints(config: RmirConfig, encoders: Sequence[dict[str, Any]] | None = None) -> dict[str, str]:
-    """Hash of exactly what each stage's result depends on: the settings that it reads, and the stages before it.
-
-    ``encoders`` is the result of `identities`; None computes it, which reads local weights.
-    """
-    settings = _settings(config, encoders or identities(config))
+def fingerprints(config: RmirConfig, encoders: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """Hash of exactly what each stage's result depends on: the settings that it reads (`identities` too), and the stages before it."""
+    settings = _settings(config, encoders)
     version = _extended(Path(config.out) / "seed" / "library.json")
     found: dict[str, str] = {}
     for name in stages_of(config):

@@ -55,7 +55,7 @@ class Pictures:
     """Encodes pictures in threads, and keeps the latest; a context manager."""
 
     def __init__(self) -> None:
-        self._kept: dict[Picture, asyncio.Task[tuple[str, str]]] = {}
+        self._kept: dict[Picture, asyncio.Future[tuple[str, str]]] = {}
         self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="pictures")
 
     def __enter__(self) -> "Pictures":
@@ -70,16 +70,12 @@ class Pictures:
 
     async def encode(self, picture: Picture) -> tuple[str, str]:
         """Media type and base64 of a picture; raises as `of` does."""
-        if (task := self._kept.pop(picture, None)) is None:
-            task = asyncio.create_task(self._prepare(picture))
-        self._kept[picture] = task  # as the latest
+        if (encoded := self._kept.pop(picture, None)) is None:
+            encoded = asyncio.get_running_loop().run_in_executor(self._threads, _encoded, picture)
+        self._kept[picture] = encoded  # as the latest
         if len(self._kept) > MAX_KEPT:
             del self._kept[next(iter(self._kept))]
-        return await asyncio.shield(task)  # one of several waiting calls may be cancelled
-
-    async def _prepare(self, picture: Picture) -> tuple[str, str]:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, _encoded, picture)
+        return await asyncio.shield(encoded)  # one of several waiting calls may be cancelled
 
 
 def _encoded(picture: Picture) -> tuple[str, str]:

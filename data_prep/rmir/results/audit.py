@@ -135,10 +135,7 @@ def first_rank(score_P: np.ndarray, right: Sequence[int], without: int | None) -
 
 def chance(num_right: int, num_ranked: int, k: int) -> float:
     """Probability that a random ranking has a right candidate among the first k."""
-    if num_right == 0 or num_ranked == 0:
-        return 0.0
-    if k > num_ranked - num_right:
-        return 1.0
+    k = min(k, num_ranked)
     return 1 - math.comb(num_ranked - num_right, k) / math.comb(num_ranked, k)
 
 

@@ -132,10 +132,7 @@ class Pace:
             self._cut_at = now
             self._cuts_in_a_row += 1
         wait_s = backoff_s * 2 ** (self._cuts_in_a_row - 1) if wait_s is None else wait_s
-        self._pause(now + min(wait_s, max_wait_s))
-
-    def _pause(self, until: float) -> None:
-        self._paused_until = max(self._paused_until, until)
+        self._paused_until = max(self._paused_until, now + min(wait_s, max_wait_s))
         # Send times already assigned within the pause are void.
         self._next_at = max(self._next_at, self._paused_until) if self.rate is None else self._paused_until
 

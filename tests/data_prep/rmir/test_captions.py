@@ -16,7 +16,7 @@ from data_prep.rmir.config import JudgeSpec, OracleConfig, check
 from data_prep.rmir.main import estimate, run_stages, status
 from data_prep.rmir.pictures.encoders import HashingEncoder
 from data_prep.rmir.results import audit, report
-from data_prep.rmir.run import STAGES, Run, fingerprints, stages_of
+from data_prep.rmir.run import STAGES, Run, fingerprints, identities, stages_of
 from data_prep.rmir.wording import SHIPPED
 from rge.calls.local_server import Answer, LocalServer, chat
 from rge.calls.replies import Abstained, BadValue, MissingTag, Refused, Reply
@@ -212,9 +212,9 @@ def test_captions_that_are_all_rejected_leave_their_stage_open(tmp_path):
 def test_off_there_is_no_such_stage(tmp_path):
     config = few_judges(tmp_path / "out", library(tmp_path / "library.csv", 20))
     assert "caption" not in stages_of(config)
-    before = fingerprints(config)
+    before = fingerprints(config, identities(config))
     config.caption.max_words = 7
-    assert fingerprints(config) == before
+    assert fingerprints(config, identities(config)) == before
     run = Run(config, progress=False)
     with pytest.raises(UserError, match="set, for example, caption.model=writer"):
         run_stages(run, ["caption"])

@@ -21,7 +21,7 @@ from data_prep.rmir.config import (
 )
 from data_prep.rmir.main import run_stages
 from data_prep.rmir.results import report
-from data_prep.rmir.run import STAGES, Run, fingerprints
+from data_prep.rmir.run import STAGES, Run, fingerprints, identities
 from data_prep.rmir.wording import SHIPPED, wording
 from rge.calls.local_server import LocalServer, chat
 from rge.calls.model_config import ModelConfig
@@ -109,13 +109,13 @@ def test_the_kind_of_reasoning_of_the_docs_is_asked_for(tmp_path):
 )
 def test_another_wording_redoes_the_stages_that_say_it(tmp_path, name, redone):
     config = config_of(tmp_path, "http://host/v1", caption=CaptionConfig("writer"))
-    before = fingerprints(config)
+    before = fingerprints(config, identities(config))
     (tmp_path / "prompts").mkdir()
     (tmp_path / "prompts" / name).write_text(
         (SHIPPED / name).read_text().replace("picture", "photo") + "\nMind this.\n"
     )
     config.prompts = str(tmp_path / "prompts")
-    changed = [stage for stage in STAGES if fingerprints(config)[stage] != before[stage]]
+    changed = [stage for stage in STAGES if fingerprints(config, identities(config))[stage] != before[stage]]
     assert changed == [*redone.split(), "keep", "pool", "split", "audit"]
 
 

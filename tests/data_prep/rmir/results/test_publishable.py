@@ -26,7 +26,7 @@ from data_prep.rmir.config import (
 from data_prep.rmir.main import run_stages
 from data_prep.rmir.pictures.library import Library, look
 from data_prep.rmir.results import report
-from data_prep.rmir.run import STAGES, Run, fingerprints
+from data_prep.rmir.run import STAGES, Run, fingerprints, identities
 from data_prep.rmir.wording import wording
 from rge.calls.local_server import Answer, LocalServer, chat
 from rge.calls.replies import Declined, Reply
@@ -79,13 +79,15 @@ def test_two_pictures_that_differ_in_their_ending_are_two(tmp_path):
 def test_a_change_redoes_what_reads_it_and_nothing_else(tmp_path, setting, redone):
     config = config_of(tmp_path, tmp_path, "http://host/v1")
     config.caption.model = "writer"
-    before = fingerprints(config)
+    before = fingerprints(config, identities(config))
     (*path, last), value = setting[0].split("."), setting[1]
     place = config
     for name in path:
         place = place[name] if isinstance(place, dict) else getattr(place, name)
     setattr(place, last, value)
-    assert [stage for stage in STAGES if fingerprints(config)[stage] != before[stage]] == redone.split()
+    assert [
+        stage for stage in STAGES if fingerprints(config, identities(config))[stage] != before[stage]
+    ] == redone.split()
 
 
 # ------------------------------------------------------------------------------------------------------- odd providers

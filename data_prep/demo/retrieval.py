@@ -82,7 +82,26 @@ def set_rows(
     """Queries about facts, in so many phrasings each, over a gallery of concepts; ``pair`` says which facts are `held_out`."""
     rows = SetRows(gallery=gallery, corpus=[tables.concepts[concept] for concept in corpus])
     for fact in facts:
-        _ask(rows, tables, fact, "held_out" if fact.pair in held_out else "seen", num_phrasings)
+        question, source = tables.questions[fact.question], tables.concepts[fact.source]
+        first = stable_hash("asked", *fact.pair)
+        answers = {tables.concepts[key].picture(gallery): text for key, text in fact.answers.items()}
+        wrong = [tables.concepts[key].picture(gallery) for key in fact.wrong]
+        for number in range(num_phrasings):
+            name = f"{fact.question}.{fact.source}.{number}"
+            rows.queries.append(
+                {
+                    "id": name,
+                    "text": question.shown(first + number),
+                    "category": question.category,
+                    "group": fact.source,
+                    "instruction": INSTRUCTION,
+                    "pair": "held_out" if fact.pair in held_out else "seen",
+                }
+            )
+            rows.sources.append(source)
+            rows.qrels += [(name, answer, 1) for answer in answers]
+            rows.rationales += [(name, answer, text) for answer, text in answers.items()]
+            rows.negatives += [(name, picture) for picture in wrong]
     return rows
 
 
@@ -210,30 +229,3 @@ def write_tables(
         "fingerprint": set_fingerprint(queries["id"], corpus["id"], judged.qrels, negatives=judged.negatives),
     }
     (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
-
-
-def _ask(rows: SetRows, tables: Tables, fact: Fact, pair: str, num_phrasings: int) -> None:
-    """Add a fact's queries and their judgements to a set."""
-    question = tables.questions[fact.question]
-    first = stable_hash("asked", *fact.pair)
-
-    def drawing(concept: str) -> str:
-        return tables.concepts[concept].picture(rows.gallery)
-
-    answers = {drawing(answer): text for answer, text in fact.answers.items()}
-    for number in range(num_phrasings):
-        name = f"{fact.question}.{fact.source}.{number}"
-        rows.queries.append(
-            {
-                "id": name,
-                "text": question.shown(first + number),
-                "category": question.category,
-                "group": fact.source,
-                "instruction": INSTRUCTION,
-                "pair": pair,
-            }
-        )
-        rows.sources.append(tables.concepts[fact.source])
-        rows.qrels += [(name, answer, 1) for answer in answers]
-        rows.rationales += [(name, answer, text) for answer, text in answers.items()]
-        rows.negatives += [(name, drawing(wrong)) for wrong in fact.wrong]

@@ -46,12 +46,9 @@ def caption(run: Run) -> dict[str, Any]:
     written = [image["caption"] for image in captioned if image["caption_by"] != "library"]
     vectors = np.load(run.path("seed", "captions.npy"), mmap_mode="r")
     if written:
-        is_written = np.array([image["caption_by"] != "library" for image in captioned])
         written_ND = embed_captions(text_encoder(run.config.caption_encoder), written)
-        library_ND, vectors = vectors, np.empty((len(captioned), written_ND.shape[1]), np.float32)
-        vectors[is_written] = written_ND
-        if not is_written.all():
-            vectors[~is_written] = library_ND
+        next_of = {True: iter(vectors), False: iter(written_ND)}
+        vectors = np.stack([next(next_of[image["caption_by"] == "library"]) for image in captioned])
     save_vectors(run.caption_vectors(), vectors)
     return {
         "missing": len(without),

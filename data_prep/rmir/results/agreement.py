@@ -87,10 +87,8 @@ def _codes(verdicts: Sequence[str]) -> np.ndarray:
 
 def _counts(judges: Sequence[np.ndarray], num: int) -> np.ndarray:
     """(num, K): number of judges that gave each verdict of `COUNTED`."""
-    found = np.zeros((num, len(COUNTED)))
-    for codes_N in judges:
-        found[np.arange(num), codes_N] += 1
-    return found
+    one_hot = np.eye(len(COUNTED))
+    return sum((one_hot[codes_N] for codes_N in judges), np.zeros((num, len(COUNTED))))
 
 
 def _mean(found_N: np.ndarray, weight_N: np.ndarray) -> float:

@@ -12,6 +12,7 @@ import json
 import random
 import shlex
 import sys
+from codecs import BOM_UTF8
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -311,7 +312,7 @@ class _Saved(BaseModel):
 
 def _verdicts(file: Path, known: dict[str, str]) -> tuple[str, Said]:
     try:
-        saved = _Saved.model_validate_json(file.read_bytes())
+        saved = _Saved.model_validate_json(file.read_bytes().removeprefix(BOM_UTF8))  # an editor may add it
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror or error}") from None
     except ValidationError as error:

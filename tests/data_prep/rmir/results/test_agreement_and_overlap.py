@@ -490,6 +490,13 @@ def test_two_files_of_one_person_are_refused(finished, tmp_path):
         review.read_verdicts(finished.out, files)
 
 
+def test_verdicts_that_an_editor_saved_with_a_byte_order_mark(finished, tmp_path):
+    file = verdicts(tmp_path / "v.json", by="ada", a="accept")
+    plain = review.read_verdicts(finished.out, [file])
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+    assert review.read_verdicts(finished.out, [file]) == plain
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

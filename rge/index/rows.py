@@ -29,7 +29,7 @@ PRIVATE = frozenset(
     | {"_rowid", "_rowaddr", "_rowoffset", "_row_created_at_version", "_row_last_updated_at_version"}
     | {"_distance", "_score", "_relevance_score"}
 )
-"""Columns that `where` must not use: searches must not reveal where files are on this machine. The last eight are LanceDB's own."""
+"""Columns that `where` does not know: searches must not reveal where files are on this machine. The last eight are LanceDB's own."""
 _EXIF = {
     "taken": pa.string(), "year": pa.int64(), "month": pa.int64(), "latitude": pa.float64(), "longitude": pa.float64(),
     "album": pa.string(),
@@ -109,7 +109,13 @@ def as_table(rows: Sequence[Row], schema: pa.Schema) -> tuple[pa.Table, int]:
         "words": [_words(row) for row in rows],
     }
     unfit = 0
-    by_column = [{column_name(name): value for name, value in row.items()} for row in metadata]
+    spelt = {name.lower(): name for name in schema.names} | {name: name for name in schema.names}
+
+    def column_of(name: str) -> str | None:
+        column = column_name(name)
+        return spelt.get(column) or spelt.get(column.lower())
+
+    by_column = [{column_of(name): value for name, value in row.items()} for row in metadata]
     for field in schema:
         if field.name not in columns:
             values = [row.get(field.name) for row in by_column]

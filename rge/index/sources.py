@@ -35,9 +35,9 @@ SHOWN = 20
 """Unreadable items that are printed."""
 _NUMBERS = (
     (re.compile(r"-?(0|[1-9]\d{0,17})"), int),
-    (re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?"), float),
+    (re.compile(r"-?(0|[1-9]\d{0,14})(\.\d+)?([eE][+-]?\d+)?"), float),
 )
-"""Numbers in a CSV. Digits with a leading zero are a code and stay text."""
+"""Numbers in a CSV. Digits with a leading zero, and more than a float can hold, are a code and stay text."""
 
 
 class SourceError(UserError):
@@ -284,9 +284,10 @@ def _folder(root: Path) -> Source:
     if "." in walk.faults:
         raise SourceError(f"{root} cannot be read: {walk.faults['.']}")
     texts = {name for name in walk.files if name.lower().endswith(".txt")}
+    captions = {_stem(name): name for name in sorted(texts)}  # the ending may be ".TXT"
     pictures = walk.files.keys() - texts
     described = pictures | set(map(_stem, pictures))
-    entries = [_picture(walk, name) for name in pictures]
+    entries = [_picture(walk, name, captions.get(name) or captions.get(_stem(name))) for name in pictures]
     entries += [
         Entry(name, walk.files[name], text_file=str(root / name))
         for name in texts
@@ -296,10 +297,8 @@ def _folder(root: Path) -> Source:
     return Source(os.path.abspath(root), entries, walk.faults, walk.num_skipped, frozenset(walk.unseen))
 
 
-def _picture(walk: _Walk, name: str) -> Entry:
+def _picture(walk: _Walk, name: str, caption: str | None) -> Entry:
     root, stamp, text_file = walk.root, walk.files[name], None
-    captions = (f"{name}.txt", f"{_stem(name)}.txt")
-    caption = next((caption for caption in captions if caption in walk.files), None)
     if caption is not None:
         stamp += f" {walk.files[caption]}"
         text_file = str(root / caption)

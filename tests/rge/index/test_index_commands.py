@@ -225,15 +225,14 @@ def test_a_phones_folder(tmp_path, monkeypatch, capsys, demo):
     for wrong, said in (
         ("yeer > 1", r"where='yeer > 1' is not a valid condition: .*No field named yeer.*`year`"),
         ("year > 'a", "is not a valid condition: .*Unterminated string"),
-        (
-            "image LIKE '/%'",
-            "must be a condition .* on: id, text, taken, year, month, latitude, longitude, album",
-        ),
-        ('"image" IS NOT NULL', "must be a condition"),
+        ("image LIKE '/%'", "No field named image. Valid fields are `id`, `text`, `taken`, .*`album`"),
+        ('"image" IS NOT NULL', "No field named image"),
+        ("id = 'a' /*' */ OR stamp > '0' -- '", "No field named stamp"),  # no text hides a column
+        ("id = $$red$$", "is not a valid condition"),  # LanceDB panics
     ):
         with pytest.raises(UserError, match=said) as caught:
             search(["gallery", "x", f"where={wrong}"])
-        assert "stamp" not in str(caught.value)
+        assert "`stamp`" not in str(caught.value)
 
 
 def test_words_and_vectors_are_fused_by_rank(photos, capsys, demo):
@@ -503,6 +502,25 @@ def table(path, photos):
     else:
         pq.write_table(pa.Table.from_pylist(rows), path)
     return path
+
+
+def test_the_ending_of_a_caption_may_be_upper_case(tmp_path):
+    for name in ("IMG_1.JPG", "IMG_1.TXT", "b.png", "b.png.Txt", "alone.TXT", "alone.txt"):
+        (tmp_path / name).write_text(name)
+    found = {entry.id: entry.text_file for entry in read_source(tmp_path).entries}
+    captions = {
+        "IMG_1.JPG": "IMG_1.TXT",
+        "b.png": "b.png.Txt",
+        "alone.TXT": "alone.TXT",
+        "alone.txt": "alone.txt",
+    }
+    assert found == {name: str(tmp_path / text) for name, text in captions.items()}
+
+
+def test_digits_that_a_float_would_round_stay_text(tmp_path):
+    (tmp_path / "a.csv").write_text("text,post,price\na key,1234567890123456789,7\na nail,12,0.5\n")
+    metadata = [entry.metadata for entry in read_source(tmp_path / "a.csv").entries]
+    assert metadata == [{"post": "1234567890123456789", "price": 7.0}, {"post": "12", "price": 0.5}]
 
 
 @pytest.mark.parametrize("ending", ["csv", "jsonl", "parquet"])

@@ -132,6 +132,23 @@ def test_two_columns_that_a_condition_could_not_tell_apart(index):
         index.declare([{"price ($)": 1}, {"price (€)": 2}])
 
 
+def test_a_column_is_found_by_its_name_in_any_case(index):
+    """Also where the index has an empty column of that name, for dates of pictures."""
+    metadata = [{"Year": 2020 + n, "Month": "May", "Title": "x"} for n in range(3)]
+    index.declare(metadata)
+    index.put([Row("s", str(n), "1", "d", vectors(3)[n], metadata=metadata[n]) for n in range(3)])
+    index.declare([{"title": "y"}, {"a": 1, "A": 2}])
+    index.put([Row("t", "3", "1", "d", vectors(1)[0], metadata={"title": "y", "a": 1, "A": 2})])
+
+    def found(where):
+        return sorted(hit.id for hit in index.search(vectors(1), 9, where=where)[0])
+
+    assert found("year > 2020") == found("Year > 2020") == ["1", "2"]
+    assert found("Month = 'May'") == ["0", "1", "2"]  # a text is no number of a month
+    assert found("title in ('x', 'y')") == found("TITLE in ('x', 'y')") == ["0", "1", "2", "3"]
+    assert found("a = 1 and A = 2") == ["3"]
+
+
 def test_a_table_may_have_columns_as_lancedb_calls_its_own(index):
     """As in results of a search that were saved."""
     names = ("_distance", "_score", "_relevance_score", "_rowid", "_rowoffset", "_row_created_at_version")

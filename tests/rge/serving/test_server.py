@@ -283,7 +283,7 @@ def test_an_index_is_searched_with_the_rationale_beside_the_hits(embedder, check
         assert (hits[0]["thumbnail"], hits[0]["source"]) == ("data:image/webp;base64,UklGRg==", "place")
         for body, said in (
             ({"input": "a", "where": "nothing > 1"}, "No field named nothing"),
-            ({"input": "a", "where": "image LIKE '/secret%'"}, "must be a condition"),
+            ({"input": "a", "where": "image LIKE '/secret%'"}, "No field named image"),
             ({"input": "a", "where": "x" * 1001}, "at most 1000 characters"),
             ({"input": ["a"]}, "one query"),
             ({"input": "a", "k": 0}, "k"),

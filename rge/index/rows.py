@@ -5,6 +5,7 @@ import re
 import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -100,7 +101,9 @@ def metadata_fields(metadata: Iterable[dict[str, Any]]) -> list[pa.Field]:
 
 def as_table(rows: Sequence[Row], schema: pa.Schema) -> tuple[pa.Table, int]:
     """Rows as a table, and the number of metadata values that do not fit the type of their column and are left out of it."""
-    metadata = [_finite(json.dumps(row.metadata or {}, default=_other)) for row in rows]
+    # Values that JSON has no form for become texts; pictures in other columns are left out.
+    plain = partial(json.dumps, default=lambda value: None if isinstance(value, bytes) else str(value))
+    metadata = [_finite(plain(row.metadata or {})) for row in rows]
     vector_ND = np.stack([row.vector for row in rows]).astype(np.float32)
     columns: dict[str, Any] = {name: [getattr(row, name) for row in rows] for name in COLUMNS}
     columns |= {
@@ -150,11 +153,6 @@ def _fitting(value: Any, kind: pa.DataType) -> Any:
     if kind in (pa.bool_(), pa.float64()):
         return value if kind == pa.bool_() else float(value)
     return int(value) if value == int(value) and abs(value) < 1 << 63 else None
-
-
-def _other(value: Any) -> str | None:
-    """A value that JSON has no form for; pictures in other columns are left out."""
-    return None if isinstance(value, bytes) else str(value)
 
 
 def _words(row: Row) -> str:

@@ -25,6 +25,7 @@ import numpy as np
 import pyarrow as pa
 
 from rge.checkpoints.run_lock import held
+from rge.checkpoints.settings import CheckpointError
 from rge.common.errors import UserError
 from rge.index.exact import Snapshot
 from rge.index.rows import (
@@ -55,7 +56,6 @@ CACHE_BYTES = 512 << 20
 """Vectors of an index stay in memory between exact searches if all of them take no more."""
 MIN_FUSED = 100
 """Rows of each ranking that are fused, at least."""
-MAX_WHERE = 1000
 NPROBES, REFINE = 64, 10
 """Cells of the ANN index that are searched, and how many times k of their rows are reranked by the true vectors."""
 
@@ -136,7 +136,13 @@ class Index:
         from rge.embedder import Embedder
 
         location = checkpoint or self.about["checkpoint"]
-        embedder = Embedder.from_pretrained(location, base=base)
+        try:
+            embedder = Embedder.from_pretrained(location, base=base)
+        except CheckpointError as error:
+            if checkpoint is not None:
+                raise
+            hint = f"{self.uri} was made by it: if it was moved, give its new location with checkpoint="
+            raise CheckpointError(f"{error}; {hint}") from None
         self.check(location, embedder.checkpoint_hash)
         return embedder
 
@@ -345,8 +351,6 @@ class Index:
 
     def _condition(self, where: str) -> str:
         """The condition in parentheses: without them, LanceDB ignores what follows the first expression."""
-        if len(where) > MAX_WHERE:
-            raise ConditionError(f"where={where[:80]!r}... has more than {MAX_WHERE} characters")
         # The line break keeps a comment at the end from swallowing the closing one.
         condition = f"({where.strip().rstrip(';')}\n)"
         fields = [field for field in self._table.schema if field.name not in PRIVATE]

@@ -91,7 +91,9 @@ async def _fetch(address: str, max_bytes: int, shown: str) -> bytes:
             headers = [("Accept", "image/*"), ("Accept-Encoding", "identity")]
             async with pool.stream("GET", address, headers=headers) as response:
                 if response.status in (301, 302, 303, 307, 308):
-                    address = urljoin(address, _header(response, b"location"))
+                    headers_given = {key.lower(): value for key, value in response.headers}
+                    target = quote(headers_given.get(b"location", b""), safe=string.punctuation)
+                    address = urljoin(address, target)
                     continue
                 if response.status != 200:
                     raise ImageError(f"picture {shown} cannot be fetched: its server says {response.status}")
@@ -102,8 +104,3 @@ async def _fetch(address: str, max_bytes: int, shown: str) -> bytes:
                         raise ImageError(f"picture {shown} is larger than {max_bytes >> 20} MB")
                 return bytes(data)
     raise ImageError(f"picture {shown} cannot be fetched: more than {MAX_REDIRECTS} redirects")
-
-
-def _header(response: httpcore.Response, name: bytes) -> str:
-    value = next((value for key, value in response.headers if key.lower() == name), b"")
-    return quote(value, safe=string.punctuation)

@@ -463,6 +463,14 @@ def test_another_checkpoint_is_named_and_refused(photos, tmp_path):
                     f"checkpoint={other}",
                 ]
             )
+    index(["pho tos", "out=second", f"checkpoint={other}"])
+    moved = other.rename(tmp_path / "moved")
+    for command, words in ((index, ["pho tos", "out=second"]), (search, ["second", "x"])):
+        with pytest.raises(
+            UserError, match="other does not exist; second was made by it: .* with checkpoint="
+        ):
+            command(words)
+        command([*words, f"checkpoint={moved}"])
     with pytest.raises(UserError, match="there is no index at new yet: give checkpoint="):
         index(["pho tos", "out=new"])
     with pytest.raises(UserError, match="was made with dimensions=128, not 64"):

@@ -293,16 +293,14 @@ class Preflight:
                 + "\n".join(reasons[:MAX_REPORTED])
             )
 
-    def _num_steps(self, stage: StageConfig) -> int:
-        found = [
-            self.found.records[source.key] for source in stage.sources if source.key in self.found.records
-        ]
-        return stage.num_steps(sum(file.size or 0 for file in found))
-
     def check_model(self, model: HubModel) -> None:
         """Check model and disk, and summarise the run if there are no problems."""
         recipe, found = self.recipe, self.found
-        num_steps = {name: self._num_steps(getattr(recipe, name)) for name in found.stages}
+        sizes = {key: file.size or 0 for key, file in found.records.items()}
+        num_steps: dict[str, int] = {}
+        for name in found.stages:
+            stage: StageConfig = getattr(recipe, name)
+            num_steps[name] = stage.num_steps(sum(sizes.get(source.key or "", 0) for source in stage.sources))
         self.attempt(check_sizes, recipe.loss.matryoshka_dims, model)
         if self.attempt(num_parameters, model, recipe.model) is None:  # model.lora has unknown names
             return

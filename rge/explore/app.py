@@ -7,7 +7,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.staticfiles import StaticFiles
 
@@ -15,7 +15,7 @@ from rge.common.errors import UserError
 from rge.common.files import DEMO_CHECKPOINT
 from rge.common.images import fetch_picture
 from rge.explore.address import is_local
-from rge.explore.explorer import Explorer, Picture, Query, StoppedError, Text
+from rge.explore.explorer import Explorer, Picture, Query, StoppedError
 from rge.index.sources import thumbnail
 
 MAX_BYTES = 32 << 20
@@ -29,12 +29,6 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
 }
-
-
-class Other(BaseModel, extra="forbid"):
-    """The question to which another query is compared."""
-
-    question: Text = ""
 
 
 def application(explorer: Explorer, host: str) -> FastAPI:
@@ -89,7 +83,7 @@ def application(explorer: Explorer, host: str) -> FastAPI:
 
     @app.post("/api/other")
     async def other(request: Request) -> Response:
-        asked = Other.model_validate_json(await _body(request))
+        asked = Query.model_validate_json(await _body(request))
         return JSONResponse(await asyncio.to_thread(explorer.another, asked.question))
 
     @app.post("/api/ask")

@@ -38,7 +38,7 @@ class _Waiting:
     prompt: Prompt
     mode: Mode
     since: float
-    request: int
+    request: object  # one for all inputs of a request
     answer: "Future[Result]" = field(default_factory=Future)
 
 
@@ -67,7 +67,6 @@ class Batches:
         self._waiting: list[_Waiting] = []
         self._num_reserved = 0
         self._rows_per_s = 0.0
-        self._num_requests = 0
         self._has_company = False  # whether several requests were present at the last batch
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="rge-batches", daemon=True)
@@ -113,8 +112,7 @@ class Batches:
         """
         now = time.monotonic()
         with self._changed:
-            self._num_requests += 1
-            rows = [_Waiting(prompt, mode, now, self._num_requests) for prompt in prompts]
+            rows = [_Waiting(prompt, mode, now, reservation) for prompt in prompts]
             if self._stopping:
                 raise Stopped
             self._waiting += rows

@@ -30,7 +30,7 @@ PRIVATE = frozenset(
     | {"_rowid", "_rowaddr", "_rowoffset", "_row_created_at_version", "_row_last_updated_at_version"}
     | {"_distance", "_score", "_relevance_score"}
 )
-"""Columns that `where` does not know: searches must not reveal where files are on this machine. The last eight are LanceDB's own."""
+"""Columns that are not offered to `where`: searches must not reveal where files are on this machine. The last eight are LanceDB's own."""
 _EXIF = {
     "taken": pa.string(), "year": pa.int64(), "month": pa.int64(), "latitude": pa.float64(), "longitude": pa.float64(),
     "album": pa.string(),

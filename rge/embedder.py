@@ -598,7 +598,8 @@ def _is_picture(value: Any) -> bool:
 def _pictures(value: Any) -> tuple[Any, ...]:
     if value is None:
         return ()
-    return tuple(picture_ref(picture) for picture in ([value] if _is_picture(value) else value))
+    # Not any iterable: an array would be taken for its rows, and {"bytes": ...} of the library datasets for paths.
+    return tuple(map(picture_ref, value if isinstance(value, list | tuple) else [value]))
 
 
 def picture_ref(value: Any) -> Any:

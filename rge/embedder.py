@@ -13,7 +13,7 @@ imported when a checkpoint is loaded.
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass, fields, replace
@@ -564,6 +564,10 @@ def _items(texts: Any, images: Any, instruction: str | None = None) -> tuple[boo
     """Whether one item was given, and the items."""
     if texts is None and images is None:
         raise ValueError("give texts, images, or both")
+    if isinstance(images, Mapping):
+        picture_ref(
+            images
+        )  # is none: {"bytes": ..., "path": ...} of the library datasets would be taken for two paths
     single = isinstance(texts, str) or (texts is None and _is_picture(images))
     if single:
         texts, images = [texts], [images]
@@ -598,8 +602,10 @@ def _is_picture(value: Any) -> bool:
 def _pictures(value: Any) -> tuple[Any, ...]:
     if value is None:
         return ()
-    # Not any iterable: an array would be taken for its rows, and {"bytes": ...} of the library datasets for paths.
-    return tuple(map(picture_ref, value if isinstance(value, list | tuple) else [value]))
+    if isinstance(value, np.ndarray) and value.dtype.kind in "OU":  # paths as pandas reads them from Parquet
+        value = value.tolist()
+    # Not any iterable: an array of pixels would be taken for its rows, and a dict for its keys.
+    return tuple(map(picture_ref, value if isinstance(value, list | tuple | Iterator) else [value]))
 
 
 def picture_ref(value: Any) -> Any:

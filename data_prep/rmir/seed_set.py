@@ -219,7 +219,7 @@ def settle_library(run: Run) -> None:
     if not str(found):
         if finished and run.done("split") and credits_changed(run, library):
             print(
-                "source, author or licence of a picture has changed: the data set is written again",
+                "source, author or licence of a picture has changed: stage=split will write the data set again",
                 file=sys.stderr,
             )
             run.path("split", "done.json").unlink()

@@ -117,7 +117,7 @@ def _print(content: dict[str, Any], warnings: Sequence[str]) -> None:
 
 def _evaluations(options: AuditOptions) -> dict[str, Any]:
     of_mode: dict[str, list[Evaluation]] = defaultdict(list)
-    for path in (path for word in options.evals for path in expand(Path(word))):
+    for path in dict.fromkeys(path for word in options.evals for path in expand(Path(word))):
         evaluation = read_evaluation(path)
         of_mode[str(evaluation.results.get("query_mode"))].append(evaluation)
     shortcuts = {

@@ -139,7 +139,8 @@ def read_evaluations(dirs: Sequence[Path], baselines: Mapping[str, Path]) -> lis
 
 
 def _as_baseline(one: Evaluation, label: str) -> Evaluation:
-    note = f"other checkpoint, {one.label.lower()}"
+    apart = [words for words in ways_of(one.results) if words != one.results.get("query_mode")]
+    note = ", ".join(["other checkpoint", one.label.lower(), *apart])
     return replace(one, label=label, note=note, order=_BASELINE_ORDER, is_baseline=True)
 
 

@@ -268,6 +268,8 @@ def check_out(out: Path, results: Mapping[str, Any], *, overwrite: bool) -> None
     old, new = read_results(out), json.loads(json.dumps(results, default=str))
     if new.get("query_modality") == "image":
         old["rewrite"] = None  # which older results recorded although all texts are left out
+    if old.get("rerank") and "budget" not in old and "budget" in new:
+        old["budget"] = new["budget"]  # which older reranked results did not record
     apart = _differing(old, new)
     if "identity" in old:
         apart |= {key: pair for key, pair in differences(old, new).items() if key.startswith(USED_WITH)}

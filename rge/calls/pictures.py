@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from PIL import Image
 
 from rge.calls.request import Picture, Request
-from rge.common.images import known_bytes, load_image, picture_bytes
+from rge.common.images import ImageError, known_bytes, load_image, picture_bytes
 from rge.common.picture_metadata import without_metadata
 from rge.common.schema import ImageRef
 
@@ -79,6 +79,10 @@ class Pictures:
 
 
 def _encoded(picture: Picture) -> tuple[str, str]:
-    known_bytes(picture.ref, picture.sha256)  # the answer is stored under this hash
-    media_type, data = prepare_picture(picture.ref, picture.max_side_px)
+    data = known_bytes(picture.ref, picture.sha256)  # the answer is stored under this hash
+    try:
+        media_type, data = prepare_picture(data, picture.max_side_px)
+    except ImageError as error:
+        name = picture.ref if isinstance(picture.ref, str) else "<bytes>"
+        raise ImageError(str(error).replace("<bytes>", name)) from None
     return media_type, base64.b64encode(data).decode()

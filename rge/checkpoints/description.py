@@ -2,7 +2,8 @@
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -72,18 +73,28 @@ def instructions_of(sources: Sequence[SourceConfig]) -> dict[str, Any]:
 def trained_on(start: str, recipe: Recipe, stage: str) -> list[dict[str, Any]]:
     """Stages of a checkpoint's training with their sources, oldest first: those of its start, and its own.
 
-    ``start``: what `stage` starts from. The first one may be ``naming``, which teaches a vision tower that is built from nothing. Of a
-    start that does not record its own, only the last stage is known.
+    ``start``: what `stage` starts from. The first one may be ``naming``, which teaches a vision tower that is built from nothing.
     """
-    scratch, sources = recipe.model.scratch, to_dict(recipe)[stage]["sources"]
+    whole, before = to_dict(recipe), []
     if (Path(start) / RGE_JSON).is_file():
-        known = read_settings(Path(start))
-        last = {"stage": known.stage, "sources": (known.recipe.get(known.stage) or {}).get("sources", [])}
-        before = known.trained_on or [last]
-    else:
-        naming = scratch and scratch.naming
-        before = [{"stage": "naming", "sources": [{"path": naming}]}] if naming else []
-    return [*before, {"stage": stage, "sources": sources}]
+        before = _trained_on(read_settings(Path(start)))
+    elif (Path(start) / "eyes.json").is_file():
+        before = stages_of(whole, "naming")
+    return [*before, {"stage": stage, "sources": whole[stage]["sources"]}]
+
+
+def stages_of(recipe: Mapping[str, Any], last: str) -> list[dict[str, Any]]:
+    """Sources that a recipe as JSON values names, by stage, up to the ``last`` one."""
+    naming = ((recipe.get("model") or {}).get("scratch") or {}).get("naming")
+    sources = {"naming": [{"path": naming}] if naming else []}
+    sources |= {name: (recipe.get(name) or {}).get("sources", []) for name in ("cold_start", "joint", "rl")}
+    stages = [*sources][: [*sources].index(last) + 1]
+    return [{"stage": name, "sources": sources[name]} for name in stages if sources[name]]
+
+
+def _trained_on(settings: CheckpointSettings) -> list[dict[str, Any]]:
+    # An older checkpoint's recipe may name too many files: the audit had better name one too many than miss one.
+    return settings.trained_on or stages_of(settings.recipe, settings.stage)
 
 
 def model_card(settings: CheckpointSettings, name: str, licence: str | None = None) -> str:
@@ -106,8 +117,7 @@ def model_card(settings: CheckpointSettings, name: str, licence: str | None = No
         base_sha256=settings.base and settings.base.sha256,
         adapted=settings.base and _shown(settings.base.path),
         trained=[
-            f"{one['stage']} on {', '.join(SourceConfig(**source).title for source in one['sources'])}"
-            for one in settings.trained_on or []
+            f"{one['stage']} on {', '.join(map(_title, one['sources']))}" for one in _trained_on(settings)
         ]
         or ["not recorded"],
         default=settings.instructions and settings.instructions.default,
@@ -115,6 +125,12 @@ def model_card(settings: CheckpointSettings, name: str, licence: str | None = No
         measured=Path(str(settings.validation.get("path"))).name if settings.validation else None,
         figures=[f"{key.removeprefix('val_')} {it:.4g}" for key, it in figures if isinstance(it, float)],
     )
+
+
+def _title(source: Mapping[str, Any]) -> str:
+    """`SourceConfig.title` of a source, which a newer version may have given further keys."""
+    known = {item.name for item in fields(SourceConfig)}
+    return SourceConfig(**{key: value for key, value in source.items() if key in known}).title
 
 
 def _shown(model: str) -> str:

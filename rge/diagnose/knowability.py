@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _STOP_WORDS = frozenset(
     "a an the of on in at to for from with and or is are was were be it its this that these those".split()
 )
-SIGNS = "\u3040-\u30ff\u3400-\u9fff"
+SIGNS = "\u3005\u3041-\u3096\u30a1-\u30fa\u30fc-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003134f"
 """Scripts without spaces between words, as a range of a pattern: each sign counts as a word."""
 _WORD = re.compile(rf"[{SIGNS}]|[^\W{SIGNS}]+")
 

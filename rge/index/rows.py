@@ -31,7 +31,7 @@ PRIVATE = frozenset(
     | {"_distance", "_score", "_relevance_score"}
 )
 """Columns that are not offered to `where`: searches must not reveal where files are on this machine. The last eight are LanceDB's own."""
-_EXIF = {
+EXIF = {
     "taken": pa.string(), "year": pa.int64(), "month": pa.int64(), "latitude": pa.float64(), "longitude": pa.float64(),
     "album": pa.string(),
 }  # fmt: skip
@@ -78,7 +78,7 @@ class Hit:
 
 def new_schema(about: dict[str, Any]) -> pa.Schema:
     """The columns of an empty index."""
-    fields = [pa.field(name, kind) for name, kind in {**COLUMNS, **_EXIF, "words": pa.string()}.items()]
+    fields = [pa.field(name, kind) for name, kind in {**COLUMNS, **EXIF, "words": pa.string()}.items()]
     fields.append(pa.field("vector", pa.list_(pa.float32(), about["dimensions"])))
     return pa.schema(fields, metadata={"rge": json.dumps(about)})
 
@@ -118,7 +118,11 @@ def as_table(rows: Sequence[Row], schema: pa.Schema) -> tuple[pa.Table, int]:
         column = column_name(name)
         return spelt.get(column) or spelt.get(column.lower())
 
-    by_column = [{column_of(name): value for name, value in row.items()} for row in metadata]
+    # An empty cell `Year` does not replace the year that the picture itself tells.
+    by_column = [
+        {column_of(name): value for name, value in sorted(row.items(), key=lambda item: item[1] is not None)}
+        for row in metadata
+    ]
     for field in schema:
         if field.name not in columns:
             values = [row.get(field.name) for row in by_column]

@@ -14,7 +14,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import lru_cache, partial
@@ -29,6 +29,7 @@ from rge.checkpoints.settings import CheckpointError
 from rge.common.errors import UserError
 from rge.index.exact import Snapshot
 from rge.index.rows import (
+    EXIF,
     HIT_COLUMNS,
     PRIVATE,
     Hit,
@@ -180,7 +181,7 @@ class Index:
             for field in fields
             if field.name not in schema.names
             # A condition finds `Year` as `year` unless there is a column of that name too, then without the other's values.
-            and (types.get(field.name.lower()) != field.type or spellings[field.name.lower()] > 1)
+            and (not _holds(types, field) or spellings[field.name.lower()] > 1)
         ]
         if new:
             with _lancedb_errors(self.uri):
@@ -448,6 +449,13 @@ def _folder(uri: str | Path) -> Path | None:
     """The index's folder, None in an object store."""
     path = str(uri).removeprefix("file://")
     return None if "://" in path else Path(path)
+
+
+def _holds(types: Mapping[str, pa.DataType], field: pa.Field) -> bool:
+    """Whether a column (type by name in lower case) holds a field's values: pandas writes integers beside an empty cell as floats."""
+    name, numbers = field.name.lower(), {pa.int64(), pa.float64()}
+    known = types.get(name)
+    return known == field.type or (name in EXIF and {known, field.type} <= numbers)
 
 
 @lru_cache(maxsize=16)

@@ -54,12 +54,8 @@ def study(monkeypatch, tmp_path):
             (out / f"{kind}.json").write_text(json.dumps(found))
             return
         if "budget" in command:
-            points = [
-                "direct",
-                "reasoning",
-                "gate-50",
-                *(f"auto-{value}" for value in given["auto"].split(",")),
-            ]
+            gates = (f"gate-{100 * float(share):g}" for share in given["gate"].split(","))
+            points = ["direct", "reasoning", *gates, *(f"auto-{value}" for value in given["auto"].split(","))]
             for point in points:
                 (out / point).mkdir(parents=True)
                 hits = 1.0 * (np.arange(40) < (10 if point == "direct" else 30))
@@ -355,6 +351,7 @@ def test_the_demos_weights_are_chosen_from_nothing_and_on_families_held_back(stu
         expected += [(name, "rotated/cold/shared/cold_start/final") for name in ("1_1", "10_1", "20_1")]
         start = f"rotated/10_1/seed_{seed}/joint/final"
         expected += [(name, start) for name in ("rl", "rl_lm", "rl_no_con", "rl_lm_no_con")]
+        expected.append(("mixed_adaptive_longest", "rotated/cold/shared/cold_start/final"))
     assert trained(study) == expected
     for command in study.commands:
         given = dict(part.split("=", 1) for part in command if "=" in part)
@@ -362,7 +359,8 @@ def test_the_demos_weights_are_chosen_from_nothing_and_on_families_held_back(stu
             assert str(study.built[0]) in given["model.scratch.naming"]
             assert "data_prep/demo/data" not in " ".join(command)
         else:
-            assert given["set"] == str(study.built[0] / "valid")
+            assert given["set"] == str(study.built[0] / ("mixed" if "budget" in command else "valid"))
+    assert "mixed_adaptive_longest, auto 0.5 | 25 |" in (study.folder / "rotated" / "page_g.md").read_text()
     assert rows(study, "g", "rotated")["10:1 over 1:1", "all", "hit@1"]["seeds"] == [0.0, 0.0]
 
 

@@ -100,7 +100,9 @@ def compare(library: Library, inspected: pa.Table, state: LibraryState) -> Chang
         stamp, caption, _ = known[name]
         if row["stamp"] != state.stamps.get(name, stamp):
             touched.add(name)
-        if row["caption"] != state.captions.get(name, caption):
+        before = state.captions.get(name, caption)
+        # Runs may have been begun when a missing cell of pandas was read as this text.
+        if row["caption"] != (None if before == "nan" and row["caption"] is None else before):
             found.captions[name] = row["caption"]
     found.removed = [name for name in known if name not in seen]
     if touched:

@@ -77,7 +77,7 @@ class Library:
                 "id": self._name(row),
                 "ref": ref,
                 "data": data,
-                "caption": self._caption(row),
+                "caption": self._caption(row, strict=pictures),
                 "stamp": row.stamp or _stamp(ref or ""),
             }
         if is_empty:
@@ -97,14 +97,17 @@ class Library:
             )
         return None, None
 
-    def _caption(self, row: tables.Row) -> str | None:
+    def _caption(self, row: tables.Row, *, strict: bool) -> str | None:
+        """A row's caption. Not ``strict``: a list as Python writes it, which runs may have been begun with."""
         value = row.cells.get(self.config.caption_column or "")
-        if isinstance(value, (list, dict)):
+        if strict and isinstance(value, list | dict) and value:
             raise UserError(
                 f"{self.files.address(row.shard)}: the {self.config.caption_column} of row {row.number} is not a text but a "
                 f"{type(value).__name__}: write one text into each cell, or choose another library.caption_column"
             )
-        return None if value is None else str(value).strip() or None
+        if value is None or value is False or value in ([], {}):
+            return None
+        return str(value).strip() or None
 
     def _listed(self, columns: Sequence[str], **how: Any) -> Iterator[tables.Row]:
         try:

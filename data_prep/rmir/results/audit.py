@@ -111,8 +111,10 @@ def shortcuts(run: Run) -> list[Row]:
             block = queries[start : start + size]
             for query, score_P in zip(block, embed(block) @ index.vectors_ND.T, strict=True):
                 name = query["query_id"]
-                right = [place_of[answer] for answer in positives[name] if answer in place_of]
-                rank, num_ranked = first_rank(score_P, right, place_of.get(query["image_id"]))
+                own = place_of.get(query["image_id"])
+                places = (place_of[answer] for answer in positives[name] if answer in place_of)
+                right = [place for place in places if place != own]
+                rank, num_ranked = first_rank(score_P, right, own)
                 about = {"query_id": name, "category": query["category"], "split": splits[name]["split"]}
                 found = {"rank": rank, "num_right": len(right), "num_ranked": num_ranked}
                 rows.append({**about, "probe": probe, **found})

@@ -387,7 +387,8 @@ def test_instructions_are_counted_by_weight_and_task(tmp_path):
 def test_a_checkpoint_names_the_sources_of_all_its_stages(tmp_path):
     """Not those that its recipe names for stages that trained on others, or not at all."""
     recipe = load_recipe(["recipe=demo", "cold_start.sources=[{path: a.jsonl}]"])
-    first = trained_on("no checkpoint", recipe, "cold_start")
+    assert trained_on("Qwen/Qwen2-VL-2B-Instruct", recipe, "cold_start")[0]["stage"] == "cold_start"
+    first = trained_on("rge/demo_base", recipe, "cold_start")
     naming = {"stage": "naming", "sources": [{"path": "data_prep/demo/data/train/naming.jsonl"}]}
     assert first == [naming, {"stage": "cold_start", "sources": [{"path": "a.jsonl", "weight": 1.0}]}]
 
@@ -399,11 +400,11 @@ def test_a_checkpoint_names_the_sources_of_all_its_stages(tmp_path):
     )  # fmt: skip
     words = ["recipe=demo", "stage=joint", "joint.sources=[{path: b.jsonl}]", f"init={start}"]
     joint = {"stage": "joint", "sources": [{"path": "b.jsonl", "weight": 1.0}]}
-    for known in ({"trained_on": first}, {}):  # an older checkpoint knows its last stage
+    for known in ({"trained_on": first}, {}):  # an older checkpoint has its recipe only
         (start / "rge.json").write_text(json.dumps(settings | known))
-        found = trained_on(str(start), load_recipe(words), "joint")
-        assert found == [*(first if known else first[1:]), joint]
-    card = model_card(CheckpointSettings.model_validate(settings | {"trained_on": [*first, joint]}), "x")
+        assert trained_on(str(start), load_recipe(words), "joint") == [*first, joint]
+    newer = {"stage": "joint", "sources": [{"path": "b.jsonl", "a_newer_key": 1}]}
+    card = model_card(CheckpointSettings.model_validate(settings | {"trained_on": [*first, newer]}), "x")
     assert "* Training data: naming on naming.jsonl; cold_start on a.jsonl; joint on b.jsonl.\n" in card
 
 

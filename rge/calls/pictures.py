@@ -84,5 +84,5 @@ def _encoded(picture: Picture) -> tuple[str, str]:
         media_type, data = prepare_picture(data, picture.max_side_px)
     except ImageError as error:
         name = picture.ref if isinstance(picture.ref, str) else "<bytes>"
-        raise ImageError(str(error).replace("<bytes>", name)) from None
+        raise ImageError(str(error).replace(f"<{len(data)} bytes>", name)) from None
     return media_type, base64.b64encode(data).decode()

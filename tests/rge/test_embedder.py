@@ -29,7 +29,7 @@ from rge.common.errors import UserError
 from rge.common.images import ImageError
 from rge.common.schema import Item
 from rge.cpu_threads import limit_threads
-from rge.embedder import Embedder
+from rge.embedder import Embedder, _items
 from rge.model.backbone import BackboneError
 from rge.model.packing import Branch
 
@@ -309,6 +309,14 @@ def test_wrong_arguments_are_named(described, arguments, message):
     *given, options = arguments if isinstance(arguments[-1], dict) else (*arguments, {})
     with pytest.raises(ValueError, match=message):
         described.encode_query(*given, **options)
+
+
+def test_pictures_as_tables_hold_them(described):
+    with pytest.raises(ValueError, match="got dict"):  # not two paths, which are its keys
+        described.encode_document(None, {"bytes": b"x", "path": "a.png"})
+    paths = np.array(["x.png", "y.png"], dtype=object)  # a list in Parquet, read by pandas
+    _, [item] = _items(["a"], [paths])
+    assert item.images == ("x.png", "y.png")
 
 
 @pytest.mark.parametrize(

@@ -149,6 +149,16 @@ def test_a_column_is_found_by_its_name_in_any_case(index):
     assert found("a = 1 and A = 2") == ["3"]
 
 
+def test_a_cell_of_another_spelling_may_be_empty_or_a_float(index):
+    """As pandas writes integers beside an empty cell; the picture's own year stays."""
+    metadata = [{"year": 2019, "Year": None}, {"Year": 2024.0}]
+    index.declare(metadata[1:])
+    assert "Year" not in index.columns
+    index.put([Row("s", str(n), "1", "d", vectors(2)[n], metadata=metadata[n]) for n in range(2)])
+    for where, names in (("year > 2020", ["1"]), ("Year < 2020", ["0"])):
+        assert [hit.id for hit in index.search(vectors(1), 9, where=where)[0]] == names
+
+
 def test_a_table_may_have_columns_as_lancedb_calls_its_own(index):
     """As in results of a search that were saved."""
     names = ("_distance", "_score", "_relevance_score", "_rowid", "_rowoffset", "_row_created_at_version")

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from PIL import Image
 
 from rge.calls.request import Picture, Request
-from rge.common.images import ImageError, known_bytes, load_image, picture_bytes
+from rge.common.images import known_bytes, load_image, picture_bytes
 from rge.common.picture_metadata import without_metadata
 from rge.common.schema import ImageRef
 
@@ -27,11 +27,15 @@ MAX_KEPT = 64
 MAX_THREADS = 8
 
 
-def prepare_picture(ref: ImageRef, max_side_px: int) -> tuple[str, bytes]:
-    """Media type and bytes: the file without metadata if servers can read it, else a JPEG. Raises `ImageError`: unreadable."""
-    if (unchanged := _unchanged(picture_bytes(ref), max_side_px)) is not None:
+def prepare_picture(ref: ImageRef, max_side_px: int, sha256: str | None = None) -> tuple[str, bytes]:
+    """Media type and bytes: the file without metadata if servers can read it, else a JPEG.
+
+    Raises `ImageError`: it is unreadable, or its file no longer has the hash ``sha256``.
+    """
+    data = picture_bytes(ref) if sha256 is None else known_bytes(ref, sha256)
+    if (unchanged := _unchanged(data, max_side_px)) is not None:
         return unchanged
-    image = load_image(ref)
+    image = load_image(data, name=ref)
     image.thumbnail((max_side_px, max_side_px), Image.Resampling.LANCZOS)
     out = io.BytesIO()
     image.save(out, "JPEG", quality=JPEG_QUALITY)
@@ -79,10 +83,6 @@ class Pictures:
 
 
 def _encoded(picture: Picture) -> tuple[str, str]:
-    data = known_bytes(picture.ref, picture.sha256)  # the answer is stored under this hash
-    try:
-        media_type, data = prepare_picture(data, picture.max_side_px)
-    except ImageError as error:
-        name = picture.ref if isinstance(picture.ref, str) else "<bytes>"
-        raise ImageError(str(error).replace(f"<{len(data)} bytes>", name)) from None
+    # The answer is stored under this hash.
+    media_type, data = prepare_picture(picture.ref, picture.max_side_px, picture.sha256)
     return media_type, base64.b64encode(data).decode()

@@ -11,7 +11,8 @@ from typing import Any
 
 import jinja2
 
-from rge.checkpoints.settings import RGE_JSON, CheckpointSettings, read_settings
+from rge.checkpoints.settings import EYES, RGE_JSON, CheckpointSettings, read_settings
+from rge.common.files import read_json
 from rge.config import Recipe, SourceConfig, to_dict
 from rge.data.readers import some_records
 from rge.model.adapter_files import is_hub_id
@@ -75,26 +76,27 @@ def trained_on(start: str, recipe: Recipe, stage: str) -> list[dict[str, Any]]:
 
     ``start``: what `stage` starts from. The first one may be ``naming``, which teaches a vision tower that is built from nothing.
     """
-    whole, before = to_dict(recipe), []
     if (Path(start) / RGE_JSON).is_file():
         before = _trained_on(read_settings(Path(start)))
-    elif (Path(start) / "eyes.json").is_file():
-        before = stages_of(whole, "naming")
-    return [*before, {"stage": stage, "sources": whole[stage]["sources"]}]
-
-
-def stages_of(recipe: Mapping[str, Any], last: str) -> list[dict[str, Any]]:
-    """Sources that a recipe as JSON values names, by stage, up to the ``last`` one."""
-    naming = ((recipe.get("model") or {}).get("scratch") or {}).get("naming")
-    sources = {"naming": [{"path": naming}] if naming else []}
-    sources |= {name: (recipe.get(name) or {}).get("sources", []) for name in ("cold_start", "joint", "rl")}
-    stages = [*sources][: [*sources].index(last) + 1]
-    return [{"stage": name, "sources": sources[name]} for name in stages if sources[name]]
+    else:
+        before = _naming((read_json(Path(start) / EYES) or {}).get("records"))
+    return [*before, {"stage": stage, "sources": to_dict(recipe)[stage]["sources"]}]
 
 
 def _trained_on(settings: CheckpointSettings) -> list[dict[str, Any]]:
-    # An older checkpoint's recipe may name too many files: the audit had better name one too many than miss one.
-    return settings.trained_on or stages_of(settings.recipe, settings.stage)
+    """What is recorded; of an older checkpoint all that its recipe names: better one file too many in an audit than one missed."""
+    if settings.trained_on is not None:
+        return settings.trained_on
+    recipe, stages = settings.recipe, ("cold_start", "joint", "rl")
+    found = _naming(((recipe.get("model") or {}).get("scratch") or {}).get("naming"))
+    for name in stages[: stages.index(settings.stage) + 1]:
+        if sources := (recipe.get(name) or {}).get("sources"):
+            found.append({"stage": name, "sources": sources})
+    return found
+
+
+def _naming(records: str | None) -> list[dict[str, Any]]:
+    return [{"stage": "naming", "sources": [{"path": records}]}] if records else []
 
 
 def model_card(settings: CheckpointSettings, name: str, licence: str | None = None) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from accelerate import Accelerator
 
 from rge.checkpoints.manifest import damage
-from rge.checkpoints.settings import RGE_JSON, CheckpointError, read_settings
+from rge.checkpoints.settings import EYES, RGE_JSON, CheckpointError, read_settings
 from rge.checkpoints.training_state import complete_states, newest_state
 from rge.common.errors import UserError
 from rge.common.files import find_shipped
@@ -92,7 +92,7 @@ def stage_identity(
     return dist.from_main(found)
 
 
-ABOUT = ("README.md", RGE_JSON, "identity.json", "done.json", "eyes.json")
+ABOUT = ("README.md", RGE_JSON, "identity.json", "done.json", EYES)
 """Files about a checkpoint's origin, which have no influence on what starts from it."""
 
 

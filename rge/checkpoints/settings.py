@@ -10,6 +10,8 @@ from rge.common.errors import UserError
 from rge.common.modes import DIRECT_ABOVE, Mode
 
 RGE_JSON = "rge.json"
+EYES = "eyes.json"
+"""What a vision tower was taught to name, in a backbone that is built from nothing."""
 
 
 class CheckpointError(UserError):

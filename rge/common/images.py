@@ -212,7 +212,11 @@ def data_url(picture: bytes | None) -> str | None:
 
 
 def load_image(
-    ref: ImageRef | Image.Image, *, near_px: int | None = None, first_frame: bool = False
+    ref: ImageRef | Image.Image,
+    *,
+    near_px: int | None = None,
+    first_frame: bool = False,
+    name: ImageRef | None = None,
 ) -> Image.Image:
     """Decode a picture to RGB, with its EXIF rotation applied and transparency on white.
 
@@ -220,21 +224,23 @@ def load_image(
         ref: see `picture_bytes`; or an open Pillow image.
         near_px: for thumbnails: a JPEG may be decoded at a smaller size, but with at least this many pixels per side.
         first_frame: use the first frame of an animation, which is an error otherwise.
+        name: of bytes that were read before, for messages.
 
     Raises:
         ImageError: missing, not an image, truncated, animated, with 32-bit pixels of unknown range, or so large that Pillow
             suspects an attack.
     """
     if isinstance(ref, Image.Image):
-        name = f"<{ref.width} x {ref.height} picture>"
-        with _explained(name):
-            return _decoded(ref, name)
-    with _opened(io.BytesIO(picture_bytes(ref)), ref, first_frame=first_frame) as (image, name):
+        title = f"<{ref.width} x {ref.height} picture>"
+        with _explained(title):
+            return _decoded(ref, title)
+    data = io.BytesIO(picture_bytes(ref))
+    with _opened(data, name or ref, first_frame=first_frame) as (image, title):
         if near_px is not None:
             image.draft(None, (near_px, near_px))  # several times faster; only JPEG supports it
         image.load()
-        _check_pixels(image, name)  # the size of an ICO is known only now
-        return _decoded(image, name)
+        _check_pixels(image, title)  # the size of an ICO is known only now
+        return _decoded(image, title)
 
 
 def picture_size(ref: ImageRef) -> tuple[int, int]:

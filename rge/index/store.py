@@ -355,8 +355,9 @@ class Index:
         # The line break keeps a comment at the end from swallowing the closing one.
         condition = f"({where.strip().rstrip(';')}\n)"
         fields = [field for field in self._table.schema if field.name not in PRIVATE]
+        table = _empty(pa.schema(fields))
         try:
-            _empty(pa.schema(fields)).search().where(condition).limit(1).explain_plan()
+            table.search().where(condition).limit(1).explain_plan()
         except Exception as error:  # LanceDB panics on SQL that it does not support yet
             reason = _reason(error).replace("Invalid input, ", "")
             raise ConditionError(f"where={where!r} is not a valid condition: {reason}") from error

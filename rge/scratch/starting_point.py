@@ -11,7 +11,7 @@ from typing import Any, cast
 from accelerate import Accelerator
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from rge.checkpoints.settings import CheckpointError
+from rge.checkpoints.settings import EYES, CheckpointError
 from rge.checkpoints.training_state import newest_state
 from rge.common.files import checkpoint_folder, find_shipped, read_json, same_mode, write_json
 from rge.common.prompt_profiles import EMB_TOKEN, think_tokens
@@ -221,5 +221,7 @@ def _teach_naming(
     )  # fmt: skip
     if accelerator.is_main_process:
         model.cpu().save_pretrained(backbone)
-        found = {"pictures": len(pictures), "names": len(names), "train_accuracy": accuracy}
-        (backbone / "eyes.json").write_text(json.dumps(found))
+        found = {
+            "records": records, "pictures": len(pictures), "names": len(names), "train_accuracy": accuracy,
+        }  # fmt: skip
+        (backbone / EYES).write_text(json.dumps(found))

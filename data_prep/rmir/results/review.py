@@ -29,7 +29,6 @@ from data_prep.rmir.results import card
 from data_prep.rmir.results.agreement import defined, fleiss_kappa
 from rge.calls.pictures import prepare_picture
 from rge.common.errors import UserError
-from rge.common.images import known_bytes
 from rge.common.options import parse_options
 from rge.stats.intervals import cluster_bootstrap, figures, in_words, index_of
 
@@ -350,5 +349,5 @@ def _decided(run: Path) -> dict[str, dict[str, Any]]:
 
 
 def _data_url(image: Mapping[str, Any], side_px: int) -> str:
-    media_type, data = prepare_picture(known_bytes(image["ref"], image["sha256"]), side_px)
+    media_type, data = prepare_picture(image["ref"], side_px, image["sha256"])
     return f"data:{media_type};base64,{base64.b64encode(data).decode()}"

@@ -38,6 +38,7 @@ from data_prep.rmir.config import (
     load_config,
 )
 from data_prep.rmir.main import estimate, run_stages, status
+from data_prep.rmir.pictures.changes import LibraryState, compare
 from data_prep.rmir.pictures.encoders import HashingEncoder, PixelEncoder
 from data_prep.rmir.pictures.library import Library, inspect, look
 from data_prep.rmir.results import report
@@ -412,6 +413,22 @@ def test_several_captions_in_one_cell_are_no_text(tmp_path):
         UserError, match="the caption of row 1 is not a text but a list: .*library.caption_column"
     ):
         list(Library(LibraryConfig(path=str(table))).rows())
+
+
+def test_captions_as_they_were_read_before_are_no_change(tmp_path):
+    """A run that was begun with them goes on."""
+    table = tmp_path / "t.jsonl"
+    rows = [
+        {"id": n, "image": f"{n}.png", "caption": c}
+        for n, c in enumerate((float("nan"), ["a", "b"], [], False))
+    ]
+    table.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    captions = ("nan", "['a', 'b']", None, None)
+    known = {"id": [*"0123"], "stamp": [None] * 4, "caption": captions, "sha256": ["x"] * 4}
+    library = Library(LibraryConfig(path=str(table)))
+    stamps = [row["stamp"] for row in library.rows(pictures=False)]
+    found = compare(library, pa.table(known | {"stamp": stamps}), LibraryState())
+    assert str(found) == ""
 
 
 def test_paths_in_a_column_of_categories_are_watched_like_others(tmp_path):

@@ -413,6 +413,10 @@ def test_samples_of_a_budget_are_told_apart_before_and_after_reranking(tmp_path,
         assert differences(first, hotter) == {"asked.draw_temperature": (0.7, 1.0)}
         assert differences(first, reseeded) == {"asked.seed": (0, 1)}
     assert note_of(read_evaluation(dirs[0])) == "mean-1, top 1 reranked"
+    older = read_evaluation(kinds["judged 1"][0]).results
+    del older["budget"]  # which was not recorded
+    (kinds["judged 1"][0] / "results.json").write_text(json.dumps(older))
+    rerank_command(RerankOptions(of=kinds["drawn"][0], judge="x", top_n=1, out=kinds["judged 1"][0]))
 
 
 @pytest.mark.slow

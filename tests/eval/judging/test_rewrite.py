@@ -1,12 +1,13 @@
 """Words added to queries by a model behind an endpoint, in front of an embedder and of BM25."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
 from eval_fakes import FakeEncoder, loader, picture, tables, write_tables
 
-from eval.commands.bm25 import Bm25Options, bm25, rank
+from eval.commands.bm25 import WORD, Bm25Options, bm25, rank
 from eval.commands.run import RunOptions, run
 from eval.judging.rewrite import PROMPTS, RewriteOptions, rewritten
 from eval.sets.retrieval_set import load_set
@@ -221,6 +222,7 @@ def test_bm25_finds_words_in_chinese_and_japanese(content, tmp_path):
     found = rank(wanted, Bm25Options(set=tmp_path / "set", out=tmp_path / "out"), 1000)
     names = [[wanted.corpus_ids[row] for row in rows if row >= 0] for rows in found.rows_QW]
     assert names == [["c000"], ["c002"], ["c001"], ["c003"], [], ["c003"]]
+    assert re.findall(WORD, "人々・𠮷野 a key") == ["人", "々", "𠮷", "野", "key"]
 
 
 def test_bm25_writes_an_evaluation_and_hears_of_captions(content, server, tmp_path):

@@ -392,6 +392,9 @@ def test_a_checkpoint_names_the_sources_of_all_its_stages(tmp_path):
     naming = {"stage": "naming", "sources": [{"path": "data_prep/demo/data/train/naming.jsonl"}]}
     assert first == [naming, {"stage": "cold_start", "sources": [{"path": "a.jsonl", "weight": 1.0}]}]
 
+    (tmp_path / "eyes.json").write_text('{"records": "c.jsonl"}')  # not those that this run would teach
+    assert trained_on(str(tmp_path), recipe, "cold_start")[0]["sources"] == [{"path": "c.jsonl"}]
+
     start = tmp_path / "cold_start"
     start.mkdir()
     settings = settings_of(

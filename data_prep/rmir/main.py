@@ -93,9 +93,8 @@ def run_stages(run: Run, stages: Sequence[str]) -> None:
         raise UserError(
             "stage=caption needs a model that writes captions: set, for example, caption.model=writer"
         )
-    if STAGES.index(todo[0]) <= STAGES.index(
-        "judge"
-    ):  # the later ones show no model a picture, and the export checks its own
+    # Later stages show no model a picture, and the export checks its own.
+    if STAGES.index(todo[0]) <= STAGES.index("judge"):
         settle_library(run)
     for before in present[: present.index(todo[0])]:
         if run.done(before) is None:

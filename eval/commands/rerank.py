@@ -126,7 +126,7 @@ def _rerank_suite(
         blocks = [member["rerank"] for member in results.values()]
         total = sum(block["num_pairs"] for block in blocks)
         mean = float(np.mean([block["ms_mean"] for block in blocks]))
-        point = {key: old[key] for key in ("budget",) if key in old}
+        point = {"budget": old["budget"]} if "budget" in old else {}
         return point | {"rerank": blocks[0] | {"of": str(options.of), "num_pairs": total, "ms_mean": mean}}
 
     measure_members(

@@ -319,19 +319,14 @@ def _base_of(lora: Path, named: str | None) -> Facts | None:
 
 
 def _fetch(model: str, revision: str | None) -> Path:
-    if model.startswith((".", "/", "~")) or model.count("/") != 1:
+    # not at the top: torch is slow to import, and an option's error needs none of it
+    from rge.model.adapter_files import fetched, is_hub_id
+
+    if not is_hub_id(model):
         raise UserError(
             f"model {model} does not exist: pass a directory, or an id on the Hugging Face hub (owner/name)"
         )
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=list(FILES)))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise UserError(
-            f"model {model} is not a directory and could not be fetched from the hub: {str(error).splitlines()[0]}"
-        ) from None
+    return fetched(model, revision, list(FILES))
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from rge.distributed import launch
 from rge.distributed.stop_signals import exit_after, received_by_any, stop_after_this_step_at_signals
 from rge.identity.run_identity import Identity
 from rge.model.adapter_files import Base
-from rge.model.adapters import has_adapters, merged_weights
+from rge.model.adapters import has_adapters, merge
 from rge.model.embedding_model import EmbeddingModel
 from rge.validation import Validation
 
@@ -237,7 +237,7 @@ class CheckpointManager:
             if recipe.export.adapters_only:
                 settings["base"] = self._base.as_recorded_in(path)
             elif has_adapters(self.embedder.model):
-                weights = merged_weights(self.embedder.model, weights)
+                weights = dict(merge(self.embedder.model, weights))
             export(self.embedder, path, settings, weights)
         self.accelerator.wait_for_everyone()
 

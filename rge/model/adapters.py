@@ -172,11 +172,6 @@ def has_adapters(model: HubModel) -> bool:
     return hasattr(model, "emb_row")
 
 
-def merged_weights(model: HubModel, weights: Weights | None = None) -> Weights:
-    """`merge` as a state dict for the plain model."""
-    return dict(merge(model, weights))
-
-
 @torch.no_grad()
 def merge(model: HubModel, weights: Weights | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yield names and weights of the plain model, with adapters and rows merged in; unadapted weights are not copied.

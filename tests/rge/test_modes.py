@@ -34,7 +34,7 @@ from rge.config import (
     load_recipe,
 )
 from rge.losses import alignment, lead_over_negatives
-from rge.model.adapters import add_adapters, merged_weights, without_adapters
+from rge.model.adapters import add_adapters, merge, without_adapters
 from rge.model.backbone import BackboneError, add_tokens, load_backbone, skeleton
 from rge.model.embedding_model import EmbeddingModel, encode_prompts
 from rge.model.prompts import PromptBuilder
@@ -444,7 +444,7 @@ def test_adapters_train_the_rows_of_think_tokens(lively, untied, make_batch, kin
     batch = make_batch(PromptBuilder(embedder.processor))
     TrainingStep(embedder, embedder, objective_of("latent", {}), 100)(batch)
     torch.optim.SGD(trained, lr=0.5).step()
-    merged = merged_weights(embedder.model)
+    merged = dict(merge(embedder.model))
     assert merged.keys() == plain.keys()
     for name in ("model.language_model.embed_tokens.weight", "lm_head.weight"):
         changed = (plain[name] != merged[name]).any(dim=1).nonzero().flatten().tolist()

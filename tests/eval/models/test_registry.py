@@ -68,7 +68,7 @@ def test_the_released_checkpoint_has_the_limits_of_its_evaluation(lively_path):
 def test_a_name_that_is_nothing(tmp_path):
     with pytest.raises(UserError, match="missing does not exist: pass a directory, or an id"):
         load_model("./missing")
-    with pytest.raises(UserError, match="nobody/nothing is not a directory and could not be fetched"):
+    with pytest.raises(UserError, match="nobody/nothing is not a directory here, and could not be fetched"):
         load_model("nobody/nothing")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "phi3_v"}))
     with pytest.raises(UserError, match=r"\(phi3_v\) is not a known embedder[\s\S]*rge eval score"):

@@ -21,7 +21,7 @@ from rge.common.schema import Item
 from rge.config import LoraConfig, ModelConfig
 from rge.embedder import Embedder
 from rge.model.adapter_files import CONFIG, WEIGHTS, Base
-from rge.model.adapters import AdapterError, add_adapters, merged_weights
+from rge.model.adapters import AdapterError, add_adapters, merge
 from rge.model.backbone import load_backbone
 from rge.model.embedding_model import EmbeddingModel, embedder_to_train
 
@@ -54,7 +54,7 @@ def stir(embedder, seed=1):
 
 def write(embedder, base, folder):
     """Checkpoints ``merged`` and ``adapters`` of one model."""
-    export(embedder, folder / "merged", settings(embedder), merged_weights(embedder.model))
+    export(embedder, folder / "merged", settings(embedder), dict(merge(embedder.model)))
     named = Base.of(str(base), None, embedder.rows_of_base).as_recorded_in(folder / "adapters")
     export(embedder, folder / "adapters", settings(embedder, base=named))
     return folder / "merged", folder / "adapters"
@@ -258,7 +258,7 @@ def test_training_goes_on_from_them_or_from_them_merged(written, lively):
         assert torch.equal(went_on.get_parameter(name), value), name
     again = Base.of(str(adapters), None, went_on.rows_of_base)
     assert again.as_recorded_in(adapters) == read_settings(adapters).base.content()
-    anew = merged_weights(embedder_to_train(str(adapters), model).model)
+    anew = dict(merge(embedder_to_train(str(adapters), model).model))
     for name, value in load_backbone(merged).model.state_dict().items():
         torch.testing.assert_close(anew[name], value, atol=1e-6, rtol=1e-6)
     model.lora = None  # PEFT freezes what it adapts

@@ -11,7 +11,7 @@ from rge.checkpoints.training_state import States
 from rge.common.schema import Item
 from rge.config import LoraConfig
 from rge.embedder import Embedder
-from rge.model.adapters import AdapterError, add_adapters, has_adapters, merged_weights
+from rge.model.adapters import AdapterError, add_adapters, has_adapters, merge
 from rge.model.backbone import load_backbone
 from rge.model.embedding_model import EmbeddingModel, has_dropout
 from rge.model.prompts import PromptBuilder
@@ -75,7 +75,7 @@ def test_of_the_embedding_matrix_only_the_row_of_emb_moves(lively, untied, make_
     optimizer.step()
     moved = {name: p for name, p in embedder.named_parameters() if p.requires_grad}
     assert all(not torch.equal(before[name], moved[name]) for name in before)
-    merged = merged_weights(embedder.model)
+    merged = dict(merge(embedder.model))
     assert merged.keys() == plain.keys()
     changed = {name for name in plain if not torch.equal(plain[name], merged[name])}
     matrices = {"model.language_model.embed_tokens.weight", "lm_head.weight"}
@@ -113,7 +113,7 @@ def test_a_merged_checkpoint_is_plain_and_the_same_model(lively, untied, picture
         emb_id=embedder.emb_id, profile="rge", max_prompt_tokens=2048, min_pixels=784, max_pixels=7056,
         max_new_tokens=12, reasons="query", recipe={"model": {"dtype": "float32"}}, stage="joint", step=7,
     )  # fmt: skip
-    export(embedder, tmp_path / "final", settings, merged_weights(embedder.model))
+    export(embedder, tmp_path / "final", settings, dict(merge(embedder.model)))
     assert all(torch.equal(before[name], value) for name, value in embedder.state_dict().items())
 
     _, report = Qwen2_5_VLForConditionalGeneration.from_pretrained(
@@ -139,7 +139,7 @@ def test_a_merged_checkpoint_is_plain_and_the_same_model(lively, untied, picture
 def test_merging_is_what_peft_does(lively):
     """The same weights as PEFT's own in-place merge, layer by layer."""
     adapt(lively, dora=True, vision=True)
-    merged = merged_weights(lively.model)
+    merged = dict(merge(lively.model))
     compared = 0
     for name, module in lively.model.named_modules():
         if hasattr(module, "lora_A"):

@@ -22,7 +22,7 @@ from own_engine import OwnEngine
 from paths import ROOT
 
 from rge.config import DataConfig, LoraConfig, LossConfig, Recipe, RolloutConfig, StageConfig, TrainConfig
-from rge.model.adapters import add_adapters, has_adapters, merge, merged_weights
+from rge.model.adapters import add_adapters, has_adapters, merge
 from rge.model.backbone import BackboneError, load_backbone, vision_parameters, vision_prefixes
 from rge.model.embedding_model import EmbeddingModel, Kept
 from rge.model.prompts import Prompt, PromptBuilder
@@ -262,7 +262,7 @@ def test_merging_one_by_one_equals_merging_at_once(lively):
     pairs = list(merge(lively.model))
     assert {name for name, _ in pairs} == plain
     assert len(pairs) == len(plain)
-    at_once = merged_weights(lively.model)
+    at_once = dict(merge(lively.model))
     assert all(torch.equal(at_once[name], weight) for name, weight in pairs)
     tower = [name for name, _ in pairs if name.startswith(vision_prefixes(lively.model))]
     assert tower == [name for name, _ in pairs if "visual" in name]

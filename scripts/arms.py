@@ -36,7 +36,7 @@ from rge.stats.intervals import Bootstrap, cluster_bootstrap, figures, in_words,
 ROOT = Path(__file__).resolve().parent.parent
 DEMO_SET = Path("data_prep/demo/data/test")
 TRAINED = "as trained"
-KEPT = "kept.json"
+KEPT, DIAGNOSES = "kept.json", "diagnoses"
 COUNTED_STEPS = 3
 """Steps over which FLOPs are counted."""
 
@@ -263,7 +263,7 @@ def steps_of(study: Study, arm: Arm) -> int:
 
 
 class Results:
-    """Per-query results of a study's runs, from finished evaluations or from a ``kept.json``.
+    """Per-query results of a study's runs, from finished evaluations or from a ``kept.json``; reports of diagnoses likewise.
 
     Rows are ordered by query id. Runs with the same ids share a hash of them and can be paired.
     """
@@ -271,10 +271,12 @@ class Results:
     def __init__(self, study: Study, kept: Path | None = None):
         """``kept``: a committed ``kept.json``, used for runs that the study's folder lacks."""
         self.study = study
-        self.kept: dict[str, dict[str, Any]] = {"queries": {}, "runs": {}}
+        self.kept: dict[str, dict[str, Any]] = {"queries": {}, "runs": {}, "diagnoses": {}}
         for file in filter(None, (kept, study.out / KEPT)):
             for part, found in (read_json(file) or {}).items():
                 self.kept[part] |= found
+        for file in sorted((study.out / DIAGNOSES).glob("*/*.json")):
+            self.kept["diagnoses"][file.parent.name] = read_json(file)
         self.read: dict[tuple[str, int, str], tuple[str, pd.DataFrame] | None] = {}
 
     def of(self, name: str, seed: int, set_name: str) -> tuple[str, pd.DataFrame] | None:
@@ -307,7 +309,7 @@ class Results:
         return found["queries"], pd.DataFrame(columns)
 
     def keep(self) -> None:
-        """Write ``kept.json``: queries by a hash of their ids, groups by number, hits as bits."""
+        """Write ``kept.json``: queries by a hash of their ids, groups by number, hits as bits; reports of diagnoses whole."""
         study = self.study
         seeds = range(study.seeds)
         every = [(arm, seed, name) for arm in study.arms for seed in seeds for name in study.sets_of(arm)]
@@ -319,7 +321,7 @@ class Results:
             metrics = {name: pack(frame[name]) for name in study.metrics if name in frame}
             run = f"{study.run_name(arm, seed)}/{set_name}"
             self.kept["runs"][run] = {"queries": key, "metrics": metrics}
-        if self.kept["runs"]:
+        if self.kept["runs"] or self.kept["diagnoses"]:
             write_text(study.out / KEPT, json.dumps(self.kept, indent=0))
 
     def measure(

@@ -24,6 +24,7 @@ import numpy as np
 import pandas as pd
 from arms import (
     DEMO_SET,
+    DIAGNOSES,
     ROOT,
     Arm,
     Results,
@@ -48,7 +49,7 @@ from data_prep.demo.build import write_mixed, write_rotated
 from data_prep.study.build import build
 from rge.common.commands import start
 from rge.common.errors import UserError
-from rge.common.files import read_json, write_json, write_text
+from rge.common.files import write_text
 from rge.common.options import HELP, one_of, parse_options
 from rge.config import AtLeastOne, load_recipe
 from rge.stats.intervals import index_of
@@ -88,7 +89,7 @@ class Finding:
     diagnoses: Mapping[str, tuple[tuple[str, ...], str]] = field(default_factory=dict)
     # by path: what makes it if it is missing, or says what is not installed
     needs: Mapping[Path, Callable[[], object]] = field(default_factory=dict)
-    extra: Callable[[], list[str]] = list  # further lines of the page
+    extra: Callable[[Results], list[str]] = lambda results: []  # further lines of the page
 
 
 def main(words: list[str]) -> None:
@@ -139,13 +140,15 @@ def is_wanted(arm: Arm, only: Sequence[str]) -> bool:
 
 
 def diagnose(finding: Finding, only: Sequence[str]) -> None:
-    """Diagnose seed 0 of the arms in ``only``, or of all arms if it is empty."""
+    """Diagnose the first finished seed of the arms in ``only``, or of all arms if it is empty."""
     for name, (words, arm) in finding.diagnoses.items():
         if only and arm not in only:
             continue
-        out = finding.study.out / "diagnoses" / name
+        study, out = finding.study, finding.study.out / DIAGNOSES / name
         if not (out / f"{words[0]}.json").is_file():
-            checkpoint = finding.study.checkpoint(finding.study.by_name[arm], 0)
+            diagnosed = study.by_name[arm]
+            seed = next(seed for seed in range(study.seeds) if study.is_finished(diagnosed, seed))
+            checkpoint = study.checkpoint(diagnosed, seed)
             run([sys.executable, "-m", "rge.diagnose", *words, f"checkpoint={checkpoint}", f"out={out}"])
 
 
@@ -260,12 +263,16 @@ def on_study_set(options: Options, arms: Sequence[str], tables: Sequence[Table],
 
 def eyes(options: Options) -> Finding:
     """Does the vision tower read things, grounds and serials? The study set's first link; no training beyond the tower's."""
-    place, backbone = options.out / "reading.json", options.out / "eyes" / "shared" / "backbone"
+    backbone, valid = (
+        options.out / "eyes" / "shared" / "backbone",
+        options.out / "data" / "valid" / "hidden_100",
+    )
 
-    def reading() -> list[str]:
-        if not place.is_file() and backbone.is_dir() and not options.collect:
-            write_json(place, read_pictures(backbone, options.out / "data" / "valid" / "hidden_100"))
-        if (found := read_json(place)) is None:
+    def reading(results: Results) -> list[str]:
+        kept = results.kept["diagnoses"]
+        if "eyes" not in kept and backbone.is_dir() and not options.collect:
+            kept["eyes"] = read_pictures(backbone, valid)
+        if (found := kept.get("eyes")) is None:
             return ["Not run yet."]
         rows = [(name, str(number), f"{100 * share:.1f}") for name, (number, share) in found.items()]
         return markdown(["of validation pictures", "values", "read right, %"], rows)
@@ -376,11 +383,10 @@ def figure_4(options: Options) -> Finding:
             arms.append(f"{anchor}_{variant}")
             diagnoses[f"sensitivity_{arms[-1]}"] = (("sensitivity", data, "limit=400"), arms[-1])
 
-    def figures() -> list[str]:
+    def figures(results: Results) -> list[str]:
         gains, hits = [], []
         for name, (words, _) in diagnoses.items():
-            found = read_json(options.out / "diagnoses" / name / f"{words[0]}.json")
-            if found is None:
+            if (found := results.kept["diagnoses"].get(name)) is None:
                 continue
             label = name.partition("_")[2]
             if words[0] == "leakage":
@@ -580,7 +586,7 @@ def default_weights(options: Options) -> Finding:
         [*names.values(), *RL_WEIGHTS, *(arm.name for arm in mixed)],
         [Table("hit@1, % and points", rows_of(rows), slices)],
         needs={data / "mixed" / "meta.json": partial(write_rotated, data)},
-        extra=lambda: decided(study, options, deciding, "mixed"),
+        extra=lambda results: decided(results, deciding, "mixed"),
     )
 
 
@@ -727,9 +733,9 @@ def modes(options: Options) -> Finding:
         ],
         diagnoses={f"{name}_{options.on}": (ablate, name) for name in LATENTS},
         needs={data / "valid" / "meta.json": partial(write_mixed, data)},
-        extra=lambda: [
-            *decided(study, options, [name for name in MIXED if name != "mixed_words"], on),
-            *ablated(study, options),
+        extra=lambda results: [
+            *decided(results, [name for name in MIXED if name != "mixed_words"], on),
+            *ablated(results, options.on),
         ],
     )
 
@@ -759,16 +765,16 @@ def mixed_arms(
     return arms
 
 
-def decided(study: Study, options: Options, trained: Iterable[str], set_name: str) -> list[str]:
+def decided(results: Results, trained: Iterable[str], set_name: str) -> list[str]:
     """Gain of deciding over writing for as many random queries, by threshold, over all seeds.
 
     Once with every query counted once, and once with easy ones counted three times, as if there were three for each relation.
     """
-    results, lines = Results(study, options.kept / f"study_{study.out.name}.json"), list[str]()
+    lines = list[str]()
     for easy, mix in ((1, "half of the queries easy"), (3, "three easy queries for each relation")):
         rows = []
         for name in trained:
-            for asked in (arm.name for arm in study.arms if arm.after == name):
+            for asked in (arm.name for arm in results.study.arms if arm.after == name):
                 rows += decided_by(results, name, asked, set_name, easy)
         titles = ["arm", "writes, %", "hit@1, %", "tokens", "tokens saved, %", "over random", "over always"]
         head = f"Who is written for, {mix}; over random: over as many queries of the same checkpoint chosen at random"
@@ -800,15 +806,15 @@ def decided_by(results: Results, trained: str, name: str, set_name: str, easy: i
     return [[name, f"{writes:.0f}", percent(*hits), f"{spent[0]:.1f}", f"{saved:.0f}", *over]]
 
 
-def ablated(study: Study, options: Options) -> list[str]:
-    """Cost of swapping, zeroing, averaging or shuffling the think tokens' states, seed 0."""
+def ablated(results: Results, on: str) -> list[str]:
+    """Cost of swapping, zeroing, averaging or shuffling the think tokens' states, first seed."""
     rows = []
     for name in LATENTS:
-        found = read_json(study.out / "diagnoses" / f"{name}_{options.on}" / "sensitivity.json") or {}
+        found = results.kept["diagnoses"].get(f"{name}_{on}", {})
         for kind, row in found.get("conditions", {}).items():
             difference, cosine = percent(*row["difference"], "+"), f"{row['cosine']:.3f}"
             rows.append((f"{name}, {kind}", f"{100 * row['hit@1'][0]:.1f}", difference, cosine))
-    head = ["Think tokens replaced, seed 0 (`rge diagnose sensitivity mode=latent`)", ""]
+    head = ["Think tokens replaced, first seed (`rge diagnose sensitivity mode=latent`)", ""]
     return [*head, *markdown(["arm", "hit@1, %", "over own", "cosine to own"], rows)] if rows else []
 
 
@@ -885,7 +891,7 @@ def reinforcement(options: Options) -> Finding:
         for dose in SPOILED
     }
 
-    def costs() -> list[str]:
+    def costs(results: Results) -> list[str]:
         rows = []
         for arm in arms:
             if (study.folder(arm, 0) / "flops.json").is_file():
@@ -952,7 +958,6 @@ def write_page(name: str, finding: Finding, options: Options) -> str:
     study = finding.study
     folders = study.out.relative_to(options.out).parts if study.out.is_relative_to(options.out) else ()
     results = Results(study, options.kept / f"{'_'.join(('study', *folders))}.json")
-    results.keep()
     lines, data = [f"## {TITLES[name]}", "", f"`python scripts/study.py {name}`", ""], []
     if options.steps is not None:
         lines += [f"Every stage had {options.steps} steps: a trial of the machinery, not a result.", ""]
@@ -962,7 +967,8 @@ def write_page(name: str, finding: Finding, options: Options) -> str:
         lines += [*markdown(shown.columns, shown.to_numpy().tolist()), ""]
         lines += [f"Not run yet: {'; '.join(missing)}.", ""] if missing else []
         data += rows
-    lines += finding.extra()
+    lines += finding.extra(results)
+    results.keep()
     text = "\n".join(lines) + "\n"
     page = f"page_{name}" if options.on == "test" else f"page_{name}_{options.on}"
     write_text(study.out / f"{page}.md", text)

@@ -4,6 +4,7 @@ import functools
 import importlib
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -260,8 +261,14 @@ def test_every_finding_has_arms_that_exist_and_recipes_that_load(study):
                 assert recipe.joint.steps == 2 or arm.stage != "joint"
 
 
-def test_diagnoses_of_figure_4(study):
+def test_diagnoses_of_figure_4_are_kept(study):
     study.main(["d", "seeds=1", *study.given])
+    kept = {path.name: path.read_bytes() for path in study.folder.glob("kept.json")}
+    shutil.rmtree(study.folder)
+    study.folder.mkdir()
+    for name, content in kept.items():
+        (study.folder / name).write_bytes(content)
+    study.main(["d", "seeds=1", "collect=true", *study.given])
     text = (study.folder / "page_d.md").read_text()
     assert "| hidden_100 | 2.00; 1.50; 0.01 |" in text
     assert "| oracle_hidden_100 | 50.0 [40.0, 60.0]; 60.0 [50.0, 70.0]; 10.0 [0.0, 20.0] |" in text

@@ -176,9 +176,10 @@ class Preflight:
             self.problems += faults
 
     def find_open_stages(self) -> list[str]:
-        """Find the unfinished stages."""
+        """Find the unfinished stages; one before a finished stage is over, even if it was deleted."""
         recipe, every = self.recipe, self.recipe.stages()
-        stages = [name for name in every if not self.attempt(resume.finished, self.out / name, recipe, name)]
+        done = [bool(self.attempt(resume.finished, self.out / name, recipe, name)) for name in every]
+        stages = every[max((place for place, is_done in enumerate(done, start=1) if is_done), default=0) :]
         self.found.stages = stages
         if not stages:
             self.warn(

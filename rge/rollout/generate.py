@@ -444,31 +444,44 @@ class _Writing:
         if not chooses:
             self.token_B.fill_(emb_id)
         else:
-            logit_BV = self.head(self.hidden_BD).float()
-            if self.barred_V is None:
-                self.barred_V = torch.zeros_like(logit_BV[0]).index_fill_(0, self.barred, float("-inf"))
-                if self.captured is not None:
-                    self.captured.memory["barred"] = self.barred_V
-            logit_BV = logit_BV + self.barred_V
-            if self.choice.min_new_tokens:
-                early_1 = self.step_1 < self.choice.min_new_tokens
-                logit_BV[:, emb_id] = torch.where(early_1, float("-inf"), logit_BV[:, emb_id])
-            if self.choice.direct_above is not None:
-                is_likely_B = logit_BV.softmax(dim=-1)[:, emb_id] >= self.choice.direct_above
-                decided_B = torch.where(is_likely_B, float("inf"), float("-inf"))
-                logit_BV[:, emb_id] = torch.where(self.step_1 == 0, decided_B, logit_BV[:, emb_id])
+            logit_BV, lead_B = self._logits()
             uniform_B = None if self.uniform_RL is None else self.uniform_RL[self.row_B, self.step_1]
             token_B = _choose(logit_BV, self.choice.temperature, uniform_B)
+            if lead_B is not None:
+                token_B = token_B.masked_fill(lead_B >= 0, emb_id)
             if self.given_RL is not None:
                 given_B = self.given_RL[self.row_B, self.step_1]
                 token_B = torch.where(given_B >= 0, given_B, token_B)
             if self.margin_R is not None:
                 margin_B = _margin(logit_BV, self.choice.temperature, uniform_B, token_B)
+                if lead_B is not None:
+                    margin_B = margin_B.masked_fill(lead_B >= 0, float("inf")).minimum(lead_B.abs())
                 margin_B = torch.where(self.done_B, float("inf"), margin_B).minimum(self.margin_R[self.row_B])
                 self.margin_R.index_put_((self.row_B,), margin_B)
             self.token_B.copy_(token_B.masked_fill(self.done_B, emb_id))
             self.written_RL.index_put_((self.row_B, self.step_1), self.token_B)
         self.step_1 += 1
+
+    def _logits(self) -> tuple[Tensor, Tensor | None]:
+        """Logits of the next tokens, -inf where suppressed, and by how much ``<emb>`` exceeds `_Choice.direct_above`.
+
+        The latter is -inf after the first token; a row where it is not below 0 is answered directly.
+        """
+        emb_id, choice = self.embedder.emb_id, self.choice
+        logit_BV = self.head(self.hidden_BD).float()
+        if self.barred_V is None:
+            self.barred_V = torch.zeros_like(logit_BV[0]).index_fill_(0, self.barred, float("-inf"))
+            if self.captured is not None:
+                self.captured.memory["barred"] = self.barred_V
+        logit_BV = logit_BV + self.barred_V
+        if choice.min_new_tokens:
+            early_1 = self.step_1 < choice.min_new_tokens
+            logit_BV[:, emb_id] = torch.where(early_1, float("-inf"), logit_BV[:, emb_id])
+        if choice.direct_above is None:
+            return logit_BV, None
+        first_1, likely_B = self.step_1 == 0, logit_BV.softmax(dim=-1)[:, emb_id]
+        logit_BV[:, emb_id] = torch.where(first_1, float("-inf"), logit_BV[:, emb_id])
+        return logit_BV, torch.where(first_1, likely_B - choice.direct_above, float("-inf"))
 
     def _tell(self) -> None:
         """Report the tokens just chosen in unfinished rows."""

@@ -473,6 +473,17 @@ def test_a_finished_run_says_so_whatever_has_gone_since(home, accelerator):
     ]
 
 
+def test_a_stage_that_was_deleted_after_a_later_one_had_finished_is_not_trained_again(home, accelerator):
+    final = home / "out" / "joint" / "final"
+    final.mkdir(parents=True)
+    (final / RGE_JSON).write_text(json.dumps(settings(recipe_of(home), "joint")))
+    write_manifest(final, {})
+    problems, found = check.examine(recipe_of(home), accelerator)
+    assert (problems, found.stages) == ([], [])
+    problems, found = check.examine(recipe_of(home, "rl.sources=[{path: records.jsonl}]"), accelerator)
+    assert found.stages == ["rl"]
+
+
 def limits(hard: int, results) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
     raise_descriptor_limit()

@@ -341,6 +341,27 @@ def test_the_first_tokens_probability_decides(lively, make_batch):
         torch.testing.assert_close(one.state_D, other.state_D, atol=2e-6, rtol=0)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_decision_holds_for_samples_too_and_counts_as_close_near_the_threshold(
+    lively, make_batch, temperature
+):
+    batch = make_batch(PromptBuilder(lively.processor))
+    asked = {"max_new_tokens": 6, "batch_size": 8, "temperature": temperature, "seeds": batch.seeds}
+    with torch.no_grad():
+        head, barred = lively.model.get_output_embeddings(), torch.tensor(lively.suppressed_ids)
+        logits = head(lively.states_before_answer(batch.queries)).index_fill(1, barred, -math.inf)
+    likely = logits.softmax(dim=1)[:, lively.emb_id]
+    order = likely.argsort().tolist()
+    threshold = float(likely[order[2]]) * (1 - 1e-3)
+    found = generate(lively, batch.queries, direct_above=threshold, margins=True, **asked)
+    assert [not one.ids for one in found] == (likely >= threshold).tolist()
+    something = generate(lively, batch.queries, direct_above=1.0, **asked)
+    assert [found[row].ids for row in order[:2]] == [something[row].ids for row in order[:2]]
+    assert found[order[2]].margin < 1e-4
+    for one, probability in zip(found, likely.tolist(), strict=True):
+        assert 0 <= one.margin <= abs(probability - threshold) + 1e-5
+
+
 def test_a_checkpoint_that_was_not_trained_to_decide_is_not_asked_to():
     embedder = Embedder.from_pretrained("demo")
     with pytest.raises(UserError, match="mode=auto needs a checkpoint that was trained to decide"):

@@ -624,8 +624,8 @@ def load_options(
     except UserError as error:
         raise RecipeError(str(error)) from None
     recipe.out = os.path.expanduser(recipe.out.replace("{recipe}", recipe.recipe))
-    if recipe.init is not None:
-        recipe.init = os.path.expanduser(recipe.init)
+    recipe.init = recipe.init and os.path.expanduser(recipe.init)
+    recipe.model.path = recipe.model.path and os.path.expanduser(recipe.model.path)
     load_plugins(recipe.plugins)
     check(recipe)
     return recipe

@@ -96,7 +96,7 @@ class Pool:
 
 def pool_path(recipe: Recipe) -> Path:
     """Path of the pool."""
-    return Path(recipe.rl.candidates.removeprefix("pool:"))
+    return Path(recipe.rl.candidates.removeprefix("pool:")).expanduser()
 
 
 def read_pool(path: Path) -> list[Target]:

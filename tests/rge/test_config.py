@@ -8,6 +8,7 @@ import yaml
 from rge.common.files import RECIPES
 from rge.config import Recipe, RecipeError, StageConfig, load_recipe, to_dict
 from rge.objective import Objective
+from rge.rl.pool import pool_path
 
 SHIPPED = sorted(RECIPES.glob("*.yaml"))
 
@@ -417,10 +418,13 @@ def test_a_loss_that_is_dropped_is_out_of_the_recipe(load_text):
         load_text(MINIMAL + "loss:\n  terms: {info_nce: null}\n")
 
 
-def test_a_home_folder_is_expanded(load, monkeypatch):
+def test_a_home_folder_is_expanded(load, load_text, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
-    recipe = load("out=~/runs/{recipe}", "init=~/runs/x/joint/final")
+    recipe = load("out=~/runs/{recipe}", "init=~/runs/x/joint/final", "rl.candidates=pool:~/pool")
     assert (recipe.out, recipe.init) == ("/home/me/runs/small", "/home/me/runs/x/joint/final")
+    assert str(pool_path(recipe)) == "/home/me/pool"
+    recipe = load_text("init: ~/x\n" + MINIMAL.replace("some/model", "~/models/y"))
+    assert (recipe.init, recipe.model.path) == ("/home/me/x", "/home/me/models/y")
 
 
 def test_the_longest_rationale_follows_from_what_the_model_may_write(load):

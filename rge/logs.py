@@ -97,7 +97,7 @@ class Logs:
             dynamic_ncols=True,
         )
         self._file = None
-        self._warned_of_truncation = False
+        self._warns_of_truncation = accelerator.is_main_process
         self._offset_s = 0.0
         if accelerator.is_main_process:
             folder.mkdir(parents=True, exist_ok=True)
@@ -127,7 +127,12 @@ class Logs:
 
     def step(self, step: int, report: dict[str, float]) -> None:
         """Report a finished step; `step` counts from one. Validated steps are always logged."""
-        self._warn_of_truncation(step, report.get("cut_prompts", 0))
+        if (num_cut := report.get("cut_prompts", 0)) and self._warns_of_truncation:
+            self._warns_of_truncation = False  # once
+            self.bar.write(
+                f"{self.stage}: {num_cut:.0f} prompts of step {step} were longer than data.max_prompt_tokens and lost the end of "
+                "their text; cut_prompts in metrics.jsonl counts them in each step"
+            )
         self.wait_s += report.get("wait_s", 0.0)
         self.step_s += report.get("step_s", 0.0)
         report = {**report, "wait_share": self.wait_share()}
@@ -149,15 +154,6 @@ class Logs:
         for tracker in self.accelerator.trackers:
             # W&B's only step axis must increase over all stages, so it counts the logged lines of this process.
             tracker.log(values, step=None if tracker.name == "wandb" else step)
-
-    def _warn_of_truncation(self, step: int, num_cut: float) -> None:
-        """Warn once that prompts were cut."""
-        if num_cut and not self._warned_of_truncation and self.accelerator.is_main_process:
-            self._warned_of_truncation = True
-            self.bar.write(
-                f"{self.stage}: {num_cut:.0f} prompts of step {step} were longer than data.max_prompt_tokens and lost the end of "
-                "their text; cut_prompts in metrics.jsonl counts them in each step"
-            )
 
     def close(self) -> None:
         """Close the bar and the file, and print the shares of time spent waiting; trackers stay open."""

@@ -75,11 +75,7 @@ class Objective:
             loss.lm_on_candidates,
             tuple(loss.matryoshka_dims),
             {name: weight for name, weight in loss.terms.items() if weight},
-            states={
-                name: weight / sum(weights.values())
-                for name, weight in weights.items()
-                if weight and name != "reasoned"
-            },
+            states={name: weights[name] / sum(weights.values()) for name in loss.states.further},
             align=loss.align,
             align_temperature=loss.align_temperature or loss.temperature,
             adaptive=loss.adaptive if loss.adaptive.share else None,

@@ -28,6 +28,7 @@ from rge.model.attention import Cache, EncodedParts, RunningCache, bucket, fresh
 from rge.model.embedding_model import EmbeddingModel, encode_prompts, eval_mode, normalise
 from rge.model.families import Rotations, family_of
 from rge.model.hub_model import HubModel
+from rge.model.packing import by_length
 from rge.model.prompts import Prompt
 from rge.model.varlen import KernelError
 
@@ -224,13 +225,10 @@ def generate(
     if any(len(ids) >= max_new_tokens for ids in given):
         raise ValueError(f"given ids and <emb> must fit into max_new_tokens={max_new_tokens}")
     choice = _Choice(max_new_tokens, temperature, min_new_tokens, direct_above, margins)
-    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
     num_rows = num_each + len(given)
-    at_once = max(1, batch_size // num_each)
     results: dict[int, Rationale] = {}
     with _ready_to_write(embedder) as captured:
-        for start in range(0, len(order), at_once):
-            chosen = order[start : start + at_once]
+        for chosen in by_length([*map(len, prompts)], max(1, batch_size // num_each)):
             rows = [index * num_rows + number for index in chosen for number in range(num_rows)]
             own_seeds = None
             if seeds is not None and temperature > 0:

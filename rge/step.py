@@ -202,7 +202,8 @@ class _Forward:
         parts = []
         with eval_mode(self.embedder):
             for number, (queries, _) in enumerate(self.chunks):
-                packed = self._pack(number, [branches(row) for row in self._rows(queries)])
+                rows = range(queries.start, queries.stop)
+                packed = self._pack(number, [branches(row) for row in rows])
                 parts.append(self.embedder(packed)[0].state_ND)
         return torch.cat(parts)
 
@@ -235,16 +236,13 @@ class _Forward:
             compared.easy_B = easy_B
         return compared
 
-    def _rows(self, queries: slice) -> range:
-        return range(len(self.batch.queries))[queries]
-
     def _queries(self, number: int, *, states_only: bool = False) -> Packed:
         """A chunk's queries with all their branches; with `states_only`, those whose state is read."""
         objective, rationales = self.objective, self.rationales
-        sampled = objective.alpha_rl > 0
+        sampled, queries = objective.alpha_rl > 0, self.chunks[number][0]
         rows = [
             objective.query_branches(self.batch, rationales, self.embedder, row, sampled=sampled)
-            for row in self._rows(self.chunks[number][0])
+            for row in range(queries.start, queries.stop)
         ]
         if states_only:
             rows = [[branch for branch in branches if branch.read_state] for branches in rows]

@@ -20,7 +20,6 @@ from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -70,26 +69,16 @@ def fresh(name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
     return like.new_zeros(shape)
 
 
-class _Ends(NamedTuple):
-    """The fields of `PromptPart` needed to continue prompts."""
-
-    lengths: tuple[int, ...]
-    last_id_B: Tensor
-    last_position_3B: Tensor
-    after_B: Tensor
-
-
 class EncodedParts:
     """Prompts encoded in one or several `parts`, each with its own backward, and continued by one rollout."""
 
     def __init__(self, parts: Sequence[EncodedPrompts]):
         self.parts, layouts = list(parts), [one.part for one in parts]
-        self.part = _Ends(
-            tuple(length for layout in layouts for length in layout.lengths),
-            torch.cat([layout.last_id_B for layout in layouts]),
-            torch.cat([layout.last_position_3B for layout in layouts], dim=1),
-            torch.cat([layout.after_B for layout in layouts]),
-        )
+        # What it takes to continue them, see `PromptPart`.
+        self.lengths = tuple(length for layout in layouts for length in layout.lengths)
+        self.last_id_B = torch.cat([layout.last_id_B for layout in layouts])
+        self.last_position_3B = torch.cat([layout.last_position_3B for layout in layouts], dim=1)
+        self.after_B = torch.cat([layout.after_B for layout in layouts])
         self.values, self.is_flat = self.parts[0].values, self.parts[0].is_flat
 
     def buffers(
@@ -328,7 +317,7 @@ class Cache:
     """
 
     def __init__(self, encoded: EncodedParts, places: Sequence[int], num_new_tokens: int):
-        lengths = [encoded.part.lengths[place] for place in places]
+        lengths = [encoded.lengths[place] for place in places]
         self.length = longest = max(lengths)
         # Heads before tokens, as the kernel reads them.
         self.buffers = encoded.buffers(places, longest + num_new_tokens, heads_first=True, room_of=fresh)
@@ -385,7 +374,7 @@ class RunningCache:
 
     def __init__(self, encoded: EncodedParts, places: Sequence[int], capacity: int, room_of: Room):
         self.whole = encoded.buffers(places, capacity, heads_first=False, room_of=room_of)
-        lengths, rows = [encoded.part.lengths[place] for place in places], torch.arange(len(places) + 1)
+        lengths, rows = [encoded.lengths[place] for place in places], torch.arange(len(places) + 1)
         numbers = [torch.tensor(lengths).int(), rows[:-1], rows.int(), rows.int() * capacity]
         self.numbers = [
             room_of(f"cache {place}", tuple(number.shape), number).copy_(number)

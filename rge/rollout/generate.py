@@ -329,11 +329,11 @@ class _Writing:
         self.num_rows = len(places)
         if captured is not None:
             places = [*places, *[places[0]] * (bucket(len(places)) - len(places))]
-        part, R = encoded.part, len(places)
+        R = len(places)
         # Step 0 reads the prompt's last token, step n the n-th token of the rationale, and one more a forced `<emb>`.
         self.num_steps = max_new_tokens + 2
         self.cache: Cache | RunningCache
-        self.capacity = max(encoded.part.lengths[place] for place in places) + self.num_steps
+        self.capacity = max(encoded.lengths[place] for place in places) + self.num_steps
         if encoded.is_flat:
             self.capacity = self.capacity if captured is None else bucket(self.capacity)
             self.cache = RunningCache(encoded, places, self.capacity, room_of)
@@ -354,14 +354,14 @@ class _Writing:
         self.rotations = {
             kind: (put(f"cosines {kind}", cos_BLd), put(f"sines {kind}", sin_BLd))
             for kind, (cos_BLd, sin_BLd) in _rotations(
-                model, part.last_position_3B[:, rows], part.after_B[rows], self.num_steps
+                model, encoded.last_position_3B[:, rows], encoded.after_B[rows], self.num_steps
             ).items()
         }
         # What a step writes; `hidden_BD` and, on a plain step's way, the logits are its own.
         row_R = torch.arange(R, device=device)
         self.row_B = put("row", row_R)
         self.done_B = put("done", row_R >= self.num_rows)
-        self.token_B = put("token", part.last_id_B[rows])
+        self.token_B = put("token", encoded.last_id_B[rows])
         self.step_1 = put("step", torch.zeros(1, dtype=torch.long, device=device))
         self.written_RL = put("written", torch.full((R, max_new_tokens + 1), embedder.emb_id, device=device))
         self.margin_R = (

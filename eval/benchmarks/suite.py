@@ -56,11 +56,10 @@ ByMember = Mapping[str, Mapping[str, Any]]
 
 
 class Suite(BaseModel):
-    """A checked ``suite.json``; ``benchmark`` is the protocol of all members."""
+    """A checked ``suite.json``."""
 
     path: Path
     name: str
-    benchmark: str
     column: str  # what members are called, such as ``domain`` or ``set``
     members: dict[str, dict[str, str]]
     """Name -> further columns, such as ``{"meta_task": "VQA", "distribution": "OOD"}``."""
@@ -145,7 +144,7 @@ def aggregate(
     query_columns = [column for column in reported if column not in ("category", *columns)]
     by_member = {name: result["micro"] for name, result in results.items()}
     names = [name for name in in_all(list(by_member.values())) if name in table]
-    protocol = protocol_for(suite.benchmark, first["profile"])
+    protocol = protocol_for(first["benchmark"], first["profile"])
     content: dict[str, Any] = {
         "format": FORMAT,
         "set": about_set,

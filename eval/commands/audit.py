@@ -12,6 +12,7 @@ the training files listed in the checkpoint's ``rge.json``. All members of a sui
 import hashlib
 import json
 import re
+import unicodedata
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -221,6 +222,10 @@ def audit_training(wanted: RetrievalSet, files: Sequence[Path], *, lenient: bool
         for key, text in COUNTED.items()
         if text is not None and counts[key]["shared"]
     ]
+    if not seen.num_records:
+        warnings.append(
+            f"no training record (docs/record.md) is in {', '.join(map(str, files))}: nothing was compared"
+        )
     return Audit({"train": list(map(str, files)), "num_records": seen.num_records, **counts}, warnings)
 
 
@@ -265,8 +270,9 @@ def _read(path: Path, seen: _Seen, digests: dict[str, str | None], lenient: bool
         return set(filter(None, (digests[at], _name(image), _coco(image), _id(own))))
 
     for record in _records(path, lenient):
-        query, positives = record.get("query"), record.get("positives")
-        if not isinstance(query, dict) or not isinstance(positives, list):
+        query: Any = record.get("query")
+        positives: Any = record.get("positives")
+        if not isinstance(positives, list) or not all(isinstance(part, dict) for part in (query, *positives)):
             continue
         seen.num_records += 1
         query_names = set().union(*map(names, query.get("images") or []))
@@ -322,5 +328,5 @@ def _digest(ref: ImageRef) -> str | None:
         return None  # a training picture that was removed can still be recognised by its id
 
 
-def _text(text: str | None) -> str:
-    return " ".join((text or "").lower().split())
+def _text(text: Any) -> str:
+    return " ".join(unicodedata.normalize("NFC", str(text or "")).lower().split())

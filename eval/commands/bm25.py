@@ -5,6 +5,7 @@
 Needs the extra ``baselines`` (bm25s). Candidates that share no word with the query are not ranked.
 """
 
+import unicodedata
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -20,9 +21,9 @@ from eval.scoring.search import Ranking, stack_rankings
 from eval.sets.contents import with_readable_content
 from eval.sets.retrieval_set import RetrievalSet
 from rge.common.errors import UserError
-from rge.diagnose.knowability import SIGNS
+from rge.diagnose.knowability import LETTERS, SIGNS
 
-WORD = rf"[{SIGNS}]|[^\W{SIGNS}]{{2,}}"
+WORD = rf"[{SIGNS}]|{LETTERS}+"
 """A word of two or more letters, or a sign of Chinese or Japanese, which have no blanks between words."""
 
 
@@ -90,8 +91,9 @@ def rank(wanted: RetrievalSet, options: Bm25Options, depth: int) -> Ranking:
     def words(parts: list[str]) -> list[list[str]]:
         try:
             return bm25s.tokenize(
-                parts, stopwords=stopwords, return_ids=False, show_progress=False, token_pattern=WORD
-            )
+                [unicodedata.normalize("NFC", part) for part in parts],
+                stopwords=stopwords, return_ids=False, show_progress=False, token_pattern=WORD,
+            )  # fmt: skip
         except ValueError as error:
             raise UserError(f"stopwords: {error}") from None
 

@@ -111,8 +111,9 @@ def _caveats(wanted: RetrievalSet, contents: Contents) -> Iterator[str]:
     small = [repr(name) for name, count in counts.items() if count < SMALL_CATEGORY and len(counts) > 1]
     if small:
         yield f"fewer than {SMALL_CATEGORY} queries in {', '.join(small[:5])}"
-    own = sum(len(rows) > 0 for rows in contents.own)
-    if own and wanted.candidates is None and wanted.excluded is None:
+    excluded = wanted.excluded or [np.array([], np.int64)] * len(contents.own)
+    own = sum(len(np.setdiff1d(*rows)) > 0 for rows in zip(contents.own, excluded, strict=True))
+    if own and wanted.candidates is None:
         yield f"{own} queries have their own picture in the pool, where it ranks first; exclude it with excluded.parquet"
 
 

@@ -16,7 +16,7 @@
 import datetime
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -32,6 +32,7 @@ from eval.scoring.trec import read_lines
 from rge.common.errors import UserError
 from rge.common.files import write_json, write_text
 from rge.common.mmeb_prompts import SETS
+from rge.common.options import one_of
 from rge.common.registry import PluginOptions
 
 EVALUATION = "## Evaluation"
@@ -74,6 +75,13 @@ def export(options: ExportOptions) -> Path:
 def _headline(results: dict[str, Any]) -> list[str]:
     headline = [figure["metric"] for figure in results.get("headline") or []]
     return [*(headline or Protocol().headline), *results.get("metrics", [])]
+
+
+def _columns(options: ExportOptions, results: dict[str, Any]) -> Sequence[str]:
+    """Metrics of a LaTeX table; a UserError if one was not measured."""
+    if options.metric:
+        one_of("metric", options.metric, tuple(results["macro" if results.get("suite") else "micro"]))
+    return options.metric or _headline(results)
 
 
 def _ranked(options: ExportOptions, results: dict[str, Any]) -> dict[str, list[str]]:
@@ -230,7 +238,7 @@ FORMATS: dict[str, Callable[[ExportOptions, dict[str, Any]], Any]] = {
     "mmeb": _mmeb,
     "mteb": _mteb,
     "csv": lambda _, results: numbers(results).to_csv(index=False),
-    "latex": lambda options, results: latex(in_per_cent(results, options.metric or _headline(results))),
+    "latex": lambda options, results: latex(in_per_cent(results, _columns(options, results))),
     "card": lambda options, results: with_evaluation(_card(options.out, results), results),
 }
 """Format -> function that returns a text, or data to write as JSON."""

@@ -31,8 +31,9 @@ def in_per_cent(results: Mapping[str, Any], names: Sequence[str]) -> pd.DataFram
     """Metrics of every slice and of a random ranking, in per cent with intervals."""
     floor = {name: {"value": value} for name, value in results.get("random", {}).items()}
     rows = [*slices(results), ("random ranking", floor)]
+    names = list(dict.fromkeys(names))  # metrics= may repeat the headline
     cells = [[figure(values.get(name)) for name in names] for _, values in rows]
-    return pd.DataFrame(cells, index=[label for label, _ in rows], columns=list(names))
+    return pd.DataFrame(cells, index=[label for label, _ in rows], columns=names)
 
 
 def numbers(results: Mapping[str, Any]) -> pd.DataFrame:

@@ -5,6 +5,7 @@ yet, or only visible in the target. Free of torch, except for `own_rationales`.
 """
 
 import re
+import unicodedata
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +21,18 @@ _STOP_WORDS = frozenset(
 )
 SIGNS = "\u3005\u3041-\u3096\u30a1-\u30fa\u30fc-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003134f"
 """Scripts without spaces between words, as a range of a pattern: each sign counts as a word."""
-_WORD = re.compile(rf"[{SIGNS}]|[^\W{SIGNS}]+")
+_MARKS = "".join(
+    sign for sign in map(chr, range(0x300, 0x1F000)) if unicodedata.category(sign) in ("Mn", "Mc")
+)
+LETTERS = rf"[^\W{SIGNS}](?:[^\W{SIGNS}]|[{_MARKS}])"
+"""First sign of a word of other scripts, and one that may follow: in ``\\W``, Python counts the vowel signs of Hindi or Arabic."""
+_WORD = re.compile(rf"[{SIGNS}]|{LETTERS}*")
 
 
 def content_words(text: str | None) -> list[str]:
     """Words of a text in lower case, without stop words."""
-    return [word for word in _WORD.findall((text or "").casefold()) if word not in _STOP_WORDS]
+    text = unicodedata.normalize("NFC", (text or "").casefold())
+    return [word for word in _WORD.findall(text) if word not in _STOP_WORDS]
 
 
 def knowability(oracle: str, own: str, known: str = "") -> float | None:

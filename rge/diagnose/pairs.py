@@ -101,18 +101,22 @@ def _from_set(folder: Path, limit: int, seed: int) -> Pairs:
     if (folder / "excluded.parquet").is_file():
         ranked = ~listed("excluded.parquet") & (True if ranked is None else ranked)
     return Pairs(
-        queries=[_item(row, row.get("image") or [], folder) for row in rows],
+        queries=[_item(row, folder) for row in rows],
         groups=[row.get("group") or row["id"] for row in rows],
         oracle=[None] * len(rows),
-        candidates=[_item(row, [row.get("image")], folder) for row in corpus],
+        candidates=[_item(row, folder) for row in corpus],
         right_QC=listed("qrels.parquet"),
         ranked_QC=ranked,
     )
 
 
-def _item(row: dict[str, Any], images: Sequence[Any], folder: Path) -> Item:
-    cells = [image["bytes"] or image["path"] if isinstance(image, dict) else image for image in images]
-    pictures = [cell if isinstance(cell, bytes) else str(folder / cell) for cell in cells if cell is not None]
+def _item(row: dict[str, Any], folder: Path) -> Item:
+    images = row.get("image")
+    cells = [
+        image.get("bytes") or image.get("path") if isinstance(image, dict) else image
+        for image in (images if isinstance(images, list) else [images])
+    ]
+    pictures = [cell if isinstance(cell, bytes) else str(folder / cell) for cell in cells if cell]
     return Item(row["id"], row.get("text"), tuple(pictures), row.get("instruction"))
 
 

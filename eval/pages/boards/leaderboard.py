@@ -195,15 +195,16 @@ def _board(name: str, members: Sequence[Evaluation], table: Published | None) ->
     first = members[0].results if members else {}
     columns, main = (table.columns, table.main) if table else generic_columns(first)
     known = any(one.results["set"].get("content") for one in members)
-    measured = [measured_row(one, columns, columns[main].path[-1], known) for one in members]
+    metric = columns[main].path[-1]
+    measured = [measured_row(one, columns, metric, known) for one in members]
     copied, apart = published_rows(table) if table else [], list[str]()
     if table and members:
         apart = why_unranked(first, table)
     fit = [row for row in copied if row.comparable and not apart]
-    rows = numbered([*measured, *fit], main)
+    rows = numbered([*measured, *fit], main, metric)
     costs = _costs(rows, main)
     rest = [row for row in copied if apart or not row.comparable]
-    foreign = sorted(rest, key=lambda row: order(row.figures[main]))
+    foreign = sorted(rest, key=lambda row: order(row.figures[main], metric))
     return Board(
         id=name,
         title=str(first["set"]["name"]) if members or table is None else table.title,

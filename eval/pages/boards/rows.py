@@ -12,6 +12,7 @@ from typing import Any
 from eval.benchmarks.published_tables import Column, Published
 from eval.benchmarks.registry import GENERIC
 from eval.pages.evaluations import Evaluation, Figure, ways_of
+from eval.scoring.metrics import lower_is_better
 from eval.scoring.protocol import Protocol
 
 MAX_COLUMNS = 8
@@ -118,20 +119,21 @@ def why_unranked(results: Mapping[str, Any], table: Published) -> list[str]:
     return reasons
 
 
-def numbered(rows: Sequence[Row], main: int) -> list[Row]:
-    """Rows sorted by their main figure, with places for the comparable ones that have it; equal figures share a place."""
-    known = [figure.value for row in rows if row.comparable and (figure := row.figures[main]) is not None]
+def numbered(rows: Sequence[Row], main: int, metric: str) -> list[Row]:
+    """Rows sorted by their main figure, of ``metric``, with places for the comparable ones that have it; equal figures share a place."""
+    known = [order(figure, metric) for row in rows if row.comparable and (figure := row.figures[main])]
 
     def place(figure: Figure | None) -> int | None:
-        return None if figure is None else 1 + sum(value > figure.value for value in known)
+        return None if figure is None else 1 + sum(other < order(figure, metric) for other in known)
 
-    ordered = sorted(rows, key=lambda row: order(row.figures[main]))
+    ordered = sorted(rows, key=lambda row: order(row.figures[main], metric))
     return [replace(row, place=place(row.figures[main]) if row.comparable else None) for row in ordered]
 
 
-def order(figure: Figure | None) -> tuple[bool, float]:
-    """Sort key of figures: best first, None last."""
-    return figure is None, -(figure.value if figure else 0.0)
+def order(figure: Figure | None, metric: str) -> tuple[bool, float]:
+    """Sort key of figures of a metric: best first, None last."""
+    value = figure.value if figure else 0.0
+    return figure is None, value if lower_is_better(metric) else -value
 
 
 def generic_columns(results: Mapping[str, Any]) -> tuple[list[Column], int]:

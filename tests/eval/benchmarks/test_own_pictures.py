@@ -471,6 +471,14 @@ def test_check_names_caveats(tmp_path):
     assert "groups: intervals are wide" in said
     assert re.search(r"content +\w{64}", "\n".join(summary))
     assert pq.read_table(tmp_path / "set" / "corpus.parquet").num_rows == 20
+    made["excluded"] = {"query-id": ["q00"], "corpus-id": [twin]}  # of another query
+    _, caveats = check_set(write_tables(tmp_path / "set", made))
+    assert "1 queries have their own picture in the pool" in "\n".join(caveats)
+    images = made["corpus"]["image"]
+    own = [name for name, image in zip(ids, images, strict=True) if image == images[0]]
+    made["excluded"] = {"query-id": ["q04"] * len(own), "corpus-id": own}
+    _, caveats = check_set(write_tables(tmp_path / "set", made))
+    assert "own picture" not in "\n".join(caveats)
 
 
 @pytest.mark.slow

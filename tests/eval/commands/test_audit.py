@@ -1,6 +1,7 @@
 """What training saw of the test, and the warnings that figures carry."""
 
 import json
+import unicodedata
 from pathlib import Path
 
 import pytest
@@ -164,6 +165,26 @@ def test_the_command(set_dir, tmp_path, capsys):
         audit_training(load_set(set_dir), [path])
     assert main(["audit", f"set={set_dir}", "train=gone.jsonl"]) == 2
     assert "cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("positives", ["a", ["a", "b"], None, {"id": "a"}])
+def test_files_of_another_shape_are_no_clean_bill(set_dir, tmp_path, positives):
+    path = tmp_path / "other.jsonl"
+    path.write_text(json.dumps({"query": {"text": "x", "images": ["q.png"]}, "positives": positives}) + "\n")
+    audit = audit_training(load_set(set_dir), [path])
+    assert (audit.content["num_records"], set(shared(audit).values())) == (0, {0})
+    assert audit.warnings == [f"no training record (docs/record.md) is in {path}: nothing was compared"]
+
+
+def test_texts_are_the_same_in_either_composition_of_accents(tmp_path):
+    content = tables()
+    content["queries"]["text"][0] = "Où est le café ?"
+    wanted = load_set(write_tables(tmp_path / "set", content))
+    decomposed = unicodedata.normalize("NFD", "où est le café ?")
+    path = train_file(
+        tmp_path / "train" / "a.jsonl", image=picture(1000), text=decomposed, target=picture(8888)
+    )
+    assert shared(audit_training(wanted, [path]))["query_pairs"] == 1
 
 
 def test_a_suite_is_audited_member_by_member(tmp_path, capsys):

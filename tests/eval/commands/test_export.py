@@ -77,6 +77,12 @@ def test_tables_for_papers_and_for_programs(done, tmp_path):
     assert shown in line
 
 
+def test_a_latex_table_has_no_empty_column_for_a_metric_that_was_not_measured(done, tmp_path):
+    with pytest.raises(UserError, match="recal@1"):
+        export(ExportOptions("latex", done, tmp_path / "t.tex", metric=("recal@1",)))
+    assert not (tmp_path / "t.tex").exists()
+
+
 def test_mmeb_needs_all_sets(done, tmp_path):
     with pytest.raises(UserError, match="needs an evaluation of all 36 sets .* has benchmark=generic"):
         export(ExportOptions("mmeb", done, tmp_path / "x.json"))

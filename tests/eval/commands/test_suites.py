@@ -206,6 +206,21 @@ def test_members_may_be_folders_in_folders(tmp_path):
     assert (tmp_path / "out" / "report.html").read_text().count("question 3") >= 2
 
 
+@pytest.mark.parametrize("benchmark", ["mrmr", "mmeb2", "mbeir"])
+def test_a_suite_of_a_benchmark_can_be_measured_without_its_protocol(tmp_path, benchmark):
+    about = {"benchmark": benchmark, "task": "knowledge", "part": "image"}
+    for name in SIZES:
+        write_tables(tmp_path / "suite" / name, tables(4, 60), about)
+    write_suite(
+        tmp_path / "suite", name="x", benchmark=benchmark, column="task", members=dict.fromkeys(SIZES, {})
+    )
+    options = RunOptions(checkpoint="fake", set=tmp_path / "suite", out=tmp_path / "out")
+    (out,) = run_command(options, loader(FakeEncoder()))
+    results = results_of(out)
+    assert results["benchmark"] == "generic"
+    assert [one["metric"] for one in results["headline"]] == ["recall@1", "recall@10", "mrr", "ndcg@10"]
+
+
 @pytest.mark.slow
 def test_a_judge_reorders_every_member(suite, tmp_path, monkeypatch):
     options = RunOptions(

@@ -2,6 +2,7 @@
 
 import json
 import re
+import unicodedata
 from dataclasses import replace
 
 import pytest
@@ -223,6 +224,31 @@ def test_bm25_finds_words_in_chinese_and_japanese(content, tmp_path):
     names = [[wanted.corpus_ids[row] for row in rows if row >= 0] for rows in found.rows_QW]
     assert names == [["c000"], ["c002"], ["c001"], ["c003"], [], ["c003"]]
     assert re.findall(WORD, "人々・𠮷野 a key") == ["人", "々", "𠮷", "野", "key"]
+
+
+def test_bm25_keeps_words_with_combining_signs_whole(content, tmp_path):
+    """Vowel signs are not letters for Python; and a text may come from a Mac, with accents apart from their letters."""
+    pytest.importorskip("bm25s")
+    texts = {
+        "c000": "हिन्दी भाषा",
+        "c001": "العَرَبِيَّة",
+        "c002": unicodedata.normalize("NFD", "Türschloss für Käfige"),
+        "c003": "ch loss",
+    }
+    content["corpus"]["text"] = [texts.get(name, f"nothing{name}") for name in content["corpus"]["id"]]
+    content["queries"]["text"] = [
+        "हिन्दी",
+        "العَرَبِيَّة",
+        "türschloss",
+        "rschloss",
+        "माँ",
+        unicodedata.normalize("NFD", "käfige"),
+    ]
+    wanted = load_set(write_tables(tmp_path / "set", content))
+    found = rank(wanted, Bm25Options(set=tmp_path / "set", out=tmp_path / "out"), 1000)
+    names = [[wanted.corpus_ids[row] for row in rows if row >= 0] for rows in found.rows_QW]
+    assert names == [["c000"], ["c001"], ["c002"], [], [], ["c002"]]
+    assert re.findall(WORD, "में न, माँ") == ["में", "माँ"]
 
 
 def test_bm25_writes_an_evaluation_and_hears_of_captions(content, server, tmp_path):

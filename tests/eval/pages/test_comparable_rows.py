@@ -220,8 +220,20 @@ def test_the_rows_of_a_board_are_also_a_csv_and_a_latex_table(made, tmp_path):
 def test_equal_figures_share_a_place_and_a_row_without_one_has_none():
     figures = {"a": 0.5, "b": 0.7, "c": 0.5, "d": None, "e": 0.1}
     rows = [Row(name, "", [None if x is None else Figure(x)], False, {}) for name, x in figures.items()]
-    places = {row.label: row.place for row in numbered(rows, 0)}
+    places = {row.label: row.place for row in numbered(rows, 0, "recall@1")}
     assert places == {"b": 1, "a": 2, "c": 2, "e": 4, "d": None}
+
+
+def test_the_lowest_figure_of_a_metric_wins_if_lower_is_better():
+    rows = [
+        Row(name, "", [None if x is None else Figure(x)], False, {})
+        for name, x in zip("abc", (0.5, None, 0.1), strict=True)
+    ]
+    assert [(row.label, row.place) for row in numbered(rows, 0, "negative_recall@10")] == [
+        ("c", 1),
+        ("a", 2),
+        ("b", None),
+    ]
 
 
 def test_the_heat_map_has_a_line_for_each_column_that_has_a_value(tmp_path):

@@ -119,6 +119,22 @@ def test_pairs_from_a_retrieval_set(tmp_path):
         read_pairs(tmp_path / "nothing", 10)
 
 
+@pytest.mark.parametrize("single", [True, False])
+def test_pictures_of_a_set_are_those_that_an_evaluation_reads(tmp_path, single):
+    """A cell of a query may also hold one picture, and an empty text is none."""
+    cells = {"a": b"png", "b": b""} if single else {"a": ["p.png"], "b": ["", None]}
+    tables = {
+        "queries": {"id": list(cells), "text": ["x", "y"], "image": list(cells.values())},
+        "corpus": {"id": ["c", "d"], "text": ["x", "y"], "image": ["p.png", ""]},
+        "qrels": {"query-id": ["a", "b"], "corpus-id": ["d", "c"], "score": [1, 1]},
+    }
+    for name, columns in tables.items():
+        pq.write_table(pa.table(columns), tmp_path / f"{name}.parquet")
+    pairs, path = read_pairs(tmp_path, 10), str(tmp_path / "p.png")
+    assert [item.images for item in pairs.queries] == [(b"png",) if single else (path,), ()]
+    assert [item.images for item in pairs.candidates] == [(path,), ()]
+
+
 def test_partners_come_from_elsewhere():
     groups = ["a"] * 3 + ["b"] * 2 + ["c"] * 4 + ["d"]
     for seed in range(20):

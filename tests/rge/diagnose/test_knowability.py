@@ -21,6 +21,8 @@ from rge.embedder import Embedder
         ("What is needed?", "anything", "what is needed", None),
         ("", "anything", "", None),
         ("这是钥匙", "钥匙", "", 1 / 2),
+        ("हिन्दी भाषा", "हिन्द भाषा", "", 1 / 2),  # not letter by letter
+        ("un café", "un cafe\u0301", "un", 1.0),
     ],
 )
 def test_knowability_by_hand(oracle, own, known, share):

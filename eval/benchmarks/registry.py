@@ -15,7 +15,7 @@ from eval.scoring.metrics import parse_name
 from eval.scoring.protocol import PROFILES, Protocol
 from eval.sets.retrieval_set import RetrievalSet, load_set
 from rge.common.errors import UserError
-from rge.common.options import one_of
+from rge.common.options import Count, one_of
 from rge.common.registry import PluginOptions, Registry
 
 GENERIC = "generic"
@@ -69,7 +69,7 @@ class MeasureOptions(PluginOptions):
     """Protocol to use: rmir, mmeb, mmeb2, mmbright, pinpoint, mrmr, mbeir, one that plugins= adds, or generic."""
     profile: str = "clean"
     """clean: the protocol that we consider sound; official: what the benchmark's released code computes."""
-    seed: int = 0
+    seed: Count = 0
     """Seed of the resampling."""
     overwrite: bool = False
     """Replace existing output of another checkpoint, run or set, or with other settings."""

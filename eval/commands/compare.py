@@ -27,6 +27,7 @@ from eval.scoring.stats import POWER, effect_size, holm, minimum_detectable, sig
 from eval.scoring.tables import write_tables
 from rge.common.errors import UserError
 from rge.common.files import write_text
+from rge.common.options import Count
 from rge.common.registry import PluginOptions
 from rge.identity.run_identity import in_words as what_differs
 from rge.stats.intervals import OF_DIFFERENCES, Bootstrap, cluster_bootstrap, figures, in_words, index_of
@@ -53,7 +54,7 @@ class CompareOptions(PluginOptions):
     """Number of queries that the page shows with pictures, rationales and rankings; 0: none."""
     set: Path | None = None
     """Current location of the retrieval set, for the page; null: as in results.json."""
-    seed: int = 0
+    seed: Count = 0
     """Seed of the resampling."""
 
 

@@ -37,7 +37,7 @@ from eval.sets.retrieval_set import RetrievalSet, load_set
 from rge.calls.store import AnswerStore, value_key
 from rge.common.commands import progress_bar
 from rge.common.errors import UserError
-from rge.common.options import AtLeastOne
+from rge.common.options import AtLeastOne, Count
 from rge.common.registry import PluginOptions
 from rge.common.schema import Item
 
@@ -75,7 +75,7 @@ class RerankOptions(PluginOptions):
     """Device, such as cuda:0; null: a GPU if there is one."""
     dtype: str | None = None
     """Dtype of the judge's weights; null: float32 on CPU, bfloat16 on a GPU."""
-    seed: int = 0
+    seed: Count = 0
     """Seed of the resampling."""
     overwrite: bool = False
     """Replace existing output of another ranking or judge."""

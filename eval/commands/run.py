@@ -34,7 +34,7 @@ from eval.scoring.search import Ranking, rows_within, search
 from eval.sets.contents import Contents, contents_of, query_contents, with_content
 from eval.sets.retrieval_set import MODALITIES, Modality, RetrievalSet
 from rge.common.errors import UserError
-from rge.common.options import one_of
+from rge.common.options import AtLeastOne, Count, one_of
 from rge.common.prompt_profiles import PROFILES
 from rge.common.schema import Encoded
 
@@ -59,7 +59,7 @@ class RunOptions(ModelOptions, RewriteOptions, MeasureOptions):
     """Use only this many queries, for a quick look; the pool stays complete."""
     cache: Path | None = None
     """Cache of embeddings; null: ``out/.cache``. Any number of runs can share one."""
-    embedding_dims: int | None = None
+    embedding_dims: AtLeastOne | None = None
     """Truncate every embedding to this many components and normalise it again, for checkpoints trained with
     loss.matryoshka_dims; null: all. The cache holds whole embeddings, so further sizes cost nothing."""
     candidate_mode: Literal["reasoning", "direct"] = "direct"
@@ -68,7 +68,7 @@ class RunOptions(ModelOptions, RewriteOptions, MeasureOptions):
     """Length of a ranking; null: 1000, or the largest cutoff of the metrics."""
     memory_mb: Annotated[float, Field(gt=0)] = 2048.0
     """Memory for the pool's embeddings, MB; a larger pool is searched in blocks of this size from a file in the cache."""
-    seed: int = 0
+    seed: Count = 0
     """Seed of the resampling and of sampled rationales."""
     train: tuple[str, ...] = ("auto",)
     """Training files (JSON lines) to search for the set's pictures; auto: those that rge.json names; null: none."""

@@ -21,7 +21,7 @@ from eval.sets.retrieval_set import RetrievalSet
 from rge.checkpoints.settings import read_settings
 from rge.common.errors import UserError
 from rge.common.files import checkpoint_folder, read_json
-from rge.common.options import AtLeastOne, one_of
+from rge.common.options import AtLeastOne, NotNegative, one_of
 from rge.common.prompt_profiles import PROFILES
 from rge.common.registry import Registry
 
@@ -218,9 +218,9 @@ class ModelOptions:
     """What writes the rationales of a checkpoint of rge: the model itself, or vLLM (docs/serving.md)."""
     vllm_memory: float = 0.5
     """Share of a GPU's memory for vLLM, which holds a second copy of the language model and its cache."""
-    max_new_tokens: int | None = None
+    max_new_tokens: AtLeastOne | None = None
     """Cap on a rationale in tokens; null: the checkpoint's."""
-    temperature: float | None = None
+    temperature: NotNegative | None = None
     """Sampling temperature of rationales; null: the checkpoint's setting, which is greedy."""
     prompts: str | None = None
     """Prompt profile; null: the set's if it names one, else the checkpoint's."""

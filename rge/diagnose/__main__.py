@@ -16,7 +16,7 @@ from pydantic import Field
 from rge.common.commands import pick, start
 from rge.common.errors import UserError
 from rge.common.files import DEMO_CHECKPOINT, checkpoint_folder, write_json
-from rge.common.options import AtLeastOne, Positive, parse_options
+from rge.common.options import AtLeastOne, Count, Positive, parse_options
 from rge.common.registry import PluginOptions
 
 
@@ -32,7 +32,7 @@ class Diagnosis(PluginOptions):
     """Folder for ``NAME.json``; null: ``diagnose`` beside the checkpoint."""
     base: str | None = None
     """Base model of a checkpoint of adapters: a directory or an id on the hub; null: the one in its ``rge.json``."""
-    seed: int = 0
+    seed: Count = 0
     """Seed of all randomness."""
 
 

@@ -194,6 +194,8 @@ class _Rows:
     def _text(self, cells: dict[str, _Cell], key: str) -> str:
         where, value = cells[key]
         self._refuse(where, value, dates=key in ("category", "group"))
+        if isinstance(value, list):
+            self.problems.append(f"{where}: one text is needed, not a list: {value}")
         return _words(value)
 
     def _pictures(self, cells: dict[str, _Cell], key: str) -> list[str]:

@@ -141,6 +141,9 @@ def test_json_lines_with_lists(photos):
     assert (found.columns["category"], found.columns["season"]) == (["uncategorised"], ["none"])
     with pytest.raises(UserError, match="unknown columns season. Known fields are id, text, image, right"):
         import_folder(options(photos, overwrite=True))
+    (photos / "queries.jsonl").write_text(json.dumps({"text": ["q"], "right": ["key.jpg"]}) + "\n")
+    with pytest.raises(UserError, match=r"row 1, text: one text is needed, not a list: \['q'\]"):
+        import_folder(options(photos, overwrite=True))
 
 
 def test_copies_are_one_candidate_under_all_their_names(photos):

@@ -591,6 +591,13 @@ def test_metrics_that_no_query_defines_are_left_out():
     assert means(("a", "b"), np.array([[1.0, np.nan], [0.0, np.nan]])) == {"a": 0.5}
 
 
+@pytest.mark.parametrize("word", ["seed=-1", "max_new_tokens=0", "temperature=-1", "embedding_dims=0"])
+def test_numbers_that_cannot_work_are_refused_before_anything_is_embedded(set_dir, tmp_path, capsys, word):
+    assert main(["run", "checkpoint=demo", f"set={set_dir}", f"out={tmp_path / 'out'}", word]) == 2
+    assert word.partition("=")[0] in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_command_line_prints_user_errors_and_usage(set_dir, tmp_path, capsys):
     assert main([]) == 2
     listed = re.findall(r"^  ([a-z0-9]+) ", capsys.readouterr().out, flags=re.MULTILINE)

@@ -1,6 +1,6 @@
 """Training logs (``metrics.jsonl``) as curves: the stages of one run end to end."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -64,7 +64,20 @@ def read_training_logs(paths: Sequence[Path]) -> Training:
                 f"training log {path} repeats a stage of an earlier one: log= takes the stages of one run"
             )
         entries += log
-    return _training(entries)
+    training, parts = Training(), []
+    offset = end = 0.0
+    for stage, rows in groupby(entries, key=lambda entry: str(entry.get("stage") or "")):
+        table = pd.DataFrame(rows)
+        offset = end if table["step"].iloc[0] + offset <= end else offset
+        parts.append(table.set_index(table["step"] + offset))
+        start, end = end, float(max(end, parts[-1].index.max()))
+        training.stages.append(Band(stage.replace("_", " "), start, end))
+    whole = pd.concat(parts)
+    for key in filter(_is_curve, whole):
+        points = whole[key].dropna().astype(float).groupby(level=0).last()  # a repeated step replaces
+        if len(points):
+            training.curves[key] = (points.index.tolist(), points.tolist())
+    return training
 
 
 def _read_log(path: Path) -> list[dict[str, Any]]:
@@ -90,20 +103,3 @@ def _entry(line: str, where: str) -> dict[str, Any]:
 
 def _is_curve(key: str) -> bool:
     return key in CURVE_NAMES or key.startswith("loss")
-
-
-def _training(entries: Sequence[Mapping[str, Any]]) -> Training:
-    training, parts = Training(), []
-    offset = end = 0.0
-    for stage, rows in groupby(entries, key=lambda entry: str(entry.get("stage") or "")):
-        table = pd.DataFrame(rows)
-        offset = end if table["step"].iloc[0] + offset <= end else offset
-        parts.append(table.set_index(table["step"] + offset))
-        start, end = end, float(max(end, parts[-1].index.max()))
-        training.stages.append(Band(stage.replace("_", " "), start, end))
-    whole = pd.concat(parts)
-    for key in filter(_is_curve, whole):
-        points = whole[key].dropna().astype(float).groupby(level=0).last()  # a repeated step replaces
-        if len(points):
-            training.curves[key] = (points.index.tolist(), points.tolist())
-    return training

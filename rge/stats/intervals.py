@@ -78,10 +78,14 @@ def cluster_bootstrap(
     shape = num_GSM.shape[1:]
 
     def means(terms_XT: np.ndarray) -> np.ndarray:
-        num_XSM, count_XSM = np.split(terms_XT.reshape(len(terms_XT), 2, *shape), 2, axis=1)
-        return _mean(num_XSM[:, 0], count_XSM[:, 0])
+        """Mean of the strata's means, (X, M), without empty strata."""
+        num_XSM, count_XSM = (half.reshape(-1, *shape) for half in np.split(terms_XT, 2, axis=1))
+        has_XSM = count_XSM > 0
+        mean_XSM = np.divide(num_XSM, count_XSM, out=np.zeros(num_XSM.shape), where=has_XSM)
+        total_XM, strata_XM = mean_XSM.sum(axis=1), has_XSM.sum(axis=1)
+        return np.divide(total_XM, strata_XM, out=np.full(total_XM.shape, np.nan), where=strata_XM > 0)
 
-    terms_GT = np.stack([num_GSM, count_GSM], axis=1).reshape(len(num_GSM), -1)
+    terms_GT = np.concatenate([num_GSM, count_GSM], axis=1).reshape(len(num_GSM), -1)
     num_groups_M = (count_GSM.sum(axis=1) > 0).sum(axis=0)
     return resampled(terms_GT, means, num_groups_M, num_resamples=num_resamples, seed=seed)
 
@@ -242,12 +246,3 @@ def group_sums(
     np.add.at(sums, cell_Q, np.where(defined, value_QM, 0.0))
     np.add.at(counts, cell_Q, defined.astype(np.float64))
     return sums.reshape(-1, num_strata, shape[1]), counts.reshape(-1, num_strata, shape[1])
-
-
-def _mean(sum_XSM: np.ndarray, count_XSM: np.ndarray) -> np.ndarray:
-    """Mean of the strata's means, (X, M), without empty strata."""
-    has_XSM = count_XSM > 0
-    mean_XSM = np.divide(sum_XSM, count_XSM, out=np.zeros(sum_XSM.shape), where=has_XSM)
-    strata_XM = has_XSM.sum(axis=1)
-    total_XM = mean_XSM.sum(axis=1)
-    return np.divide(total_XM, strata_XM, out=np.full(total_XM.shape, np.nan), where=strata_XM > 0)

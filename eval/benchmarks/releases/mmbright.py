@@ -120,16 +120,13 @@ class _Domain:
     unscored: list[str] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
 
-    @property
-    def task(self) -> str:
-        """Task number."""
-        return self.options.task
-
     @cached_property
     def images(self) -> dict[str, bytes]:
         """Pictures of documents by path; broken ones are dropped, as the released loader does silently."""
         images: dict[str, bytes] = {}
-        for row in self._rows("document_images", ("path", "bytes")) if self.task in ("3", "4") else ():
+        for row in (
+            self._rows("document_images", ("path", "bytes")) if self.options.task in ("3", "4") else ()
+        ):
             path = _path(row["path"])
             try:
                 images[path] = _still(row["bytes"])
@@ -140,10 +137,10 @@ class _Domain:
     @cached_property
     def candidates(self) -> dict[str, tuple[str, str]]:
         """Candidate -> its document and the path of its picture, "" for none."""
-        if self.task == "3":
+        if self.options.task == "3":
             return {path: ("", path) for path in self.images}
         docs = dict.fromkeys(str(row["id"]) for row in self._rows("documents", ("id",)))
-        if self.task != "4":
+        if self.options.task != "4":
             return {doc: (doc, "") for doc in docs}
         of_page: dict[str, list[str]] = {}
         for path in self.images:
@@ -158,11 +155,11 @@ class _Domain:
         """Read the domain and write its set."""
         draft = Draft(self.candidates)
         columns = ["id", "query", "gold_ids", "negative_ids"]
-        columns += ["image_paths"] if self.task != "1" else []
-        columns += ["positive_images", "negative_images"] if self.task in ("3", "4") else []
-        rows = self._rows("examples_images", ("path", "bytes")) if self.task != "1" else ()
+        columns += ["image_paths"] if self.options.task != "1" else []
+        columns += ["positive_images", "negative_images"] if self.options.task in ("3", "4") else []
+        rows = self._rows("examples_images", ("path", "bytes")) if self.options.task != "1" else ()
         pictures = {_path(row["path"]): row["bytes"] for row in rows}
-        for row in self._rows("examples" if self.task == "1" else "examples_multimodal", columns):
+        for row in self._rows("examples" if self.options.task == "1" else "examples_multimodal", columns):
             gains, wrong = self._judgements(row)
             if any(gains.values()):
                 draft.add(self._query(row, pictures), row.where, gains, wrong)
@@ -171,18 +168,18 @@ class _Domain:
         draft.refuse_lost(f"the corpus of {self.name}", allowed=self.options.allow_missing)
         if not draft.queries:
             raise ReleaseError(
-                f"{self.name}: none of {len(self.unscored)} queries has a positive in task {self.task}"
+                f"{self.name}: none of {len(self.unscored)} queries has a positive in task {self.options.task}"
             )
         self.options.write(
             self.name,
             meta={
-                "name": f"MM-BRIGHT task {self.task}, {self.name}",
+                "name": f"MM-BRIGHT task {self.options.task}, {self.name}",
                 "benchmark": "mmbright",
                 "source": "mm-bright/MM-BRIGHT, imported by eval.benchmarks.releases.mmbright",
-                "task": int(self.task),
+                "task": int(self.options.task),
                 "domain": self.name,
-                "image_policy": None if self.task == "1" else self.options.image_policy,
-                "keys": self.options.keys if self.task == "4" else None,
+                "image_policy": None if self.options.task == "1" else self.options.image_policy,
+                "keys": self.options.keys if self.options.task == "4" else None,
                 "queries_without_positives": self.unscored,
                 "undecodable_pictures": self.broken,
                 "num_missing_positives": len(draft.lost),
@@ -205,7 +202,7 @@ class _Domain:
 
     def _query(self, row: Row, pictures: dict[str, bytes]) -> Query:
         name = safe_id(str(row["id"]))
-        paths = [] if self.task == "1" else [_path(path) for path in as_list(row["image_paths"])]
+        paths = [] if self.options.task == "1" else [_path(path) for path in as_list(row["image_paths"])]
         return Query(
             id=name,
             text=row.text("query"),
@@ -216,11 +213,11 @@ class _Domain:
     def _judgements(self, row: dict[str, Any]) -> tuple[dict[str, int], list[str]]:
         """Gains by candidate (0: judged, not right), and explicit negatives."""
         gold = [str(name) for name in dict.fromkeys(as_list(row["gold_ids"]))]
-        if self.task in ("1", "2"):
+        if self.options.task in ("1", "2"):
             return dict.fromkeys(gold, 1), [str(name) for name in as_list(row["negative_ids"])]
         right = _images(row["positive_images"])
         wrong = [path for path in _images(row["negative_images"]) if path not in right]
-        if self.task == "3":
+        if self.options.task == "3":
             return dict.fromkeys(right, 1), wrong
         return self._of_pairs(gold, right, set(wrong))
 

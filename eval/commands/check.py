@@ -61,7 +61,7 @@ def check_set(path: Path) -> tuple[list[str], list[str]]:
     lines = [
         f"{wanted.path}: {wanted.name}",
         f"{len(wanted.queries)} queries ({queries['pictures']} with pictures, {queries['text']} with text) in "
-        f"{_num_groups(wanted)} groups, {sum(rights)} right answers, {each} per query",
+        f"{len(set(wanted.columns['group']))} groups, {sum(rights)} right answers, {each} per query",
         f"{len(wanted.corpus_ids)} candidates ({candidates['pictures']} with pictures, {candidates['text']} with text)",
         f"fingerprint {wanted.fingerprint}",
         f"content     {with_content(wanted, contents.candidates).content}",
@@ -80,10 +80,6 @@ def _count(items: Iterable[Item], side: str, bad: list[str]) -> Counter[str]:
         except ImageError as error:
             bad.append(f"{side} {item.id!r}: {error}")
     return counts
-
-
-def _num_groups(wanted: RetrievalSet) -> int:
-    return len(set(wanted.columns["group"]))
 
 
 def _caveats(wanted: RetrievalSet, contents: Contents) -> Iterator[str]:
@@ -105,7 +101,7 @@ def _caveats(wanted: RetrievalSet, contents: Contents) -> Iterator[str]:
     if twice := len(asked) - len(set(asked)):
         yield f"{twice} queries are exact copies of another"
     yield from _shared_pictures(wanted, contents)
-    if (num_groups := _num_groups(wanted)) < FEW_GROUPS:
+    if (num_groups := len(set(wanted.columns["group"]))) < FEW_GROUPS:
         yield f"{num_groups} groups: intervals are wide, and not reliable below {FEW_GROUPS} groups"
     counts = Counter(wanted.columns["category"])
     small = [repr(name) for name, count in counts.items() if count < SMALL_CATEGORY and len(counts) > 1]

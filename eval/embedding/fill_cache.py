@@ -87,7 +87,7 @@ def fill(
     done = process_group.once(lambda: covered(cache))
     name, first = f"{side}, {mode}", process_group.is_first
     bar = progress_bar(
-        total=cache.num_items, initial=int(done.sum()), desc=f"{name:>17}", unit="item", disable=not first
+        total=len(cache.names), initial=int(done.sum()), desc=f"{name:>17}", unit="item", disable=not first
     )
     counts_all = process_group.size > 1 and first
 

@@ -49,11 +49,6 @@ class Cache:
     path: Path
     names: Sequence[str]
 
-    @property
-    def num_items(self) -> int:
-        """Number of rows of a complete cache."""
-        return len(self.names)
-
 
 def encoder_key(*, checkpoint_hash: str, settings: dict[str, Any], side: str, mode: str) -> str:
     """Hash of everything that determines an item's embedding except the item, 64 hexadecimal digits."""
@@ -116,8 +111,8 @@ def shards_of(cache: Cache) -> list[tuple[int, int]]:
 
 
 def covered(cache: Cache) -> np.ndarray:
-    """Mask of the rows that are in some shard, (num_items,) bool."""
-    done = np.zeros(cache.num_items, bool)
+    """Mask of the rows that are in some shard, (N,) bool."""
+    done = np.zeros(len(cache.names), bool)
     for start, stop in shards_of(cache):
         done[start:stop] = True
     return done
@@ -144,7 +139,7 @@ def read(cache: Cache) -> Encoded:
 
 
 def read_embeddings(cache: Cache, place: np.ndarray, memory_mb: float) -> np.ndarray:
-    """Embeddings of a complete cache, (num_items, D) float32; ``place``: target row of each row.
+    """Embeddings of a complete cache, (N, D) float32; ``place``: target row of each row.
 
     Arrays above ``memory_mb`` become a memory map of an anonymous file in the cache's directory, which disappears with this
     process. A UserError as in `read`, or if the disk is full.
@@ -153,7 +148,7 @@ def read_embeddings(cache: Cache, place: np.ndarray, memory_mb: float) -> np.nda
     for start, stop, table in _parts(cache, ("embedding",)):
         part = _embedding_rows(table)
         if out is None:
-            out = _allocate(cache.path, (cache.num_items, part.shape[1]), memory_mb)
+            out = _allocate(cache.path, (len(cache.names), part.shape[1]), memory_mb)
         out[place[start:stop]] = part
     assert out is not None
     return out
@@ -203,8 +198,8 @@ def _parts(cache: Cache, columns: tuple[str, ...] | None = None) -> Iterator[tup
         if stop > row:  # concurrent runs may have written overlapping shards
             yield row, stop, table.slice(row - start)
             row = stop
-    if row != cache.num_items:
-        raise UserError(f"rows {row} to {cache.num_items} are missing from {cache.path}: run again")
+    if row != len(cache.names):
+        raise UserError(f"rows {row} to {len(cache.names)} are missing from {cache.path}: run again")
 
 
 def _read(path: Path, columns: tuple[str, ...] | None = None) -> pa.Table:

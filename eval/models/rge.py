@@ -19,7 +19,7 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoProcessor
 
-from eval.models.common import ThirdParty, hash_of_files, loading, place, settings_of
+from eval.models.common import ThirdParty, hash_of_files, loading, place, settings_of, whole
 from eval.models.registry import Facts
 from rge.common.errors import UserError
 from rge.common.images import open_picture, picture_bytes
@@ -86,7 +86,12 @@ def load_release(
             "temperature= cannot be combined with as=release, which decodes with the checkpoint's settings"
         )
     if as_released:
-        return _load_as_released(facts, device, dtype, max_new_tokens or RELEASE_TOKENS)
+        with loading(facts):
+            model = whole(facts, AutoModelForImageTextToText.from_pretrained, dtype)
+            processor: Any = AutoProcessor.from_pretrained(facts.path)
+            processor.image_processor = AutoImageProcessor.from_pretrained(facts.path, backend="pil")
+        processor.image_processor.size = {"shortest_edge": RELEASE["min"], "longest_edge": RELEASE["max"]}
+        return Released(facts, model.to(device), processor, dtype, max_new_tokens or RELEASE_TOKENS)
     backbone = load_backbone(facts.path, dtype=dtype, min_pixels=RELEASE["min"], max_pixels=RELEASE["max"])
     settings = settings_of(
         facts,
@@ -250,12 +255,3 @@ def longer(inputs: dict[str, Tensor], written: list[int]) -> dict[str, Tensor]:
     if "mm_token_type_ids" in inputs:
         more["mm_token_type_ids"] = torch.nn.functional.pad(inputs["mm_token_type_ids"], (0, len(written)))
     return inputs | more
-
-
-def _load_as_released(facts: Facts, device: str, dtype: str, max_new_tokens: int) -> Released:
-    with loading(facts):
-        model: Any = AutoModelForImageTextToText.from_pretrained(facts.path, dtype=getattr(torch, dtype))
-        processor: Any = AutoProcessor.from_pretrained(facts.path)
-        processor.image_processor = AutoImageProcessor.from_pretrained(facts.path, backend="pil")
-    processor.image_processor.size = {"shortest_edge": RELEASE["min"], "longest_edge": RELEASE["max"]}
-    return Released(facts, model.to(device), processor, dtype, max_new_tokens)

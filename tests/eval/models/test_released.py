@@ -2,12 +2,14 @@
 
 import io
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoProcessor
 
 from eval.__main__ import main
@@ -202,6 +204,17 @@ def test_from_the_release_s_files_to_a_row_that_says_so(path, tmp_path, capsys):
     ):
         assert main([*run, *given, f"out={tmp_path / 'no'}"]) == 2
         assert wrong in capsys.readouterr().err
+
+
+def test_a_checkpoint_without_some_of_its_weights_is_refused(path, tmp_path):
+    """transformers would start them at random, and the figures would look like those of a bad model."""
+    folder = shutil.copytree(path, tmp_path / "part")
+    weights = load_file(folder / "model.safetensors")
+    name = next(name for name in weights if "down_proj" in name)
+    del weights[name]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=r"lacks 1 weights, e.g. .*down_proj.*: it is incomplete"):
+        load_model(folder, adapter="rge-release", as_released=True, device="cpu")
 
 
 def test_a_heic_is_opened_in_a_process_that_has_read_none(monkeypatch):

@@ -16,7 +16,7 @@ import re
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -218,20 +218,24 @@ def read_word(schema: type, key: str, text: str) -> Any:
     if text == "null" and NoneType in kinds:
         return None
     try:
-        is_quoted = text[0] in "'\"" and text[-1] == text[0] and len(text) > 1
-        return _parse(text) if is_quoted else _read_plain(text, kinds)
+        return _read(text, kinds)
     except yaml.YAMLError as error:
         raise UserError(f"{key}={text}: the value is not valid YAML: {error}") from error
 
 
-def _read_plain(text: str, kinds: Sequence[Any]) -> Any:
+_QUOTED = re.compile(r"""'([^']|'')*'|"([^"\\]|\\.)*\"""", re.DOTALL)
+"""One quoted text from beginning to end, unlike ``'Rome' = album or album = 'Paris'``."""
+
+
+def _read(text: str, kinds: Iterable[Any]) -> Any:
+    if _QUOTED.fullmatch(text):
+        return _parse(text)
     if any(kind in (str, Path) or get_origin(kind) is Literal for kind in kinds):
         # Shells leave the tilde of key=~/x alone, and many paths are texts, since they may be URLs.
         return os.path.expanduser(text)
     inner = {get_args(kind)[0] for kind in kinds if get_origin(kind) in (list, tuple)}
     if inner & {str, Path, int, float} and not text.startswith("["):
-        parse: Callable[[str], Any] = os.path.expanduser if inner & {str, Path} else _parse
-        return [parse(part.strip()) for part in text.split(",")]
+        return [_read(part.strip(), inner) for part in text.split(",")]
     return _parse(text)
 
 

@@ -97,6 +97,8 @@ def watch(options: IndexOptions, source: Source, index: Index, reader: "Reader")
             now = stamps(source)
             if now != done and now == before:
                 with writing(options.out):
+                    if Index.open(options.out).about != index.about:
+                        raise SearchIndexError(f"{options.out} was made anew: start this command again")
                     update(options, source, index, reader)
                 done = now
             before, reported = now, ""

@@ -523,7 +523,7 @@ LANCEDB_ERRORS = (RuntimeError, ValueError, OSError)
 
 
 def _reason(error: Exception) -> str:
-    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    reason = " ".join(str(error).split()) or type(error).__name__  # a condition in it ends in a line break
     return re.sub(r", /\S+\.rs:\d+:\d+", "", reason)  # places in LanceDB's source
 
 

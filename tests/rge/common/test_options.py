@@ -32,6 +32,16 @@ def test_a_tilde_is_the_home_folder(monkeypatch):
     assert parse_options(Options, ["out=o", "word=about ~/c"]).word == "about ~/c"
 
 
+def test_only_one_whole_quoted_text_is_read_without_its_quotes():
+    def word(text):
+        return parse_options(Options, ["out=o", f"word={text}"]).word
+
+    assert [word("'a '"), word("'it''s'"), word('"a\\tb"'), word("''")] == ["a ", "it's", "a\tb", ""]
+    for text in ("'p' < id and album = 'x'", "'key' or 'lock'", '"a" or "b"', "'a' # 'b'", "'it's'"):
+        assert word(text) == text
+    assert parse_options(Options, ["out=o", "names='a', 'null'"]).names == ("a", "null")
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -121,6 +121,13 @@ def test_columns_of_the_metadata_narrow_a_search(index):
         assert ".rs:" not in str(caught.value)
     with pytest.raises(ConditionError, match="Valid fields are `id`, `text`, `taken`"):
         found("nothing = 1")
+    reasons = {
+        "year = '2024'": "not convert to literal of type 'Int64'",
+        "year\n>": "Expected: an expression",
+    }
+    for wrong, reason in reasons.items():
+        with pytest.raises(ConditionError, match=reason):
+            found(wrong)
     for asked in ({}, {"words": ["key"]}):  # what only a row can tell
         index.refresh(ann_from=99)
         with pytest.raises(ConditionError, match="^where= fails on a row: .*Divide by zero"):

@@ -12,9 +12,7 @@ from rge.common.options import parse_options, positional
 from rge.index.options import SearchOptions
 
 if TYPE_CHECKING:
-    from rge.embedder import Embedder
     from rge.index.rows import Hit
-    from rge.index.store import Index
 
 
 def main(words: list[str]) -> int:
@@ -27,14 +25,7 @@ def main(words: list[str]) -> int:
     from rge.index.store import Index
 
     index = Index.open(options.index)
-    rationale, hits = answer(index.embedder(options.checkpoint, options.base), index, options)
-    print(format_result(rationale, hits))  # noqa: T201
-    return 0
-
-
-def answer(embedder: "Embedder", index: "Index", options: SearchOptions) -> "tuple[str, list[Hit]]":
-    """The rationale and the hits of a search."""
-    query_D, rationale = embedder.encode_query(
+    query_D, rationale = index.embedder(options.checkpoint, options.base).encode_query(
         options.question,
         options.image,
         mode=options.mode,
@@ -42,9 +33,10 @@ def answer(embedder: "Embedder", index: "Index", options: SearchOptions) -> "tup
         dimensions=index.about["dimensions"],
         return_rationales=True,
     )
-    words = [options.question or ""] if options.hybrid else None
-    [hits] = index.search(query_D[None], options.k, where=options.where, words=words, exact=options.exact)
-    return rationale, hits
+    fused = [options.question or ""] if options.hybrid else None
+    [hits] = index.search(query_D[None], options.k, where=options.where, words=fused, exact=options.exact)
+    print(format_result(rationale, hits))  # noqa: T201
+    return 0
 
 
 def format_result(rationale: str, hits: "Sequence[Hit]") -> str:

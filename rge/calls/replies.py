@@ -99,12 +99,16 @@ _FENCED = re.compile(r"```(?:json)?\s*(\{.*\})\s*```", re.DOTALL)
 
 
 def parse(raw: bytes) -> Any | None:
-    """Parse a body; None if it is not JSON. Lone surrogates, which cannot be written to a file, are replaced."""
+    """Parse a body; None if it is not JSON. Lone surrogates are replaced."""
     try:
-        whole = json.dumps(json.loads(raw), ensure_ascii=False).encode("utf-8", "replace")
-        return json.loads(whole)
+        return json.loads(valid_unicode(json.dumps(json.loads(raw), ensure_ascii=False)))
     except (ValueError, RecursionError):
         return None
+
+
+def valid_unicode(text: str) -> str:
+    """Replace lone surrogates, which can be neither sent nor written to a file."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def read_replies(raw: bytes) -> list[Reply | ReplyError]:
@@ -187,16 +191,17 @@ def _as_tags(text: str, *, whole: bool) -> str:
             value = json.loads(source)
         except ValueError:
             value = json_repair.loads(source) if whole and source.endswith("}") else None
-        return _tagged(value) if isinstance(value, dict) and value else text
+        return valid_unicode(_tagged(value)) if isinstance(value, dict) and value else text
     except RecursionError:  # a model that repeats itself
         return text
 
 
-def _tagged(fields: dict[str, Any]) -> str:
-    return "\n".join(
-        f"<{name}>{_tagged(value) if isinstance(value, dict) else value}</{name}>"
-        for name, value in fields.items()
-    )
+def _tagged(value: Any) -> str:
+    if isinstance(value, dict):
+        return "\n".join(f"<{name}>{_tagged(inner)}</{name}>" for name, inner in value.items())
+    if isinstance(value, list):
+        return "\n".join(map(_tagged, value))
+    return "" if value is None else str(value)
 
 
 def usage(raw: bytes, expected: tuple[int, int]) -> Usage:

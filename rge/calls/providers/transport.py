@@ -16,7 +16,16 @@ from rge.calls.keys import Mask
 from rge.calls.model_config import ModelConfig
 from rge.calls.pictures import EncodedPictures
 from rge.calls.providers.errors import failure
-from rge.calls.replies import NotAChat, ReplyError, as_dict, dict_items, is_failure, parse, read_replies
+from rge.calls.replies import (
+    NotAChat,
+    ReplyError,
+    as_dict,
+    dict_items,
+    is_failure,
+    parse,
+    read_replies,
+    valid_unicode,
+)
 from rge.calls.request import Part, Picture, Request
 from rge.common.errors import UserError
 
@@ -129,11 +138,6 @@ def json_schema(fields: tuple[tuple[str, Any], ...]) -> Json:
         "required": list(properties),
         "additionalProperties": False,
     }
-
-
-def valid_unicode(text: str) -> str:
-    """Replace lone surrogates, which cannot be encoded."""
-    return text.encode("utf-8", "replace").decode()
 
 
 def served_model(model: ModelConfig) -> dict[str, Any]:

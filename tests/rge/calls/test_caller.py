@@ -522,6 +522,20 @@ def test_thoughts_that_a_server_leaves_in_the_answer_are_none(content, stop, tex
     assert read_replies(json.dumps(body).encode()) == [reply(text, stop)]
 
 
+@pytest.mark.parametrize(
+    ("written", "text"),
+    [
+        ('{"a": null, "b": "x"}', "<a></a>\n<b>x</b>"),  # empty, not the word None
+        ('{"a": ["one", "two"]}', "<a>one\ntwo</a>"),
+        ('{"a": [{"b": 1}, {"b": true}]}', "<a><b>1</b>\n<b>True</b></a>"),
+        ('{"a": "half of a \\ud83d"}', "<a>half of a ?</a>"),  # could not be written to a table
+    ],
+)
+def test_json_of_any_kind_becomes_text(written, text):
+    body = {"choices": [{"message": {"content": written}, "finish_reason": "stop"}]}
+    assert read_replies(json.dumps(body).encode()) == [reply(text)]
+
+
 def test_tags():
     assert tag("<x>one</x> <X>\n two  words</X>", "x") == "two words"
     with pytest.raises(MissingTag, match="<x> is missing in 'nothing'"):

@@ -182,9 +182,9 @@ def read_captions(records: Path, given: Path | None) -> dict[str, str]:
         UserError: the file is not such a table.
     """
     path = given or records.with_name(PICTURES)
-    if given is None and not path.is_file():
-        return {}
     try:
+        if given is None and not (path.is_file() and "caption" in pq.read_schema(path).names):
+            return {}  # a library of pictures may have the same name
         table = pq.read_table(path, columns=["id", "caption"])
     except (OSError, ValueError, KeyError) as error:
         raise UserError(

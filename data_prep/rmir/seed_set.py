@@ -191,11 +191,13 @@ def settle_library(run: Run) -> None:
     """Compare the library with what the seed stage read, and handle changes as ``library.changed`` says.
 
     Raises:
-        UserError: it changed and ``library.changed=stop``; or it is unreadable and the seed stage is not finished.
+        UserError: it changed and ``library.changed=stop``; it is unreadable and the seed stage is not finished; or the run's
+            folder is in it.
     """
     folder, config = run.path("seed"), run.config.library
     parts = _parts(run)
     if not parts or not run.begun("seed"):
+        _check_apart(run)
         return
     state, done = LibraryState.read(folder), run.done("seed")
     finished = done is not None and len(done["counts"].get("extensions", ())) == len(state.extensions)
@@ -232,6 +234,16 @@ def settle_library(run: Run) -> None:
         )
     print(f"library.path {config.path} has changed: {found}", file=sys.stderr, flush=True)
     _carry_over(folder, state, found, table, finished)
+
+
+def _check_apart(run: Run) -> None:
+    """Raise if the pictures that the run will export would be pictures of the library."""
+    out, folder = run.out.resolve(), Path(run.config.library.path or "").resolve()
+    if out.is_relative_to(folder) and not any(part.startswith(".") for part in out.relative_to(folder).parts):
+        raise UserError(
+            f"out={run.out} is in the folder library.path={run.config.library.path}, so that the run's own pictures would be taken "
+            "for the library's: choose another out="
+        )
 
 
 def _carry_over(folder: Path, state: LibraryState, found: Changes, table: pa.Table, finished: bool) -> None:
@@ -358,15 +370,14 @@ def keep_pictures(run: Run, library: Library, images: Rows) -> None:
     if wanted:
         for row in fetched(row for row in library.rows() if row["id"] in wanted):
             image = missing[row["id"]]
-            if row["data"] is None or hashlib.sha256(row["data"]).hexdigest() != image["sha256"]:
-                break
-            write_bytes(path(image), row["data"], sync=False)
-            wanted.remove(row["id"])
+            if row["data"] is not None and hashlib.sha256(row["data"]).hexdigest() == image["sha256"]:
+                write_bytes(path(image), row["data"], sync=False)
+                wanted.remove(row["id"])
         os.sync()
     if wanted:
         raise UserError(
-            f"library.path {run.config.library.path}: picture {min(wanted)!r} has changed since it was inspected; delete "
-            f"{run.path('seed')} and run the same command again"
+            f"library.path {run.config.library.path}: picture {min(wanted)!r} cannot be read now, or has changed since it "
+            "was inspected: run the same command again"
         )
     for image in missing.values():
         image["ref"] = str(path(image))

@@ -55,7 +55,9 @@ class Caller:
         for name, model in models.items():
             check_model(f"models.{name}", model)
         self._mask = Mask(model.key() for model in models.values())
-        self._health = {model.endpoint: Health(self._say) for model in models.values()}
+        self._health: dict[str, Health] = {}
+        for model in models.values():
+            self._health[model.endpoint] = Health(self._say, self._health.values())
         self._budget = budget
 
     def run(

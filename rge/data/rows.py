@@ -24,6 +24,7 @@ from rge.data.sources import (
     Scanned,
     StoredRecords,
     problems_of,
+    texts_of,
     with_defaults,
     without_nulls,
 )
@@ -78,10 +79,10 @@ def drop_image_bytes(table: pa.Table) -> pa.Table:
 def _without_bytes(array: pa.Array) -> pa.Array:
     kind = array.type
     if pa.types.is_struct(kind) and {field.name for field in kind} == {"bytes", "path"}:
-        there, path = pc.is_valid(pc.struct_field(array, "bytes")), pc.struct_field(array, "path")
-        return pc.if_else(there, pa.scalar(PRESENT), path.cast(pa.string()))
+        path = pc.struct_field(array, "path").cast(pa.string())
+        return pc.if_else(_has_bytes(pc.struct_field(array, "bytes")), pa.scalar(PRESENT), path)
     if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
-        return pc.if_else(pc.is_valid(array), pa.scalar(PRESENT), pa.scalar(None, pa.string()))
+        return pc.if_else(_has_bytes(array), pa.scalar(PRESENT), pa.scalar(None, pa.string()))
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         # `flatten` drops values hidden by null rows and slices, so offsets follow from the lengths.
         lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False)
@@ -91,6 +92,10 @@ def _without_bytes(array: pa.Array) -> pa.Array:
         parts = [_without_bytes(pc.struct_field(array, field.name)) for field in kind]
         return pa.StructArray.from_arrays(parts, [field.name for field in kind], mask=pc.is_null(array))
     return array
+
+
+def _has_bytes(array: pa.Array) -> pa.Array:
+    return pc.greater(pc.fill_null(pc.binary_length(array), 0), 0)
 
 
 class Columns:
@@ -242,6 +247,8 @@ class RowRecords(Reopened, StoredRecords):
                     part = rows.without_pictures(start, numbers.stop)
                 for number, row in zip(numbers, part, strict=True):
                     record, problems = parsed(columns, row, number)
+                    if record is not None and PRESENT in texts_of(record):
+                        problems = ["a text is stored as bytes: cast its column to text"]
                     sha256.update(repr(record or problems).encode(errors="backslashreplace"))
                     yield Scanned(number, number, record, problems)
                 bar.update(len(numbers))

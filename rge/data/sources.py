@@ -343,11 +343,11 @@ def without_nulls(value: Any) -> Any:
     """Pictures as bytes or paths, and no empty fields: Arrow gives every row every field."""
     if isinstance(value, Mapping):
         if value.keys() == {"bytes", "path"}:
-            return value["bytes"] if value["bytes"] is not None else value["path"]
+            return value["bytes"] or value["path"]
         return {name: bare for name, one in value.items() if (bare := without_nulls(one)) is not None}
     if isinstance(value, (list, tuple)):
         return [without_nulls(one) for one in value]
-    return value
+    return None if isinstance(value, bytes) and not value else value
 
 
 def _id_of(target: Mapping[str, Any]) -> str:

@@ -161,7 +161,12 @@ def picture_rows(
     ]
     with reading(files.address(files.root)):
         try:
-            yield from read(files, image, columns, first, pictures)
+            for row in read(files, image, columns, first, pictures):
+                if isinstance(row.cells.get(image), list):
+                    raise TableError(
+                        f"{files.address(row.shard)}: row {row.number} has a list of pictures in {image}: write one row for each"
+                    )
+                yield row
         except tarfile.TarError as error:
             raise TableError(f"{files.address(files.root)} cannot be read: {reason(error)}") from error
 
@@ -309,13 +314,14 @@ def _saved(files: Files, image: str, columns: Sequence[str], first: int, picture
         saved = datasets.load_from_disk(address)
     except (ValueError, TypeError, KeyError) as error:
         raise TableError(f"{address} cannot be read by the library datasets: {error}") from error
-    for split in saved.values() if isinstance(saved, datasets.DatasetDict) else [saved]:
+    splits = saved.items() if isinstance(saved, datasets.DatasetDict) else [(saved.split, saved)]
+    for name, split in splits:
         encoded = _check_column(address, image, split.data.schema)
         skipped, first = min(first, len(split)), max(0, first - len(split))
-        wanted = [name for name in dict.fromkeys((image, *columns)) if name in split.column_names]
+        wanted = [column for column in dict.fromkeys((image, *columns)) if column in split.column_names]
         if encoded and not pictures:
             wanted.remove(image)
-        place = address if split.split is None else f"{address}/{split.split}"
+        place = address if name is None else f"{address}/{split.split or name}"
         tables = split.select_columns(wanted).with_format("arrow")  # mapped from the disk
         for start in range(skipped, len(split), SAVED_ROWS):
             for number, cells in enumerate(tables[start : start + SAVED_ROWS].to_pylist(), start=start + 1):

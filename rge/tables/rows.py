@@ -119,7 +119,7 @@ def parquet_rows(
 
 def is_text(kind: pa.DataType) -> bool:
     """Whether a column holds strings, such as paths of pictures."""
-    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
 
 
 def _text_rows(path: str, lines: Iterable[str]) -> Iterator[dict[str, Any]]:

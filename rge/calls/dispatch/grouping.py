@@ -112,21 +112,39 @@ class Grouping:
         waiting = pending
         while waiting:
             reasks: list[PendingSample] = []
-            for group in self._group_samples(waiting):
-                first, last = group[0].request, group[-1].request
-                request = replace(first, n=last.sample - first.sample + 1)
-                model = self.models[request.model]
-                key = request.key(self._cache_names[request.model], model.cache_settings())
-                call = Call(key, request, group)
-                if key in self._open:
-                    self._open[key].pending += group
-                elif (result := self.stored(key, model)) is not None:
+            for call in self._calls_for(waiting):
+                if call.key in self._open:
+                    self._open[call.key].pending += call.pending
+                elif (result := self.stored(call.key, self.models[call.request.model])) is not None:
                     reasks += self._deliver(call, result)
                 else:
                     calls.append(call)
-                    self._open[key] = call
+                    self._open[call.key] = call
             waiting = reasks
         return calls
+
+    def _calls_for(self, pending: Iterable[PendingSample]) -> Iterator[Call]:
+        """Calls that answer these requests, without those of an earlier `ModelConfig.draws_a_call` that have an answer."""
+        for group in self._group_samples(pending):
+            call = self._call_of(group)
+            if len(group) == 1 or call.key in self._open or self._has_answer(call):
+                yield call
+                continue
+            for is_answered, samples in groupby(
+                group, lambda sample: self._has_answer(self._call_of([sample]))
+            ):
+                part = list(samples)
+                yield from map(self._call_of, [[sample] for sample in part] if is_answered else [part])
+
+    def _call_of(self, group: list[PendingSample]) -> Call:
+        """The call for consecutive samples of one prompt."""
+        first, last = group[0].request, group[-1].request
+        request = replace(first, n=last.sample - first.sample + 1)
+        settings = self.models[request.model].cache_settings()
+        return Call(request.key(self._cache_names[request.model], settings), request, group)
+
+    def _has_answer(self, call: Call) -> bool:
+        return self.stored(call.key, self.models[call.request.model]) is not None
 
     def stored(self, key: str, model: ModelConfig) -> bytes | Rejection | None:
         """The stored answer to a call, or the recorded rejection of it; None: neither."""

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from rge.calls.failures import StopCalls, Unanswered
 
@@ -24,10 +24,16 @@ class Health:
     """An endpoint's rate limit, its recent results, and why calls to it have stopped, if they have.
 
     Stopping cancels nothing: calls in flight are billed, so their answers are awaited and stored.
+
+    Args:
+        say: receives messages.
+        all_of_run: this endpoint's and the others', which a budget of all models has to wait for.
     """
 
-    def __init__(self, say: Callable[[str], object] = lambda text: None) -> None:
-        self.say = say
+    def __init__(
+        self, say: Callable[[str], object] = lambda text: None, all_of_run: "Collection[Health]" = ()
+    ) -> None:
+        self.say, self.all_of_run = say, all_of_run
         self.pace = Pace()
         self.accepted_at = float("-inf")
         """Send time of the latest accepted call."""
@@ -41,14 +47,15 @@ class Health:
         """Why calls have stopped for this run."""
 
     async def wait_for_completion(self) -> None:
-        """Wait until any call ends."""
+        """Wait until any call ends, also one to another endpoint."""
         self._completed.clear()
         await self._completed.wait()
 
     def call_ended(self) -> None:
         """Count a call as ended, and wake up those that wait for it."""
         self.in_flight -= 1
-        self._completed.set()
+        for health in (self, *self.all_of_run):
+            health._completed.set()
 
     def call_accepted(self, sent_at: float) -> None:
         """Record that the endpoint answered a call."""

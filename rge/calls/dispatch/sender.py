@@ -155,7 +155,9 @@ class Sender:
                 if number is not None:
                     health.in_flight += 1
                     return Attempt(call.key, number, tokens)
-                if not health.in_flight:
+                # What calls in flight do not cost becomes free again; those to other endpoints count in the command's budget.
+                spenders = (health,) if self.budget is None else health.all_of_run
+                if not any(spender.in_flight for spender in spenders):
                     raise self.budget_reached(max_cost)
             await health.wait_for_completion()
         raise health.stopped

@@ -8,6 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from data_prep.rationales.pairs import Source, read_captions
+from rge.common.errors import UserError
 from rge.common.schema import Target
 from rge.data.sources import located
 
@@ -32,3 +33,12 @@ def test_a_caption_by_exact_name_comes_first(tmp_path: Path) -> None:
     names = {"id": ["a/b", "./a/b"], "caption": ["exact", "other"]}
     pq.write_table(pa.table(names), tmp_path / "captions.parquet")
     assert read_captions(tmp_path / "train.jsonl", tmp_path / "captions.parquet")["a/b"] == "exact"
+
+
+def test_a_picture_library_beside_the_records_may_have_no_captions(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"id": ["a"], "image": [b"x"]}), tmp_path / "pictures.parquet")
+    assert read_captions(tmp_path / "train.jsonl", None) == {}
+    with pytest.raises(UserError, match="is not a Parquet file with columns id and caption"):
+        read_captions(tmp_path / "train.jsonl", tmp_path / "pictures.parquet")
+    pq.write_table(pa.table({"id": ["a"], "caption": ["a hat"]}), tmp_path / "pictures.parquet")
+    assert read_captions(tmp_path / "train.jsonl", None) == {"a": "a hat"}

@@ -364,6 +364,18 @@ def test_a_budget_of_the_command_is_one_for_all_models(store):
     assert server.num == 10
 
 
+def test_what_one_model_may_still_spend_is_waited_for_by_the_others(store):
+    """A call costs 20 and might cost 100: at first nearly all of 500 is set aside for one model's calls in flight."""
+    with LocalServer(Server(delay_s=0.02)) as at:
+        both = {
+            name: ModelConfig(name=name, base_url=at.url, output_price=1e6, concurrency=8)
+            for name in ("m", "n")
+        }
+        requests = [Request(name, (str(number),), max_tokens=100) for number in range(9) for name in both]
+        assert len(Caller(both, store, budget=500).run(requests)) == 18
+    assert store.spent(None) == 360
+
+
 def test_prices_come_from_a_table_where_none_are_given(tmp_path, monkeypatch):
     """The shipped one for providers' own addresses only; one's own for all; a model's own settings come first."""
     known, mine = "claude-haiku-4-5", tmp_path / "prices.yaml"

@@ -428,6 +428,19 @@ def test_draws_of_one_prompt_by_one_call(store):
     assert store.ledger()[0].input_tokens == 300, "one prompt is paid for once"
 
 
+def test_draws_that_were_asked_for_singly_are_not_asked_for_again(store):
+    """Three draws were made before the setting was changed; the other two are one call, which is found again."""
+    server = Server(several)
+    draws = [ask("a", sample=sample) for sample in range(5)]
+    with LocalServer(server) as at:
+        first = Caller(model(at), store).run([draws[0], draws[1], draws[4]])
+        for _ in range(2):
+            found = Caller(model(at, draws_a_call=5), store).run(draws)
+            assert [one.reply for one in (found[0], found[1], found[4])] == [one.reply for one in first]
+            assert [tag(one.reply.text, "x") for one in found[2:4]] == ["draw 2", "draw 3"]
+            assert [body.get("n", 1) for body in server.bodies] == [1, 1, 1, 2]
+
+
 def test_a_server_that_knows_no_n_is_asked_for_the_others(store):
     def only_one(body):
         answer = several({**body, "n": 1})

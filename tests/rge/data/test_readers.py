@@ -388,6 +388,32 @@ def test_bad_records_are_named_by_their_rows_or_left_out(home, tmp_path):
     assert found.place(3) == 4
 
 
+def write_pairs(folder: Path, questions: pa.Array, pictures: list) -> RecordsConfig:
+    folder.mkdir()
+    cells = pa.array(pictures, pa.struct([("bytes", pa.binary()), ("path", pa.string())]))
+    pq.write_table(pa.table({"question": questions, "answer": cells}), folder / "train.parquet")
+    columns = {"query.text": "question", "positives.image": "answer"}
+    return RecordsConfig(dataset=str(folder), columns=columns)
+
+
+def test_a_picture_without_bytes_is_found_by_the_check(tmp_path):
+    empty = {"bytes": b"", "path": None}
+    source = write_pairs(
+        tmp_path / "rows", pa.array(["a", "b"]), [{"bytes": drawing(1), "path": None}, empty]
+    )
+    with pytest.raises(RecordError, match=r"rows\[train\]:1: positives: "):
+        open_records(source)
+    found = open_records(source, on_bad="skip")
+    assert (len(found), found[0].query.text, [bad.place for bad in found.bad]) == (1, "a", [1])
+
+
+def test_a_text_that_is_stored_as_bytes_is_found_by_the_check(tmp_path):
+    pictures = [{"bytes": drawing(number), "path": None} for number in range(2)]
+    source = write_pairs(tmp_path / "rows", pa.array([b"a", b"b"], pa.binary()), pictures)
+    with pytest.raises(RecordError, match="a text is stored as bytes"):
+        open_records(source)
+
+
 def test_checking_does_not_read_the_pictures(home, monkeypatch):
     """What is looked at has no bytes in it, so that a set of a terabyte is checked in the time of its texts."""
     from rge.data import rows

@@ -4,6 +4,8 @@ import asyncio
 import io
 import json
 import tarfile
+from collections import Counter
+from contextlib import closing
 
 import datasets
 import fsspec
@@ -27,6 +29,7 @@ from data_prep.rmir.stages import retrieve, seed
 from rge.calls.local_server import LocalServer
 from rge.common.errors import UserError
 from rge.common.images import picture_bytes
+from rge.tables.pictures import file_stamp
 
 # ------------------------------------------------------------------------------------------------- shards and fingerprints
 
@@ -213,6 +216,73 @@ def test_rows_without_ids_are_numbered_and_two_of_one_name_refused(tmp_path):
     with pytest.raises(UserError, match="the id 'p0' occurs twice .*null numbers the rows"):
         seed(run)
     run.close()
+
+
+def test_rows_of_splits_without_names_are_numbered(tmp_path):
+    one = datasets.Dataset.from_dict({"image": ["a.png"]})
+    datasets.DatasetDict({"train": one, "test": one}).save_to_disk(tmp_path)
+    library = Library(LibraryConfig(path=str(tmp_path), id_column=None))
+    assert [row["id"] for row in library.rows()] == ["train/1", "test/1"]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_several_pictures_in_a_row_are_refused(tmp_path, kind):
+    path = tmp_path / f"list.{kind}"
+    if kind == "parquet":
+        pq.write_table(pa.table({"id": ["p0"], "image": [[png(0), png(1)]]}), path)
+    else:
+        path.write_text(json.dumps({"id": "p0", "image": ["a.png", "b.png"]}))
+    with pytest.raises(UserError, match=rf"list\.{kind}: row 1 has a list of pictures in image"):
+        list(Library(LibraryConfig(path=str(path))).rows())
+
+
+def test_paths_in_a_parquet_file_may_be_views_of_texts(tmp_path):
+    """As some libraries write them; a path has the stamp of its own file."""
+    (tmp_path / "p0.png").write_bytes(png(0))
+    table = {"id": ["p0"], "image": pa.array(["p0.png"], pa.string_view())}
+    pq.write_table(pa.table(table), tmp_path / "list.parquet")
+    [row] = Library(LibraryConfig(path=str(tmp_path / "list.parquet"))).rows(pictures=False)
+    assert (row["ref"], row["stamp"]) == (
+        f"{tmp_path}/p0.png",
+        f"{tmp_path}/p0.png:{file_stamp(tmp_path / 'p0.png')}",
+    )
+
+
+def test_a_picture_that_cannot_be_read_for_a_moment_costs_only_another_try(tmp_path, monkeypatch):
+    fs = fsspec.filesystem("memory")
+    path = write_folder(f"/{tmp_path.name}-moment", fs)
+    config = config_of(tmp_path / "out", f"memory:/{path}")
+    config.seed.clusters, config.seed.per_cluster = 2, 5
+    reads: Counter[str] = Counter()
+    cat_file = type(fs).cat_file
+
+    def read(self, place, *more, **how):
+        reads[place] += 1
+        if place.endswith("p3.png") and reads[place] == 2:
+            raise OSError("connection reset")
+        return cat_file(self, place, *more, **how)
+
+    monkeypatch.setattr(type(fs), "cat_file", read)
+    with closing(Run(config, progress=False)) as run:
+        with pytest.raises(
+            UserError, match="picture 'p3' .*cannot be read now.*: run the same command again"
+        ):
+            seed(run)
+        inspected = {place: number for place, number in reads.items() if number == 1}
+        seed(run)
+    assert all(reads[place] == 1 for place in inspected)
+
+
+def test_a_run_in_the_folder_of_its_library_is_refused_before_it_begins(tmp_path):
+    """Its exported pictures would be pictures of the library."""
+    write_folder(str(tmp_path), fsspec.filesystem("file"))
+    for out in (tmp_path, tmp_path / "runs" / "mine"):
+        with closing(Run(config_of(out, tmp_path), progress=False)) as run:
+            with pytest.raises(UserError, match=r"out=.* is in the folder library\.path="):
+                run_stages(run, ["seed"])
+    with closing(Run(config_of(tmp_path / ".mine", tmp_path), progress=False)) as run:
+        run.config.seed.clusters = 2
+        run_stages(run, ["seed"])
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ class RationaleOptions:
     out. null: keep all."""
     captions: Path | None = None
     """Parquet table with id and caption of target pictures, for the leak score; null: ``pictures.parquet`` beside the
-    records, if it exists."""
+    records, if it exists and has captions."""
     on_unanswered: Literal["wait", "proceed"] = "wait"
     """What to do if calls are unanswered (outages): wait until the same command has asked them again, or proceed
     without these pairs."""

@@ -17,8 +17,8 @@ from rge.common.images import known_bytes, load_image, picture_bytes
 from rge.common.picture_metadata import without_metadata
 from rge.common.schema import ImageRef
 
-EncodedPictures = Mapping[Picture, tuple[str, str]]
-"""Media type and base64 of each picture of a request."""
+EncodedPictures = Mapping[Picture, str]
+"""Each picture of a request as a ``data:`` URL."""
 SENDABLE = {"JPEG": "image/jpeg", "PNG": "image/png", "WEBP": "image/webp"}
 """Formats that every server reads; others are converted to JPEG."""
 JPEG_QUALITY = 90
@@ -59,7 +59,7 @@ class Pictures:
     """Encodes pictures in threads, and keeps the latest; a context manager."""
 
     def __init__(self) -> None:
-        self._kept: dict[Picture, asyncio.Future[tuple[str, str]]] = {}
+        self._kept: dict[Picture, asyncio.Future[str]] = {}
         self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="pictures")
 
     def __enter__(self) -> "Pictures":
@@ -72,17 +72,18 @@ class Pictures:
         """The encoded pictures of a request. Raises `ImageError`: a picture cannot be read or decoded, or has changed."""
         return {part: await self.encode(part) for part in request.parts if isinstance(part, Picture)}
 
-    async def encode(self, picture: Picture) -> tuple[str, str]:
-        """Media type and base64 of a picture; raises as `of` does."""
+    async def encode(self, picture: Picture) -> str:
+        """The ``data:`` URL of a picture; raises as `of` does."""
         if (encoded := self._kept.pop(picture, None)) is None:
-            encoded = asyncio.get_running_loop().run_in_executor(self._threads, _encoded, picture)
+            encoded = asyncio.get_running_loop().run_in_executor(self._threads, data_url, picture)
         self._kept[picture] = encoded  # as the latest
         if len(self._kept) > MAX_KEPT:
             del self._kept[next(iter(self._kept))]
         return await asyncio.shield(encoded)  # one of several waiting calls may be cancelled
 
 
-def _encoded(picture: Picture) -> tuple[str, str]:
+def data_url(picture: Picture) -> str:
+    """A picture of `prepare_picture`, which also says what is raised, as a ``data:`` URL."""
     # The answer is stored under this hash.
     media_type, data = prepare_picture(picture.ref, picture.max_side_px, picture.sha256)
-    return media_type, base64.b64encode(data).decode()
+    return f"data:{media_type};base64,{base64.b64encode(data).decode()}"

@@ -27,7 +27,8 @@ from data_prep.rmir import frames
 from data_prep.rmir.decisions import AGREEMENT, triplet_name, write_about_panel
 from data_prep.rmir.results import card
 from data_prep.rmir.results.agreement import defined, fleiss_kappa
-from rge.calls.pictures import prepare_picture
+from rge.calls.pictures import data_url
+from rge.calls.request import Picture
 from rge.common.errors import UserError
 from rge.common.options import parse_options
 from rge.stats.intervals import cluster_bootstrap, figures, in_words, index_of
@@ -84,6 +85,7 @@ def page(run: Path, chosen: Sequence[dict[str, Any]], side_px: int = 800) -> str
     images = frames.by("id", frames.stage_rows(run, "seed", "images"))
     shown = dict.fromkeys(name for row in chosen for name in (row["image_id"], row["candidate_id"]))
     names = {name: str(number) for number, name in enumerate(shown)}
+    pictures = {name: Picture(images[name]["ref"], images[name]["sha256"], side_px) for name in names}
     items = [
         {
             "key": triplet_name(row),
@@ -100,7 +102,7 @@ def page(run: Path, chosen: Sequence[dict[str, Any]], side_px: int = 800) -> str
     data = {
         "sample": sample,
         "items": items,
-        "pictures": {number: _data_url(images[name], side_px) for name, number in names.items()},
+        "pictures": {number: data_url(pictures[name]) for name, number in names.items()},
     }
     # Escaping every "<" keeps texts from closing the script element or opening a comment in it. json.dumps also escapes
     # lone surrogates.
@@ -346,8 +348,3 @@ def shown_hash(row: Mapping[str, Any], images: Mapping[str, dict[str, Any]]) -> 
 def _decided(run: Path) -> dict[str, dict[str, Any]]:
     """The panel's decisions, by `triplet_name`."""
     return {triplet_name(row): row for row in frames.stage_rows(run, "keep", "decided")}
-
-
-def _data_url(image: Mapping[str, Any], side_px: int) -> str:
-    media_type, data = prepare_picture(image["ref"], side_px, image["sha256"])
-    return f"data:{media_type};base64,{base64.b64encode(data).decode()}"

@@ -30,9 +30,7 @@ class Health:
         all_of_run: this endpoint's and the others', which a budget of all models has to wait for.
     """
 
-    def __init__(
-        self, say: Callable[[str], object] = lambda text: None, all_of_run: "Collection[Health]" = ()
-    ) -> None:
+    def __init__(self, say: Callable[[str], object], all_of_run: "Collection[Health]") -> None:
         self.say, self.all_of_run = say, all_of_run
         self.pace = Pace()
         self.accepted_at = float("-inf")
@@ -54,7 +52,7 @@ class Health:
     def call_ended(self) -> None:
         """Count a call as ended, and wake up those that wait for it."""
         self.in_flight -= 1
-        for health in (self, *self.all_of_run):
+        for health in self.all_of_run:
             health._completed.set()
 
     def call_accepted(self, sent_at: float) -> None:

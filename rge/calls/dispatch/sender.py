@@ -1,8 +1,7 @@
 """Make one call: retries, budget, ledger entry, and the handling of its errors."""
 
 import asyncio
-import base64
-import functools
+import hashlib
 import io
 import random
 import time
@@ -22,7 +21,7 @@ from rge.calls.failures import (
     Unanswered,
 )
 from rge.calls.model_config import BillingStats, ModelConfig
-from rge.calls.pictures import EncodedPictures
+from rge.calls.pictures import EncodedPictures, data_url
 from rge.calls.providers.transport import Connection
 from rge.calls.replies import usage
 from rge.calls.request import Part, Picture, Request
@@ -220,14 +219,9 @@ class Sender:
         )
 
 
-@functools.cache
-def _grey_picture() -> tuple[Picture, tuple[str, str]]:
+def _canary(request: Request) -> tuple[Request, EncodedPictures]:
     out = io.BytesIO()
     Image.new("RGB", (64, 64), "grey").save(out, "PNG")
-    return Picture(out.getvalue(), "canary"), ("image/png", base64.b64encode(out.getvalue()).decode())
-
-
-def _canary(request: Request) -> tuple[Request, EncodedPictures]:
-    picture, encoded = _grey_picture()
+    picture = Picture(out.getvalue(), hashlib.sha256(out.getvalue()).hexdigest())
     parts: tuple[Part, ...] = ("Answer with the word ok.", *[picture] * request.num_pictures())
-    return replace(request, parts=parts, system=None), {picture: encoded}
+    return replace(request, parts=parts, system=None), {picture: data_url(picture)}

@@ -117,8 +117,7 @@ def body(model: ModelConfig, request: Request, pictures: EncodedPictures) -> Jso
 
 def _part(part: Part, pictures: EncodedPictures) -> Json:
     if isinstance(part, Picture):
-        kind, data = pictures[part]
-        return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
+        return {"type": "image_url", "image_url": {"url": pictures[part]}}
     return {"type": "text", "text": valid_unicode(part)}
 
 

@@ -9,9 +9,6 @@ from data_prep.rmir.config import EncoderConfig
 from rge.calls.model_config import ModelConfig
 from rge.common.options import AtLeastOne, Share
 
-SAMPLING_TEMPERATURE = 0.7
-"""Default for several candidates, which would all be the same at 0."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class RationaleOptions:
@@ -58,10 +55,3 @@ class RationaleOptions:
     """Make no calls; print the number of calls, tokens and the cost."""
     yes: bool = False
     """On a terminal, do not ask for confirmation before the first paid call; the estimate is still printed."""
-
-    @property
-    def sampling_temperature(self) -> float:
-        """The temperature that requests are sent with."""
-        if self.temperature is not None:
-            return self.temperature
-        return SAMPLING_TEMPERATURE if self.candidates > 1 else 0.0

@@ -158,10 +158,11 @@ def request_for(
         max_words=options.max_words,
         rewrite=rewrite,
     )
+    default = 0.7 if options.candidates > 1 else 0.0  # at 0, all candidates would be the same
     return Request(
         model.name,
         parts,
-        temperature=options.sampling_temperature,
+        temperature=default if options.temperature is None else options.temperature,
         max_tokens=max(256, 4 * options.max_words),
         form="<rationale>your rationale</rationale>",
         fields=(("rationale", None),),

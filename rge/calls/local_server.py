@@ -27,14 +27,12 @@ Handler = Callable[[str, dict[str, Any]], Awaitable[Answer]]
 """Takes path and JSON body."""
 
 
-def chat(
-    text: str, *, stop: str = "stop", input_tokens: int = 100, output_tokens: int = 20, model: str = "local"
-) -> Answer:
+def chat(text: str, *, stop: str = "stop", input_tokens: int = 100, output_tokens: int = 20) -> Answer:
     """Build a chat completion."""
     choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": stop}
     usage = {"prompt_tokens": input_tokens, "completion_tokens": output_tokens}
     usage["total_tokens"] = input_tokens + output_tokens
-    about = {"id": "local", "object": "chat.completion", "created": 0, "model": model}
+    about = {"id": "local", "object": "chat.completion", "created": 0, "model": "local"}
     return Answer({**about, "choices": [choice], "usage": usage})
 
 

@@ -13,9 +13,6 @@ from rge.common.registry import Registry
 Augmentation = Callable[[Image.Image, int], Image.Image]
 """An RGB picture and a seed, from which everything random has to come; an RGB picture."""
 
-BACKGROUND = [255, 255, 255]
-
-
 AUGMENTATIONS: Registry[Augmentation] = Registry("augmentation", "rge.augmentations")
 """By the name that ``data.augment`` gives; ``none`` is none."""
 
@@ -37,7 +34,7 @@ def augment_drawing(image: Image.Image, seed: int) -> Image.Image:
         scale=chance.uniform(0.7, 1.15),
         shear=[chance.uniform(-8, 8), 0.0],
         interpolation=InterpolationMode.BILINEAR,
-        fill=BACKGROUND,
+        fill=[255, 255, 255],
     )
     # A random matrix near the identity mixes the colour channels: families differ in palette more than in shape.
     mix = np.eye(3) + np.random.default_rng(seed).normal(0.0, 0.1, size=(3, 3))

@@ -160,15 +160,12 @@ def picture_rows(
         files.kind
     ]
     with reading(files.address(files.root)):
-        try:
-            for row in read(files, image, columns, first, pictures):
-                if isinstance(row.cells.get(image), list):
-                    raise TableError(
-                        f"{files.address(row.shard)}: row {row.number} has a list of pictures in {image}: write one row for each"
-                    )
-                yield row
-        except tarfile.TarError as error:
-            raise TableError(f"{files.address(files.root)} cannot be read: {reason(error)}") from error
+        for row in read(files, image, columns, first, pictures):
+            if isinstance(row.cells.get(image), list):
+                raise TableError(
+                    f"{files.address(row.shard)}: row {row.number} has a list of pictures in {image}: write one row for each"
+                )
+            yield row
 
 
 def stamp_of(files: Files, path: str) -> str:
@@ -238,7 +235,7 @@ def _table(files: Files, image: str, columns: Sequence[str], first: int, picture
 
 def _parquet(files: Files, image: str, columns: Sequence[str], first: int, pictures: bool) -> Iterator[Row]:
     for path in files.paths:
-        with open_parquet(path, files.fs) as file:
+        with reading(files.address(path)), open_parquet(path, files.fs) as file:
             encoded = _check_column(path, image, file.schema_arrow)
             wanted = [*columns] if encoded and not pictures else [image, *columns]
             stamp = stamp_of(files, path) if encoded else None
@@ -267,7 +264,11 @@ def _tars(files: Files, image: str, columns: Sequence[str], first: int, pictures
 def _tar(files: Files, path: str, image: str, pictures: bool) -> Iterator[Row]:
     """A sample is a run of files with the same name: its pictures, its text and the values of its JSON."""
     number, stamp = 0, stamp_of(files, path)
-    with files.fs.open(path, "rb") as data, tarfile.open(fileobj=data, mode="r|*") as tar:
+    with (
+        reading(files.address(path)),
+        files.fs.open(path, "rb") as data,
+        tarfile.open(fileobj=data, mode="r|*") as tar,
+    ):
         for key, members in groupby(_members(tar), key=lambda member: _key(member.name)):
             cells: dict[str, Any] = {}
             found: list[tuple[str, bytes | None]] = []
@@ -278,7 +279,7 @@ def _tar(files: Files, path: str, image: str, pictures: bool) -> Iterator[Row]:
                 elif ending == "json":
                     cells = {**json_object(f"{path}: {member.name}", _content(tar, member)), **cells}
                 elif ending in ("txt", "caption"):
-                    cells["caption"] = _content(tar, member).decode("utf-8", "replace")
+                    cells["caption"] = _content(tar, member).decode("utf-8-sig", "replace")
             for ending, picture in found:
                 number += 1
                 name = key if len(found) == 1 else f"{key}.{ending}"

@@ -12,6 +12,7 @@ For folders and archives see `rge.tables.pictures`.
 
 import csv
 import json
+import tarfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -72,7 +73,7 @@ def reading(name: str) -> Iterator[None]:
     """Turn errors of file readers into a `TableError` that names the file."""
     try:
         yield
-    except (OSError, pa.ArrowException, csv.Error, EOFError, UnicodeDecodeError) as error:
+    except (OSError, pa.ArrowException, csv.Error, tarfile.TarError, EOFError, UnicodeDecodeError) as error:
         file = getattr(error, "filename", None) or name
         raise TableError(f"{file} cannot be read: {reason(error)}") from error
 

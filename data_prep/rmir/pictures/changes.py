@@ -63,11 +63,11 @@ class Changes:
         kinds = {
             "added": self.added, "removed": self.removed, "changed": self.changed, "given another caption": [*self.captions],
         }  # fmt: skip
-        return "; ".join(f"{len(ids):,} {kind} ({_some(ids)})" for kind, ids in kinds.items() if ids)
-
-
-def _some(ids: list[str]) -> str:
-    return ", ".join(map(repr, ids[:SHOWN])) + (", ..." if len(ids) > SHOWN else "")
+        return "; ".join(
+            f"{len(ids):,} {kind} ({', '.join(map(repr, ids[:SHOWN]))}{', ...' if len(ids) > SHOWN else ''})"
+            for kind, ids in kinds.items()
+            if ids
+        )
 
 
 def files_of(library: Library) -> dict[str, str]:

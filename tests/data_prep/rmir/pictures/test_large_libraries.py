@@ -312,6 +312,25 @@ def test_libraries_that_cannot_be_read_are_named(tmp_path, monkeypatch, path, me
         list(Library(LibraryConfig(path=path)).rows())
 
 
+@pytest.mark.parametrize("kind", ["parquet", "tar"])
+def test_the_shard_that_cannot_be_read_is_named(tmp_path, kind):
+    WRITERS[kind](str(tmp_path), fsspec.filesystem("file"))
+    path = sorted(tmp_path.glob(f"*.{kind}"))[1]
+    path.write_bytes(path.read_bytes()[:600])
+    with pytest.raises(UserError, match=rf"{path.name} cannot be read"):
+        list(Library(LibraryConfig(path=str(tmp_path))).rows())
+
+
+def test_a_caption_in_a_tar_may_begin_with_a_byte_order_mark(tmp_path):
+    with tarfile.open(tmp_path / "one.tar", "w") as tar:
+        for name, data in (("p0.png", png(0)), ("p0.txt", "\ufeffa hat\r\n".encode())):
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    [row] = Library(LibraryConfig(path=str(tmp_path / "one.tar"))).rows()
+    assert row["caption"] == "a hat"
+
+
 def test_blocks_are_bounded_by_rows_and_by_bytes():
     rows = [{"id": str(number), "data": bytes(size)} for number, size in enumerate([3, 3, 3, 9, 1, 1, 1, 1])]
     assert [len(block) for block in blocks(rows, 3, 8)] == [2, 1, 1, 3, 1]

@@ -104,24 +104,3 @@ def overlapping(
 
     seen = set().union(*(images(query) for query, split in splits.items() if split == "test"))
     return {query for query, split in splits.items() if split == "train" and images(query) & seen}
-
-
-def without_shared_pictures(
-    pool: Sequence[str],
-    in_training: Collection[str],
-    in_test: Collection[str],
-    negatives: Mapping[str, Sequence[str]],
-) -> tuple[list[str], dict[str, list[str]]]:
-    """The pool without training pictures, and the training negatives without test pictures, so that no picture is in both sets.
-
-    Args:
-        pool: the retrieval pool, which includes the right answers of training queries.
-        in_training: inputs and right answers of the training queries; disjoint from `in_test`.
-        in_test: inputs and right answers of the test queries.
-        negatives: negatives of each training query.
-    """
-    corpus = [name for name in pool if name not in in_training]
-    shown = {*corpus, *in_test}
-    return corpus, {
-        query: [name for name in found if name not in shown] for query, found in negatives.items()
-    }

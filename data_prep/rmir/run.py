@@ -59,27 +59,20 @@ def identities(config: RmirConfig) -> list[dict[str, Any]]:
 def fingerprints(config: RmirConfig, encoders: Sequence[dict[str, Any]]) -> dict[str, str]:
     """Hash of exactly what each stage's result depends on: the settings that it reads (`identities` too), and the stages before it."""
     settings = _settings(config, encoders)
-    version = _extended(Path(config.out) / "seed" / "library.json")
+    library = read_json(Path(config.out) / "seed" / "library.json") or {}
+    extended = library.get("extensions") and [library[key] for key in ("extensions", "gone", "captions")]
     found: dict[str, str] = {}
     for name in stages_of(config):
         before = {earlier: found[earlier] for earlier in READS[name] if earlier in found}
         depends_on: dict[str, Any] = {"settings": settings[name], "stages": before}
-        if version is not None and name != "seed":
-            depends_on["library"] = version
+        if extended and name != "seed":
+            depends_on["library"] = _hash(extended)
         found[name] = _hash(depends_on)
     return found
 
 
 def _hash(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _extended(path: Path) -> str | None:
-    """Hash of the extensions of a finished seed set; None if it was never extended."""
-    found = read_json(path)
-    if not found or not found["extensions"]:
-        return None
-    return _hash([found["extensions"], found["gone"], found["captions"]])
 
 
 def _settings(config: RmirConfig, encoders: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:

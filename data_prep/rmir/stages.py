@@ -13,7 +13,6 @@ import pyarrow as pa
 
 from data_prep.rmir import arithmetic as maths
 from data_prep.rmir import decisions, frames, prompts
-from data_prep.rmir.config import IndexSpec
 from data_prep.rmir.pictures.encoders import image_encoder, text_encoder
 from data_prep.rmir.pictures.indices import Index, caption_index, embed_captions, image_index
 from data_prep.rmir.results.audit import audit
@@ -138,17 +137,13 @@ def _indices(run: Run, images: Rows) -> Iterator[tuple[str, int, Index]]:
         yield "caption", config.by_caption, caption_index(run.config.caption_encoder, images, caption_ND)
     for spec in config.more:
         if spec.side == "image":
-            yield spec.name, spec.count, image_index(spec.encoder, images, _vectors_by(run, spec, images))
+            saved = run.path("retrieve", f"index-{spec.name}.npy")
+            if not saved.is_file():
+                refs = [image["ref"] for image in images]
+                save_vectors(saved, embed_pictures(image_encoder(spec.encoder), refs))
+            yield spec.name, spec.count, image_index(spec.encoder, images, np.load(saved))
         elif has_captions:
             yield spec.name, spec.count, caption_index(spec.encoder, images)
-
-
-def _vectors_by(run: Run, spec: IndexSpec, images: Rows) -> np.ndarray:
-    """Vectors of the seed set by a further encoder, cached on disk."""
-    saved = run.path("retrieve", f"index-{spec.name}.npy")
-    if not saved.is_file():
-        save_vectors(saved, embed_pictures(image_encoder(spec.encoder), [image["ref"] for image in images]))
-    return np.load(saved)
 
 
 def retrieve(run: Run) -> dict[str, Any]:

@@ -151,18 +151,20 @@ class Columns:
                 if value is not None:
                     leaves[leaf] = value if isinstance(value, list) else [value]
             elif value is not None:
-                others = found.get(part, {})
-                if not isinstance(others, dict):  # a column `query` with the text alone
-                    if "query.text" not in self.config.columns:
-                        raise ValueError(
-                            f"{part}: must have text or images, got {type(others).__name__}; map it, for example "
-                            f"{part}.text: {part}"
-                        )
-                    others = {}
-                found[part] = _known(others, QueryPart) | {leaf: value}
+                found[part] = self._fields_of_query(found.get(part, {})) | {leaf: value}
         for part, leaves in lists.items():
             found[part] = _zip_leaves(part, found.get(part), leaves)
         return with_defaults(found, self.config.title, self.config.split, number)
+
+    def _fields_of_query(self, query: Any) -> dict[str, Any]:
+        """Fields of a column `query`; none if it is the text alone, and another column is mapped to that."""
+        if isinstance(query, dict):
+            return _known(query, QueryPart)
+        if "query.text" not in self.config.columns:
+            raise ValueError(
+                f"query: must have text or images, got {type(query).__name__}; map it, for example query.text: query"
+            )
+        return {}
 
 
 def _get_path(row: Mapping[str, Any], path: str) -> Any:

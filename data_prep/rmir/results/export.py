@@ -94,12 +94,15 @@ class _Export:
         self.rejected, self.abstained = (
             candidates_by_query(run.out, state) for state in (maths.REJECTED, maths.ABSTAINED)
         )
-        self.corpus, rejected = pool, {name: self.rejected.get(name, []) for name in self.train}
-        if self.config.split.disjoint == "all":
-            self.corpus, rejected = maths.without_shared_pictures(
-                pool, self._shown(self.train), self._shown(self.test), rejected
-            )
-        self.train_negatives = rejected
+        self.corpus, in_test = pool, set[str]()
+        if self.config.split.disjoint == "all":  # no picture is in both sets, in any role
+            trained = self._shown(self.train)
+            self.corpus = [name for name in pool if name not in trained]
+            in_test = {*self.corpus, *self._shown(self.test)}
+        self.train_negatives = {
+            query: [name for name in self.rejected.get(query, ()) if name not in in_test]
+            for query in self.train
+        }
         self.left_out = len(pool) - len(self.corpus)
         self.files: dict[str, str] = {}
 

@@ -65,15 +65,9 @@ CODES: dict[str, Meaning] = {
     for code in codes.split()
 }
 STATUSES = {
-    401: Meaning.ACCOUNT,
-    402: Meaning.ACCOUNT,
-    403: Meaning.ACCOUNT,
-    404: Meaning.ACCOUNT,
-    408: Meaning.OVERLOAD,
-    409: Meaning.OVERLOAD,
+    **dict.fromkeys((401, 402, 403, 404), Meaning.ACCOUNT),
+    **dict.fromkeys((408, 409, 425, 429), Meaning.OVERLOAD),
     413: Meaning.REQUEST,
-    425: Meaning.OVERLOAD,
-    429: Meaning.OVERLOAD,
 }
 WORDS = {
     # Documented, but only as text (Anthropic's invalid_request_error).

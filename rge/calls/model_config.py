@@ -129,7 +129,8 @@ class ModelConfig:
 
     def estimate(self, request: Request, stats: BillingStats | None = None) -> tuple[int, int]:
         """Estimate input tokens and maximum output tokens."""
-        prompt = request.num_characters() // CHARACTERS_PER_TOKEN
+        texts = [request.system or "", *(part for part in request.parts if isinstance(part, str))]
+        prompt = sum(map(len, texts)) // CHARACTERS_PER_TOKEN
         prompt += request.num_pictures() * self.picture_tokens
         stats = stats or BillingStats()
         return int(prompt * stats.max_input), int(request.max_tokens * request.n * stats.max_output)

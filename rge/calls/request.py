@@ -62,10 +62,6 @@ class Request:
         text = json.dumps(body, ensure_ascii=False, sort_keys=True)
         return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
-    def num_characters(self) -> int:
-        """Total length of the texts."""
-        return len(self.system or "") + sum(len(part) for part in self.parts if isinstance(part, str))
-
     def num_pictures(self) -> int:
         """Number of pictures."""
         return sum(isinstance(part, Picture) for part in self.parts)

@@ -105,7 +105,7 @@ class Reader(Records):
         if record is not None:
             problems = faults_of(record, self.stream.need_rationale)
         if record is None or problems:
-            raise BrokenRecord(f"{'; '.join(problems)}")
+            raise BrokenRecord("; ".join(problems))
         return absolute(record, self._folder)
 
     def place(self, index: int) -> str:

@@ -87,10 +87,7 @@ class PixelEncoder:
 
     side_px = 12
     num_neighbours = 8
-
-    def __init__(self) -> None:
-        self._captions: np.ndarray | None = None
-        self._vectors: np.ndarray | None = None
+    _captions = _vectors = np.empty((0, 0), np.float32)  # of captioned pictures, see `bridge`
 
     def pictures(self, refs: Sequence[ImageRef]) -> np.ndarray:
         """(N, D) float32, unit norm."""
@@ -110,7 +107,7 @@ class PixelEncoder:
 
     def texts(self, texts: Sequence[str], *, query: bool = True) -> np.ndarray:
         """(N, D) float32, unit norm."""
-        if self._captions is None or self._vectors is None or not len(self._captions):
+        if not len(self._captions):
             raise UserError(
                 "the pixels encoder needs some pictures with captions (library.caption_column) to embed texts, but none has "
                 "any: use image_encoder.kind=siglip or checkpoint, or write captions with caption.model=writer"

@@ -10,7 +10,7 @@ cache, and the first one does the rest.
 """
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import chain, product
@@ -33,6 +33,7 @@ from eval.scoring.output_files import RESULTS, rerun_command, self_retrieval
 from eval.scoring.search import Ranking, rows_within, search
 from eval.sets.contents import Contents, contents_of, query_contents, with_content
 from eval.sets.retrieval_set import MODALITIES, Modality, RetrievalSet
+from rge.checkpoints.settings import Settings
 from rge.common.errors import UserError
 from rge.common.options import AtLeastOne, Count, one_of
 from rge.common.prompt_profiles import PROFILES
@@ -44,6 +45,10 @@ MAX_INSTRUCTIONS = 20
 UNTRAINED = (
     "query_mode=reasoning, but according to rge.json this checkpoint was trained without rationales (reasons: none): "
     "use query_mode=direct"
+)
+UNINSTRUCTED = (
+    "{missing} of {all} queries have no instruction, but most of this checkpoint's training queries had {default!r}: without it, "
+    "figures can be much lower; give it to the set, e.g. with instruction= of `rge eval import folder` or `rge eval mine`"
 )
 
 
@@ -235,7 +240,14 @@ class Session:
         settings = self.embeddings.encoder.settings
         untrained = [UNTRAINED] if mode == "reasoning" and settings.reasons == "none" else []
         audited = [] if self.audit is None else self.audit.warnings
-        return [*self.measurement.wanted.meta.get("notes", []), *untrained, *settings.notes, *audited]
+        wanted = self.measurement.wanted
+        return [
+            *wanted.meta.get("notes", []),
+            *untrained,
+            *_uninstructed(wanted, settings),
+            *settings.notes,
+            *audited,
+        ]
 
     def check_out(self, condition: Condition, more: Mapping[str, Any]) -> dict[str, Any]:
         """What a condition measures and how, for results.json; a UserError if its output directory holds another evaluation.
@@ -280,6 +292,14 @@ class Session:
             made_with=self.embeddings.made_with,
             title=title,
         )
+
+
+def _uninstructed(wanted: RetrievalSet, settings: Settings) -> Iterator[str]:
+    """A warning if a set of the user's own lacks the instruction; benchmarks are asked as they were published."""
+    default = settings.instructions and settings.instructions.default
+    missing = sum(not item.instruction for item in wanted.queries)
+    if default and missing and not wanted.meta.get("benchmark"):
+        yield UNINSTRUCTED.format(missing=missing, all=len(wanted.queries), default=default)
 
 
 def _shared(options: RunOptions, wanted: RetrievalSet, encoder: Embeds) -> dict[str, Any]:

@@ -161,6 +161,29 @@ def test_results_hold_the_fixed_keys(done):
     assert results["coverage"] == 1.0
 
 
+@pytest.mark.parametrize(
+    ("given", "default", "meta", "number"),
+    [
+        ([None, ""], "Find it.", {}, NUM_QUERIES),
+        ([None, "Find it."], "Find it.", {}, NUM_QUERIES // 2),
+        (["Find another."], "Find it.", {}, 0),  # on purpose, such as a benchmark's own
+        ([None], None, {}, 0),
+        ([None], "Find it.", {"benchmark": "mmbright"}, 0),  # asked as published
+    ],
+)
+def test_queries_without_the_instruction_of_training_cause_a_warning(tmp_path, given, default, meta, number):
+    content = tables()
+    content["queries"]["instruction"] = given * (NUM_QUERIES // len(given))
+    path = write_tables(tmp_path / "set", content, meta)
+    known = {"default": default, "known": [default or ""], "by_task": {}}
+    run(options(path, tmp_path / "out", limit=None), loader(FakeEncoder(instructions=known)))
+    found = [line for line in results_of(tmp_path / "out")["warnings"] if "have no instruction" in line]
+    assert len(found) == bool(number)
+    if number:
+        assert found[0].startswith(f"{number} of {NUM_QUERIES} queries have no instruction")
+        assert "'Find it.'" in found[0]
+
+
 def test_figures_derive_from_the_per_query_table(done):
     _, _, dirs = done
     results, table = results_of(dirs[0]), per_query_of(dirs[0])

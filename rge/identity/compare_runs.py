@@ -13,7 +13,10 @@ from rge.identity.run_identity import IDENTITY, Identity, differences, in_words,
 
 @dataclass
 class CompareRunsOptions:
-    """Show the files, keys and modules that two runs, states, checkpoints or evaluations differ in."""
+    """Show the files, keys and modules that two runs, states, checkpoints or evaluations differ in; the exit code is 1 if any.
+
+    ``rge compare-runs A B`` is short for ``a=`` and ``b=``.
+    """
 
     a: Path
     """Folder of a run, one of its stages, a state, a checkpoint, a backbone or an evaluation."""

@@ -1,6 +1,6 @@
 """`rge embed`: embed a folder or a table into one Parquet file; resumable.
 
-    rge embed checkpoint=demo src=photos out=photos.parquet
+    rge embed photos out=photos.parquet checkpoint=demo
 
 Finished rows are kept in ``OUT.parts``; the last step merges them and removes that folder.
 """
@@ -22,7 +22,7 @@ from rge.common.commands import progress_bar, start
 from rge.common.errors import UserError
 from rge.common.files import read_json, replacing, write_json
 from rge.common.modes import SILENT
-from rge.common.options import parse_options
+from rge.common.options import parse_options, positional
 from rge.index.options import EmbedOptions
 from rge.index.sources import Source, Unreadable, read_source
 
@@ -36,7 +36,7 @@ ABOUT = "about.json"
 
 def main(words: list[str]) -> int:
     """Run the command."""
-    options = parse_options(EmbedOptions, words, "rge embed")
+    options = parse_options(EmbedOptions, positional(words, "src"), "rge embed FOLDER")
     if options.out.suffix != ".parquet":
         raise UserError(f"out={options.out} must end in .parquet")
     if options.out.exists():

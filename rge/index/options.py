@@ -40,7 +40,8 @@ class Reading(PluginOptions):
 class EmbedOptions(Reading):
     """Embed a folder or a table of pictures and texts to one Parquet file: ``id``, ``vector``, ``rationale`` if there is one.
 
-    A command that was stopped continues where it was; until it is finished, results are in ``OUT.parts``.
+    A command that was stopped continues where it was; until it is finished, results are in ``OUT.parts``. ``rge embed SRC`` is short
+    for ``src=``.
     """
 
     checkpoint: str
@@ -59,7 +60,8 @@ class EmbedOptions(Reading):
 class IndexOptions(Reading):
     """Index a folder or a table, or update an index: only new and changed items are embedded.
 
-    Deleted files and rows are removed from the index. One index may hold several folders and tables, one call each.
+    Deleted files and rows are removed from the index. One index may hold several folders and tables, one call each. ``rge index SRC``
+    is short for ``src=``.
     """
 
     out: str

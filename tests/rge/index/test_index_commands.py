@@ -695,7 +695,9 @@ def test_embed_writes_what_the_embedder_says(photos, demo, capsys):
     assert not os.path.exists("x.parquet.parts")
     with pytest.raises(UserError, match=r"x\.parquet already exists"):
         embed(["checkpoint=demo", "src=pho tos", "out=x.parquet"])
-    embed(["checkpoint=demo", "src=pho tos", "out=q.parquet", "side=query", "instruction=''"])
+    embed(
+        ["pho tos", "checkpoint=demo", "out=q.parquet", "side=query", "instruction=''"]
+    )  # as with `rge index`
     [row] = [one for one in pq.read_table("q.parquet").to_pylist() if one["id"] == "blue.png"]
     expected, rationale = demo.encode_query(
         images=photos / "blue.png", instruction="", return_rationales=True

@@ -129,7 +129,7 @@ def check_launch(accelerator: Accelerator, train: TrainConfig, optimizer: str = 
     _check_plugins(kind)
     if train.num_processes is not None and train.num_processes != running:
         raise LaunchError(
-            f"train.num_processes={train.num_processes}, but {running} run; pass the number to accelerate launch as well "
+            f"train.num_processes={train.num_processes}, but this run has {running}; pass the number to accelerate launch as well "
             "(`accelerate launch --cpu --num_processes 2` starts one process: use --multi_gpu with ACCELERATE_USE_CPU=true)"
         )
     if kind == DistributedType.FSDP and not accelerator.is_fsdp2:

@@ -133,9 +133,10 @@ def _time(plans: Plans, name: str, figures: Plan) -> str:
     elif device == "cpu" and figures.steps * figures.flops > WORTH_MEASURING:
         figures, options = plans.on_measured_cpu(name)
         speed = f"the {options.peak_tflops:.2g} TFLOP/s and {options.bandwidth_tbs:.2g} TB/s measured here"
+    elif device == "cpu":
+        return "no time estimate: so short a stage is not worth measuring the CPU's speed (`rge plan cpu=true` does)"
     else:
-        dtype, option = plans.recipe.model.dtype, "cpu=true" if device == "cpu" else "peak_tflops="
-        return f"no time estimate: unknown throughput of {device} in {dtype} (`rge plan` takes {option})"
+        return f"no time estimate: unknown throughput of {device} in {plans.recipe.model.dtype} (`rge plan` takes peak_tflops=)"
     least, most = _duration(figures.hours_from), _duration(figures.hours_to)
     return f"{_duration(figures.hours)} ({least} to {most}) at {options.reached:.0%} of {speed}"
 

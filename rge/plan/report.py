@@ -434,7 +434,7 @@ def report(recipe: Recipe, found: Plan, origin: str, options: PlanOptions) -> st
         f"{recipe.recipe}, {options.for_}: {origin}",
         f"{device}, {back_end}, {recipe.model.dtype}, batch {stage.batch_size}: {load.queries} queries and "
         f"{load.candidates} candidates{'' if options.cpu else ' per GPU'}, "
-        f"{load.chunks} micro batches of {recipe.train.micro_batch_size}",
+        f"{load.chunks} micro batch{'es' * (load.chunks > 1)} of {recipe.train.micro_batch_size}",
         f"kept between them: {found.keep} ({found.why}); prompts encoded {found.prompt_pass}",
         "",
     ]

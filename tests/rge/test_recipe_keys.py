@@ -222,7 +222,7 @@ ENTRIES: dict[str, Changes | Refused] = {
     "train.keep_last": Changes("train.keep_last=1", "files", ("joint.steps=3", "train.save_every=1")),
     "train.background_save": Changes("train.background_save=false", "saves", ("train.save_every=1",)),
     "train.log_every": Changes("train.log_every=3", "metrics", ("joint.steps=4",)),
-    "train.num_processes": Refused("train.num_processes=2", "train.num_processes=2, but 1 run"),
+    "train.num_processes": Refused("train.num_processes=2", "train.num_processes=2, but this run has 1"),
     "validation.path": Changes("validation.path=HOME/held_out.jsonl", "metrics"),
     "validation.every": Changes("validation.every=2", "metrics", HELD_OUT),
     "validation.max_records": Changes("validation.max_records=2", "metrics", HELD_OUT),

@@ -61,9 +61,9 @@ ONE_OF_TWO = {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1", "M
             {},
             Running(1, "NO"),
             {"num_processes": 2},
-            "train.num_processes=2, but 1 run; pass the number to accelerate launch",
+            "train.num_processes=2, but this run has 1; pass the number to accelerate launch",
         ),
-        (TWO, Running(2, "MULTI_CPU"), {"num_processes": 4}, "train.num_processes=4, but 2 run"),
+        (TWO, Running(2, "MULTI_CPU"), {"num_processes": 4}, "train.num_processes=4, but this run has 2"),
         (
             {**TWO, "ACCELERATE_USE_FSDP": "true"},
             Running(2, "MULTI_CPU"),

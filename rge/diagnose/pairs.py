@@ -53,6 +53,8 @@ def open_data(path: str | Path, *, need_rationale: bool = False) -> Records:
         raise RecordError(
             f"{path} is neither training records (FILE.jsonl, or the folder of a data set) nor the folder of a retrieval set"
         )
+    if (path / "queries.parquet").is_file():
+        raise RecordError(f"{path} is a retrieval set, which has no oracle rationales: give training records")
     source = RecordsConfig(dataset=str(path)) if path.is_dir() else RecordsConfig(path=str(path))
     return open_records(source, need_rationale=need_rationale)
 

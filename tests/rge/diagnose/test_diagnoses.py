@@ -19,7 +19,7 @@ from rge.diagnose import __main__ as command
 from rge.diagnose import leakage, sensitivity
 from rge.diagnose.invariance import invariance
 from rge.diagnose.knowability import measure_knowability
-from rge.diagnose.pairs import Pairs, interval, permute_across_groups, read_pairs
+from rge.diagnose.pairs import Pairs, interval, open_data, permute_across_groups, read_pairs
 from rge.embedder import Embedder
 from rge.model.embedding_model import EmbeddingModel
 from rge.model.prompts import PromptBuilder
@@ -115,6 +115,8 @@ def test_pairs_from_a_retrieval_set(tmp_path):
     pq.write_table(pa.table({**qrels, "corpus-id": ["z", "c", "d"]}), tmp_path / "qrels.parquet")
     with pytest.raises(RecordError, match="qrels.parquet lists 'z', but corpus.parquet has no such row"):
         read_pairs(tmp_path, 10)
+    with pytest.raises(RecordError, match="is a retrieval set, which has no oracle rationales"):
+        open_data(tmp_path, need_rationale=True)
     with pytest.raises(RecordError, match="is neither training records"):
         read_pairs(tmp_path / "nothing", 10)
 

@@ -1,9 +1,9 @@
 """The CPU thread policy of every command and of `rge.embedder.Embedder`.
 
-Waiting threads sleep instead of spinning. GNU OpenMP spins by default, which is fastest on an idle machine and disastrous on a busy
-one: a spinning thread occupies the core that the awaited thread needs, and a query took many times as long (docs/use.md). The number of threads
-is limited to the container's CPU quota, which torch ignores. Neither affects the threads of training, nor any result. The user's
-environment variables take precedence.
+Waiting threads sleep instead of spinning. GNU OpenMP spins by default, which is fastest on an idle machine and disastrous on
+a busy one: a spinning thread occupies the core that the awaited thread needs, and a query took many times as long
+(docs/use.md). The number of threads is limited to the container's CPU quota, which torch ignores. Neither affects the threads
+of training, nor any result. The user's environment variables take precedence.
 """
 
 import math

@@ -276,7 +276,11 @@ class Results:
             for part, found in (read_json(file) or {}).items():
                 self.kept[part] |= found
         for file in sorted((study.out / DIAGNOSES).glob("*/*.json")):
-            self.kept["diagnoses"][file.parent.name] = read_json(file)
+            report: Any = read_json(file)
+            self.kept["diagnoses"][file.parent.name] = {
+                **report,
+                "curves": None,
+            }  # of every step, and not shown
         self.read: dict[tuple[str, int, str], tuple[str, pd.DataFrame] | None] = {}
 
     def of(self, name: str, seed: int, set_name: str) -> tuple[str, pd.DataFrame] | None:

@@ -215,7 +215,7 @@ def test_every_table_is_recomputed_from_what_was_kept(study, tmp_path):
 
 INTERVAL = re.compile(r"\[([-+]?[\d.]+), ([-+]?[\d.]+)\]")
 COLLECTED = (
-    "a seeds=7", "a seeds=9", "a", "b seeds=4", "c seeds=4", "e seeds=4", "f", "f seeds=6", "f seeds=9", "g", "h", "i", "i seeds=7", "smol", "smol_long seeds=4",
+    "a seeds=7", "a seeds=9", "a", "b seeds=4", "c seeds=4", "d", "e seeds=4", "f", "f seeds=6", "f seeds=9", "g", "h", "i", "i seeds=7", "smol", "smol_long seeds=4",
     "f seeds=12 seeds_9_to_11",
 )  # fmt: skip
 """Findings that README.md, docs/evidence.md and docs/modes.md quote; the last with runs kept in a folder of their own."""

@@ -277,10 +277,8 @@ class Results:
                 self.kept[part] |= found
         for file in sorted((study.out / DIAGNOSES).glob("*/*.json")):
             report: Any = read_json(file)
-            self.kept["diagnoses"][file.parent.name] = {
-                **report,
-                "curves": None,
-            }  # of every step, and not shown
+            report.pop("curves", None)  # of every step, and not shown
+            self.kept["diagnoses"][file.parent.name] = report
         self.read: dict[tuple[str, int, str], tuple[str, pd.DataFrame] | None] = {}
 
     def of(self, name: str, seed: int, set_name: str) -> tuple[str, pd.DataFrame] | None:
@@ -313,7 +311,7 @@ class Results:
         return found["queries"], pd.DataFrame(columns)
 
     def keep(self) -> None:
-        """Write ``kept.json``: queries by a hash of their ids, groups by number, hits as bits; reports of diagnoses whole."""
+        """Write ``kept.json``: queries by a hash of their ids, groups by number, hits as bits; reports of diagnoses without their curves."""
         study = self.study
         seeds = range(study.seeds)
         every = [(arm, seed, name) for arm in study.arms for seed in seeds for name in study.sets_of(arm)]

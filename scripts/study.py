@@ -140,15 +140,13 @@ def is_wanted(arm: Arm, only: Sequence[str]) -> bool:
 
 
 def diagnose(finding: Finding, only: Sequence[str]) -> None:
-    """Diagnose the first finished seed of the arms in ``only``, or of all arms if it is empty."""
+    """Diagnose seed 0 of the arms in ``only``, or of all arms if it is empty."""
     for name, (words, arm) in finding.diagnoses.items():
         if only and arm not in only:
             continue
         study, out = finding.study, finding.study.out / DIAGNOSES / name
         if not (out / f"{words[0]}.json").is_file():
-            diagnosed = study.by_name[arm]
-            seed = next(seed for seed in range(study.seeds) if study.is_finished(diagnosed, seed))
-            checkpoint = study.checkpoint(diagnosed, seed)
+            checkpoint = study.checkpoint(study.by_name[arm], 0)
             run([sys.executable, "-m", "rge.diagnose", *words, f"checkpoint={checkpoint}", f"out={out}"])
 
 
@@ -807,14 +805,14 @@ def decided_by(results: Results, trained: str, name: str, set_name: str, easy: i
 
 
 def ablated(results: Results, on: str) -> list[str]:
-    """Cost of swapping, zeroing, averaging or shuffling the think tokens' states, first seed."""
+    """Cost of swapping, zeroing, averaging or shuffling the think tokens' states, seed 0."""
     rows = []
     for name in LATENTS:
         found = results.kept["diagnoses"].get(f"{name}_{on}", {})
         for kind, row in found.get("conditions", {}).items():
             difference, cosine = percent(*row["difference"], "+"), f"{row['cosine']:.3f}"
             rows.append((f"{name}, {kind}", f"{100 * row['hit@1'][0]:.1f}", difference, cosine))
-    head = ["Think tokens replaced, first seed (`rge diagnose sensitivity mode=latent`)", ""]
+    head = ["Think tokens replaced, seed 0 (`rge diagnose sensitivity mode=latent`)", ""]
     return [*head, *markdown(["arm", "hit@1, %", "over own", "cosine to own"], rows)] if rows else []
 
 

@@ -35,6 +35,7 @@ from data_prep.rmir.run import Run, reasons
 from rge.common.errors import UserError
 from rge.common.files import replacing, write_bytes
 from rge.common.schema import ImageRef, safe_id
+from rge.tables.pictures import find
 
 Rows = list[dict[str, Any]]
 IMAGE_COLUMNS = ("id", "ref", "caption", "sha256", "width", "height", "phash")
@@ -238,8 +239,11 @@ def settle_library(run: Run) -> None:
 
 def _check_apart(run: Run) -> None:
     """Raise if the pictures that the run will export would be pictures of the library."""
-    out, folder = run.out.resolve(), Path(run.config.library.path or "").resolve()
-    if out.is_relative_to(folder) and not any(part.startswith(".") for part in out.relative_to(folder).parts):
+    files = find(str(run.config.library.path))
+    out, folder = run.out.resolve(), Path(files.root).resolve()
+    if files.kind != "folder" or "file" not in files.fs.protocol or not out.is_relative_to(folder):
+        return
+    if not any(part.startswith(".") for part in out.relative_to(folder).parts):
         raise UserError(
             f"out={run.out} is in the folder library.path={run.config.library.path}, so that the run's own pictures would be taken "
             "for the library's: choose another out="
@@ -367,17 +371,24 @@ def keep_pictures(run: Run, library: Library, images: Rows) -> None:
         return run.path("seed", "pictures") / image["sha256"][:2] / image["sha256"]
 
     wanted = {name for name, image in missing.items() if not path(image).is_file()}
+    changed = set()
     if wanted:
         for row in fetched(row for row in library.rows() if row["id"] in wanted):
             image = missing[row["id"]]
             if row["data"] is not None and hashlib.sha256(row["data"]).hexdigest() == image["sha256"]:
                 write_bytes(path(image), row["data"], sync=False)
                 wanted.remove(row["id"])
+            elif row["data"] is not None:
+                changed.add(row["id"])
         os.sync()
+    if changed:
+        raise UserError(
+            f"library.path {run.config.library.path}: picture {min(changed)!r} has changed since it was inspected: delete "
+            f"{run.path('seed')} and run the same command again"
+        )
     if wanted:
         raise UserError(
-            f"library.path {run.config.library.path}: picture {min(wanted)!r} cannot be read now, or has changed since it "
-            "was inspected: run the same command again"
+            f"library.path {run.config.library.path}: picture {min(wanted)!r} cannot be read now: run the same command again"
         )
     for image in missing.values():
         image["ref"] = str(path(image))

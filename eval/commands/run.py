@@ -47,8 +47,8 @@ UNTRAINED = (
     "use query_mode=direct"
 )
 UNINSTRUCTED = (
-    "{missing} of {all} queries have no instruction, but most of this checkpoint's training queries had {default!r}: without it, "
-    "figures can be much lower; give it to the set, e.g. with instruction= of `rge eval import folder` or `rge eval mine`"
+    "{missing} of {all} queries have no instruction; the most frequent one in this checkpoint's training was {default!r}. Without it, "
+    "figures can be much lower: give it to the set, e.g. with instruction= of `rge eval import folder` or `rge eval mine`"
 )
 
 

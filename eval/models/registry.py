@@ -324,7 +324,7 @@ def _fetch(model: str, revision: str | None) -> Path:
 
     if not is_hub_id(model):
         raise UserError(
-            f"model {model} does not exist: pass a directory, or an id on the Hugging Face hub (owner/name)"
+            f"model {model} is not a directory: pass one, or an id on the Hugging Face hub (owner/name)"
         )
     return fetched(model, revision, list(FILES))
 

@@ -46,7 +46,8 @@ def finished(folder: Path, recipe: Recipe, name: str) -> bool:
         return False
     if problem := damage(final, contents=False):
         raise CheckpointError(
-            f"{final} is damaged: {problem}. Delete it and start again: the stage continues from its last state"
+            f"{final} is damaged: {problem}. Delete it and start again; unless a later stage is finished, this "
+            "one continues from its last state"
         )
     settings = read_settings(final)
     check_same_recipe(settings.recipe, recipe, name, final)

@@ -23,6 +23,7 @@ from rge.data.sources import (
     Records,
     Scanned,
     StoredRecords,
+    names_of,
     problems_of,
     texts_of,
     with_defaults,
@@ -81,7 +82,7 @@ def _without_bytes(array: pa.Array) -> pa.Array:
     if pa.types.is_struct(kind) and {field.name for field in kind} == {"bytes", "path"}:
         path = pc.struct_field(array, "path").cast(pa.string())
         return pc.if_else(_has_bytes(pc.struct_field(array, "bytes")), pa.scalar(PRESENT), path)
-    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind):
         return pc.if_else(_has_bytes(array), pa.scalar(PRESENT), pa.scalar(None, pa.string()))
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         # `flatten` drops values hidden by null rows and slices, so offsets follow from the lengths.
@@ -95,7 +96,9 @@ def _without_bytes(array: pa.Array) -> pa.Array:
 
 
 def _has_bytes(array: pa.Array) -> pa.Array:
-    return pc.greater(pc.fill_null(pc.binary_length(array), 0), 0)
+    if pa.types.is_null(array.type):
+        return pc.is_valid(array)
+    return pc.greater(pc.fill_null(pc.binary_length(array.cast(pa.large_binary())), 0), 0)
 
 
 class Columns:
@@ -249,7 +252,7 @@ class RowRecords(Reopened, StoredRecords):
                     part = rows.without_pictures(start, numbers.stop)
                 for number, row in zip(numbers, part, strict=True):
                     record, problems = parsed(columns, row, number)
-                    if record is not None and PRESENT in texts_of(record):
+                    if record is not None and PRESENT in (*texts_of(record), *names_of(record)):
                         problems = ["a text is stored as bytes: cast its column to text"]
                     sha256.update(repr(record or problems).encode(errors="backslashreplace"))
                     yield Scanned(number, number, record, problems)

@@ -398,6 +398,13 @@ def texts_of(record: Record) -> list[str]:
     return [text for text in texts if text]
 
 
+def names_of(record: Record) -> list[str | None]:
+    """All texts of a record that the model does not see."""
+    targets = (*record.positives, *record.negatives)
+    names = [name for target in targets for name in (target.id, target.identity)]
+    return [record.id, record.group, record.source, record.split, record.category, *names]
+
+
 def _picture_faults(record: Record, folder: Path, pictures: PictureIndex) -> list[str]:
     refs = [(f"query.images.{place}", ref) for place, ref in enumerate(record.query.images)]
     for side in ("positives", "negatives"):

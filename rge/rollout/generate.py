@@ -166,7 +166,8 @@ class Rationale:
     oracle: bool = False  # not generated: the ids are the oracle's rationale
     given: bool = False  # not generated: the ids were passed in, for an additional state of the query
     # Smallest decision margin over its tokens: the lead of the best logit over the second, or the distance of a drawn number to
-    # the nearest one that would have drawn another token; infinite unless requested.
+    # the nearest one that would have drawn another token; with `direct_above`, at most the distance of ``<emb>``'s probability from
+    # it; infinite unless requested.
     margin: float = float("inf")
     # Of its tokens, and of ``<emb>`` if the model wrote it, as an external sampler reported them; None: our forward computes them.
     log_probs: tuple[float, ...] | None = None

@@ -161,7 +161,7 @@ def picture_rows(
     ]
     with reading(files.address(files.root)):
         for row in read(files, image, columns, first, pictures):
-            if isinstance(row.cells.get(image), list):
+            if pictures and isinstance(row.cells.get(image), list):
                 raise TableError(
                     f"{files.address(row.shard)}: row {row.number} has a list of pictures in {image}: write one row for each"
                 )
@@ -316,13 +316,15 @@ def _saved(files: Files, image: str, columns: Sequence[str], first: int, picture
     except (ValueError, TypeError, KeyError) as error:
         raise TableError(f"{address} cannot be read by the library datasets: {error}") from error
     splits = saved.items() if isinstance(saved, datasets.DatasetDict) else [(saved.split, saved)]
+    several = len(splits) > 1
     for name, split in splits:
         encoded = _check_column(address, image, split.data.schema)
         skipped, first = min(first, len(split)), max(0, first - len(split))
         wanted = [column for column in dict.fromkeys((image, *columns)) if column in split.column_names]
         if encoded and not pictures:
             wanted.remove(image)
-        place = address if name is None else f"{address}/{split.split or name}"
+        part = split.split or (name if several else None)
+        place = address if part is None else f"{address}/{part}"
         tables = split.select_columns(wanted).with_format("arrow")  # mapped from the disk
         for start in range(skipped, len(split), SAVED_ROWS):
             for number, cells in enumerate(tables[start : start + SAVED_ROWS].to_pylist(), start=start + 1):

@@ -220,6 +220,7 @@ def test_captured_steps_stay_for_the_run(trained, lively_path, backbone_of, make
         (longer, {"batch_size": 3}),
         (prompts, {"batch_size": 3}),
         (longer, {"batch_size": 3}),
+        (longer, {"batch_size": 3, "direct_above": 1e-4, "margins": True}),
     ]
 
     def write(embedder, number):
@@ -236,7 +237,7 @@ def test_captured_steps_stay_for_the_run(trained, lively_path, backbone_of, make
         plain = copy.copy(here)
         plain.cuda_graphs = False
         kept, captures = [], []
-        for number in (0, 1, 2, 0, 3, 4, 5, 3):
+        for number in (0, 1, 2, 0, 3, 4, 5, 3, 6):
             gpu.graphs.clear()
             known = set(generating._CAPTURED[here].steps) if captures else set()
             tokens, states = write(here, number)

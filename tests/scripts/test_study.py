@@ -215,14 +215,15 @@ def test_every_table_is_recomputed_from_what_was_kept(study, tmp_path):
 
 INTERVAL = re.compile(r"\[([-+]?[\d.]+), ([-+]?[\d.]+)\]")
 COLLECTED = (
-    "a seeds=7", "a seeds=9", "a", "b seeds=4", "c seeds=4", "d", "e seeds=4", "f", "f seeds=6", "f seeds=9", "g", "h", "i", "i seeds=7", "smol", "smol_long seeds=4",
+    "a seeds=7", "a seeds=9", "a", "b seeds=4", "c seeds=4", "d", "e seeds=4", "f", "f seeds=6", "f seeds=9", "g", "h", "i", "i seeds=7", "rl", "smol", "smol_long seeds=4",
     "f seeds=12 seeds_9_to_11",
 )  # fmt: skip
-"""Findings that README.md, docs/evidence.md and docs/modes.md quote; the last with runs kept in a folder of their own."""
+"""Findings that README.md, docs/evidence.md, docs/modes.md and docs/rl_tables.md quote; the last with runs kept in a folder of their own."""
 NOT_KEPT = {
     # README.md: scripts/unseen.py
     ("16.6", "22.9"), ("48.3", "57.8"),
     ("-1.2", "0.0"),  # docs/modes.md: a diagnosis, as printed
+    ("-0.5", "8.0"),  # docs/rl_tables.md: a shorter joint stage
     ("-1.5", "1.1"),  # docs/modes.md: a trial whose code was not kept
     # docs/modes.md: routing of a checkpoint that finds no query easy; runs whose per-query results the page says were not kept,
     # and two with intervals over groups only, one of which, [-1.7, 0.3], another row has by chance
@@ -239,7 +240,8 @@ def test_intervals_on_the_pages_are_those_of_the_kept_results(study, tmp_path, c
         study.main([name, *given, "collect=true", f"out={tmp_path / words}", f"kept={kept}"])
     printed = INTERVAL.findall(capsys.readouterr().out)
     known = {*printed, *((f"{-float(high):.1f}", f"{-float(low):.1f}") for low, high in printed)}
-    pages = [(ROOT / name).read_text() for name in ("README.md", "docs/evidence.md", "docs/modes.md")]
+    names = ("README.md", "docs/evidence.md", "docs/modes.md", "docs/rl_tables.md")
+    pages = [(ROOT / name).read_text() for name in names]
     pages[1], _, _ = pages[1].partition("## Advice from data")  # its own command measures knowability
     quoted = {each for page in pages for each in INTERVAL.findall(" ".join(page.split()))}
     assert len(quoted) > 80

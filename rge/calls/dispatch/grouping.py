@@ -124,7 +124,7 @@ class Grouping:
         return calls
 
     def _calls_for(self, pending: Iterable[PendingSample]) -> Iterator[Call]:
-        """Calls that answer these requests, without those of an earlier `ModelConfig.draws_a_call` that have an answer."""
+        """Calls that answer these requests, without draws that were answered singly, before `ModelConfig.draws_a_call` was raised."""
         for group in self._group_samples(pending):
             call = self._call_of(group)
             if len(group) == 1 or call.key in self._open or self._has_answer(call):

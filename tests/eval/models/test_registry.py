@@ -66,7 +66,7 @@ def test_the_released_checkpoint_has_the_limits_of_its_evaluation(lively_path):
 
 
 def test_a_name_that_is_nothing(tmp_path):
-    with pytest.raises(UserError, match="missing does not exist: pass a directory, or an id"):
+    with pytest.raises(UserError, match="missing is not a directory: pass one, or an id"):
         load_model("./missing")
     with pytest.raises(UserError, match="nobody/nothing is not a directory here, and could not be fetched"):
         load_model("nobody/nothing")

@@ -33,7 +33,8 @@ from rge.data.collate import StepBatches
 from rge.data.loader import Loader
 from rge.data.mixture import Mixture
 from rge.data.readers import DATA_SOURCES, open_records, register_data_source
-from rge.data.sources import RecordError, RecordFile
+from rge.data.rows import drop_image_bytes
+from rge.data.sources import PRESENT, RecordError, RecordFile
 from rge.diagnose.pairs import read_pairs
 from rge.model.backbone import load_backbone
 from rge.model.prompts import PromptBuilder
@@ -410,6 +411,26 @@ def test_a_picture_without_bytes_is_found_by_the_check(tmp_path):
 def test_a_text_that_is_stored_as_bytes_is_found_by_the_check(tmp_path):
     pictures = [{"bytes": drawing(number), "path": None} for number in range(2)]
     source = write_pairs(tmp_path / "rows", pa.array([b"a", b"b"], pa.binary()), pictures)
+    with pytest.raises(RecordError, match="a text is stored as bytes"):
+        open_records(source)
+
+
+@pytest.mark.parametrize("kind", [pa.null(), pa.binary_view()])
+def test_pictures_of_other_types_of_bytes(tmp_path, kind):
+    """`datasets` gives ``bytes`` the type null where every row has a path."""
+    content = None if kind == pa.null() else drawing(1)
+    parts = [pa.array([content] * 2, kind), pa.array(["a.png", "b.png"])]
+    pictures = pa.StructArray.from_arrays(parts, ["bytes", "path"])
+    shown = drop_image_bytes(pa.table({"image": pictures}))["image"].to_pylist()
+    assert shown == (["a.png", "b.png"] if content is None else [PRESENT] * 2)
+
+
+def test_a_name_that_is_stored_as_bytes_is_found_by_the_check(tmp_path):
+    pictures = [{"bytes": drawing(number), "path": None} for number in range(2)]
+    source = write_pairs(tmp_path / "rows", pa.array(["a", "b"]), pictures)
+    file = tmp_path / "rows" / "train.parquet"
+    named = pq.read_table(file).append_column("category", pa.array([b"c", b"d"], pa.binary()))
+    pq.write_table(named, file)
     with pytest.raises(RecordError, match="a text is stored as bytes"):
         open_records(source)
 

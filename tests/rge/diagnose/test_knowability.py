@@ -23,6 +23,8 @@ from rge.embedder import Embedder
         ("这是钥匙", "钥匙", "", 1 / 2),
         ("हिन्दी भाषा", "हिन्द भाषा", "", 1 / 2),  # not letter by letter
         ("un café", "un cafe\u0301", "un", 1.0),
+        ("ශ්\u200dරී ලංකා", "ශ් රී", "", 0.0),  # joined letters are one word
+        ("5\ufe0f\u20e3", "5", "", 1.0),
     ],
 )
 def test_knowability_by_hand(oracle, own, known, share):

@@ -82,7 +82,7 @@ def _without_bytes(array: pa.Array) -> pa.Array:
     if pa.types.is_struct(kind) and {field.name for field in kind} == {"bytes", "path"}:
         path = pc.struct_field(array, "path").cast(pa.string())
         return pc.if_else(_has_bytes(pc.struct_field(array, "bytes")), pa.scalar(PRESENT), path)
-    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind):
+    if _is_binary(kind):
         return pc.if_else(_has_bytes(array), pa.scalar(PRESENT), pa.scalar(None, pa.string()))
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         # `flatten` drops values hidden by null rows and slices, so offsets follow from the lengths.
@@ -95,8 +95,12 @@ def _without_bytes(array: pa.Array) -> pa.Array:
     return array
 
 
+def _is_binary(kind: pa.DataType) -> bool:
+    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind)
+
+
 def _has_bytes(array: pa.Array) -> pa.Array:
-    if pa.types.is_null(array.type):
+    if not _is_binary(array.type):  # null, where no row has any
         return pc.is_valid(array)
     return pc.greater(pc.fill_null(pc.binary_length(array.cast(pa.large_binary())), 0), 0)
 

@@ -56,10 +56,11 @@ ByMember = Mapping[str, Mapping[str, Any]]
 
 
 class Suite(BaseModel):
-    """A checked ``suite.json``."""
+    """A checked ``suite.json``; ``benchmark`` is the protocol that its members are meant for."""
 
     path: Path
     name: str
+    benchmark: str
     column: str  # what members are called, such as ``domain`` or ``set``
     members: dict[str, dict[str, str]]
     """Name -> further columns, such as ``{"meta_task": "VQA", "distribution": "OOD"}``."""

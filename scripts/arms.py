@@ -351,7 +351,7 @@ class Results:
             return None
         value_QS = np.stack(values, axis=1)
         bounds = (sum(w for w in weights.values() if w < 0), sum(w for w in weights.values() if w > 0))
-        member_Q = chosen["category"].to_numpy() if where.of_members else None
+        member_Q: Any = chosen["category"].to_numpy() if where.of_members else None
         joint, given = mean_over_seeds(
             value_QS[:, :, None], index_of(chosen["group"].tolist()), bounds, member_Q
         )[0]
@@ -486,7 +486,7 @@ def in_table(results: Results, table: Table, on: str) -> tuple[pd.DataFrame, lis
             if found is None:
                 cells[title] = ""
                 continue
-            cells[title] = percent(found["mean"], found["low"], found["high"], sign)
+            cells[title] = percent(found["mean"], found["low"], found["high"], sign=sign)
             result, seeds = result or verdict(found, row.sign), len(found["seeds"])
             data.append({"row": row.says, "slice": title, "metric": table.metric, "verdict": result, **found})
         if seeds:
@@ -499,8 +499,9 @@ def in_table(results: Results, table: Table, on: str) -> tuple[pd.DataFrame, lis
     return frame.drop(columns=unused), data, missing
 
 
-def percent(mean: float, low: float | None, high: float | None, sign: str = "") -> str:
+def percent(mean: float | None, low: float | None, high: float | None, *, sign: str = "") -> str:
     """A mean in per cent with its interval; ``sign``: "+" for a difference."""
+    assert mean is not None
     return f"{100 * mean:{sign}.1f} {in_words(low, high)}"
 
 

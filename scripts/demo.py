@@ -30,6 +30,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -171,7 +172,7 @@ def main(arguments: list[str]) -> int:
             continue
         print(f"{title}: python {shlex.join(step.command)}", flush=True)
         began, cpu = time.monotonic(), children_cpu()
-        code = call(step.command, lambda number=number: progress.write(number))
+        code = call(step.command, partial(progress.write, number))
         seconds = entry.get("seconds_so_far", 0.0) + time.monotonic() - began
         cpu = entry.get("cpu_so_far", 0.0) + children_cpu() - cpu
         if code == 0:

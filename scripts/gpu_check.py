@@ -179,14 +179,14 @@ def _embedder(
     backbone = random_backbone(words, small, min_pixels=least, max_pixels=most)
     model = backbone.model
     if rows is not None:
-        of_token = backbone.processor.tokenizer.convert_tokens_to_ids  # type: ignore[attr-defined]
+        of_token = backbone.processor.tokenizer.convert_tokens_to_ids
         ids = {token: of_token(token) for token in scratch.SPECIAL_TOKENS}
         config = scratch.make_config(rows, ids, dict(text), dict(vision))
         torch.manual_seed(0)
         with torch.device(machine.device):
             model = AutoModelForImageTextToText.from_config(config, dtype=dtype, attn_implementation="sdpa")
     vision_tower.speed_up(model, form, fused.wanted(machine.options.fused_kernels))
-    barred = [*backbone.suppressed_ids, *range(len(backbone.processor.tokenizer), rows or 0)]  # type: ignore[attr-defined]
+    barred = [*backbone.suppressed_ids, *range(len(backbone.processor.tokenizer), rows or 0)]
     backbone = replace(backbone, model=model.to(machine.device, dtype), suppressed_ids=barred, attention=form)
     return EmbeddingModel(backbone, **settings)
 
@@ -283,7 +283,7 @@ def check_kept(machine: Machine) -> Figures:
     """
     embedder = small_embedder(machine, machine.dtype, "varlen")
     batch = random_batch(machine, embedder, 16)
-    expected, figures = torch.empty(0), {}
+    expected, figures = torch.empty(0), dict[str, Any]()
     for keep in ("none", "device", "host"):
         with patch.object(embedding_model, "LEAST_BYTES", 2**12):  # the small model's are small
             _one_step(machine, embedder, batch, keep)
@@ -308,7 +308,7 @@ def check_fused(machine: Machine) -> Figures:
     """A small model's step with fused kernels against one without: bfloat16 weights, and float32 weights under autocast."""
     if not machine.on_gpu or not fused.wanted(machine.options.fused_kernels):
         raise NotRun("liger-kernel is not installed" if machine.on_gpu else "fused kernels need a GPU")
-    figures = {}
+    figures: dict[str, Any] = {}
     for dtype in (torch.bfloat16, torch.float32):
         embedder = small_embedder(machine, dtype, "varlen")
         batch = random_batch(machine, embedder, 5)
@@ -338,7 +338,7 @@ def check_rollout(machine: Machine) -> Figures:
     for graphs in (False, True):
         embedder = small_embedder(machine, machine.dtype, "varlen", cuda_graphs=graphs).eval()
         batch = random_batch(machine, embedder, 12)
-        settings = {"max_new_tokens": 48, "batch_size": 12}
+        settings: Any = {"max_new_tokens": 48, "batch_size": 12}
         generate(embedder, batch.queries, **settings)
         machine.wait()
         began = time.perf_counter()
@@ -356,7 +356,7 @@ def check_rollout(machine: Machine) -> Figures:
             written[-1] += [rationale.ids for rationale in generate(embedder, batch.queries, **settings)]
     plain, captured = written
     equal = sum(a == b for a, b in zip(plain, captured, strict=True))
-    figures = {"rows": len(plain), "equal": equal}
+    figures: dict[str, Any] = {"rows": len(plain), "equal": equal}
     figures |= {"s, kernel by kernel": seconds[0], "s, captured": seconds[1]}
     if equal < len(plain):
         raise AssertionError(f"captured steps wrote other tokens: {figures}")

@@ -292,6 +292,7 @@ def read_pictures(backbone: Path, path: Path) -> dict[str, tuple[int, float]]:
     rows = pd.read_parquet(path / "corpus.parquet")
     pictures = np.stack([np.asarray(load_image(cell["bytes"])) for cell in rows["image"]])
     picture_N3HW = torch.from_numpy(pictures).permute(0, 3, 1, 2).float() / 255
+    model: Any
     model, processor = (
         kind.from_pretrained(backbone) for kind in (AutoModelForImageTextToText, AutoProcessor)
     )
@@ -372,7 +373,7 @@ def study_modes(options: Options) -> Finding:
 
 def figure_4(options: Options) -> Finding:
     """Fig. 4: what is learned from the oracle's text alone (study set)."""
-    diagnoses, arms = {}, []
+    diagnoses, arms = dict[str, tuple[tuple[str, ...], str]](), list[str]()
     for variant in VARIANTS[:3]:
         data = f"data={options.out}/data/train/{variant}.jsonl"
         quick = (f"steps={options.steps or 60}", "batch_size=32")
@@ -800,7 +801,7 @@ def decided_by(results: Results, trained: str, name: str, set_name: str, easy: i
         tuple(joint.values()) for joint, _ in mean_over_seeds(np.stack(columns, axis=1), groups, None)
     )
     writes, saved = 100 * np.mean(shares), 100 * (1 - spent[0] / spent_always[0])  # type: ignore[operator]
-    over = [percent(*gain, "+") for gain in gains]
+    over = [percent(*gain, sign="+") for gain in gains]
     return [[name, f"{writes:.0f}", percent(*hits), f"{spent[0]:.1f}", f"{saved:.0f}", *over]]
 
 
@@ -810,7 +811,7 @@ def ablated(results: Results, on: str) -> list[str]:
     for name in LATENTS:
         found = results.kept["diagnoses"].get(f"{name}_{on}", {})
         for kind, row in found.get("conditions", {}).items():
-            difference, cosine = percent(*row["difference"], "+"), f"{row['cosine']:.3f}"
+            difference, cosine = percent(*row["difference"], sign="+"), f"{row['cosine']:.3f}"
             rows.append((f"{name}, {kind}", f"{100 * row['hit@1'][0]:.1f}", difference, cosine))
     head = ["Think tokens replaced, seed 0 (`rge diagnose sensitivity mode=latent`)", ""]
     return [*head, *markdown(["arm", "hit@1, %", "over own", "cosine to own"], rows)] if rows else []

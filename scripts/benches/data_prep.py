@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -220,7 +221,7 @@ def tables(folder: Path, paper: int) -> list[str]:
 
     CPU time of a stage is assumed to grow by the power between its last two runs, at least linearly; memory linearly.
     """
-    runs = sorted(map(read_json, folder.glob(f"*/{MEASURED}")), key=lambda run: run["pictures"])
+    runs: list[Any] = sorted(map(read_json, folder.glob(f"*/{MEASURED}")), key=lambda run: run["pictures"])
     stages = stages_of(RmirConfig())
     runs = [run for run in runs if set(run["stages"]) == set(stages)]
     if len(runs) < 2:

@@ -259,7 +259,7 @@ def our_rollout(setting: Setting, encoded: EncodedParts | None = None, num_each:
     """`num_each` own rationales per query, by rge; ``stop_B`` then has as many lengths for each query."""
     prompts, stop_BK = setting.batch.queries, np.reshape(setting.stop_B, (-1, num_each))
     order = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))  # the order rows are written in
-    settings = {"max_new_tokens": setting.max_new_tokens, "batch_size": len(prompts) * num_each}
+    settings: Any = {"max_new_tokens": setting.max_new_tokens, "batch_size": len(prompts) * num_each}
     with stopping(setting.embedder, stop_BK[order].flatten().tolist() if setting.stop_B else []):
         return generate(setting.embedder, prompts, num_each=num_each, encoded=encoded, **settings)
 
@@ -294,7 +294,7 @@ def stock_inputs(
     pad = partial(pad_sequence, batch_first=True, padding_side=padding_side)
     ids, mask = pad(rows, padding_value=embedder.pad_id), pad([torch.ones_like(row) for row in rows])
     image_processor = embedder.processor.image_processor
-    pictures = [
+    pictures: Any = [
         None if prompt.pixels is None else (normalised(image_processor, prompt.pixels), prompt.image_grid)
         for prompt in prompts
     ]

@@ -118,7 +118,7 @@ def random_picture(chance: np.random.Generator, side_px: int) -> Image.Image:
     return Image.fromarray(chance.integers(0, 255, (side_px, side_px, 3), dtype=np.uint8))
 
 
-def random_backbone(texts: Sequence[str], sizes: Mapping[str, Any], **pixels: int) -> "Backbone":
+def random_backbone(texts: Sequence[str], sizes: Mapping[str, Any], **pixels: Any) -> "Backbone":
     """A model with random weights whose tokenizer is learned from the texts; arguments as of `rge.scratch.build.build`."""
     from rge.model.backbone import load_backbone
     from rge.scratch.build import build

@@ -6,7 +6,9 @@ since think tokens and ``<emb>`` are part of the prompt's pass.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -43,7 +45,7 @@ def measure(options: Options) -> Rows:
     }
     modes = ["direct", *filter(trained.get, trained)]
 
-    def ask(mode: str):
+    def ask(mode: Any):
         return encoder.encode(queries, side="query", mode=mode, batch_size=options.batch_size, progress=False)
 
     steps, flops = {}, {}
@@ -51,8 +53,8 @@ def measure(options: Options) -> Rows:
         written = ask(mode).num_rationale_tokens
         silent = (written == 0) if mode != "reasoning" else written < 0
         steps[mode] = float((written + ~silent).mean())
-        flops[mode] = count_flops(lambda mode=mode: ask(mode)) / len(queries)
-    wall, cpu = map(medians, in_turns({mode: lambda mode=mode: ask(mode) for mode in modes}, options.repeats))
+        flops[mode] = count_flops(partial(ask, mode)) / len(queries)
+    wall, cpu = map(medians, in_turns({mode: partial(ask, mode) for mode in modes}, options.repeats))
     print(f"{len(queries)} queries, {options.batch_size} at once, {torch.get_num_threads()} threads")
     found = {
         mode: {

@@ -12,7 +12,7 @@ Losses and gradients are first compared in float64. ``settings=3b`` counts the s
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -86,7 +86,7 @@ def _work(setting: Setting, count: int) -> Work:
 def _recipe(setting: Setting, count: int) -> Recipe:
     """The stage rl with all three losses."""
     objective = setting.objective
-    same = {"temperature": objective.temperature, "lm_on_candidates": objective.lm_on_candidates}
+    same: Any = {"temperature": objective.temperature, "lm_on_candidates": objective.lm_on_candidates}
     return Recipe(
         recipe="bench",
         stage="rl",
@@ -136,12 +136,12 @@ def plain_rl_step(
     total = rl.alpha_rl * policy
     if not lean:
         total.backward()
-        total, written = 0.0, forms.stock_states(embedder, repeated, suffixes)
+        total, written = torch.zeros(()), forms.stock_states(embedder, repeated, suffixes)
     ends = [len(prompt) + len(ids) for prompt, ids in zip(repeated, own_ids, strict=True)]
     found = forms.candidate_readout(setting, batch.candidates)
     con = forms.contrastive(setting, normalise(written[range(len(ends)), ends]), found.state_ND)
     lm = (forms.stock_nll(embedder, batch.queries, batch.oracle_ids) + found.nll) / forms.num_labels(setting)
     total = total + rl.alpha_con * con + rl.alpha_lm * lm
-    total.backward()  # type: ignore[union-attr]
+    total.backward()
     parts = {"loss_rl": policy, "loss_contrastive": con, "loss_lm": lm}
     return {name: float(value.detach()) for name, value in parts.items()}

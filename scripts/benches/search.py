@@ -5,6 +5,7 @@ blocks of queries, with arbitrary order of ties. ``score`` is every metric of ev
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import faiss
 import numpy as np
@@ -50,7 +51,7 @@ def measure(options: Options) -> Rows:
     if options.others:
         work["numpy"] = lambda: [_with_numpy(block_BD, candidate_CD, depth) for block_BD in blocks]
         work["torch"] = lambda: [_with_torch(block_BD, candidate_CD, depth) for block_BD in blocks]
-    ranking = work["search"]()
+    ranking: Any = work["search"]()
     positives = [
         (np.sort(rng.choice(options.candidates, 12, replace=False)).astype(np.int32), np.ones(12))
         for _ in range(options.queries)

@@ -179,7 +179,8 @@ class Preflight:
         """Find the unfinished stages; one before a finished stage is over, even if it was deleted."""
         recipe, every = self.recipe, self.recipe.stages()
         done = [bool(self.attempt(resume.finished, self.out / name, recipe, name)) for name in every]
-        stages = every[max((place for place, is_done in enumerate(done, start=1) if is_done), default=0) :]
+        first_open = max((place for place, is_done in enumerate(done, start=1) if is_done), default=0)
+        stages = every[first_open:]
         self.found.stages = stages
         if not stages:
             self.warn(

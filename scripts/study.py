@@ -49,7 +49,7 @@ from data_prep.demo.build import write_mixed, write_rotated
 from data_prep.study.build import build
 from rge.common.commands import start
 from rge.common.errors import UserError
-from rge.common.files import write_text
+from rge.common.files import write_json, write_text
 from rge.common.options import HELP, one_of, parse_options
 from rge.config import AtLeastOne, load_recipe
 from rge.stats.intervals import index_of
@@ -261,15 +261,15 @@ def on_study_set(options: Options, arms: Sequence[str], tables: Sequence[Table],
 
 def eyes(options: Options) -> Finding:
     """Does the vision tower read things, grounds and serials? The study set's first link; no training beyond the tower's."""
-    backbone, valid = (
-        options.out / "eyes" / "shared" / "backbone",
-        options.out / "data" / "valid" / "hidden_100",
-    )
+    backbone, place = options.out / "eyes" / "shared" / "backbone", options.out / DIAGNOSES / "eyes"
 
     def reading(results: Results) -> list[str]:
-        kept = results.kept["diagnoses"]
-        if "eyes" not in kept and backbone.is_dir() and not options.collect:
-            kept["eyes"] = read_pictures(backbone, valid)
+        kept, report = results.kept["diagnoses"], place / "reading.json"
+        if (
+            not report.is_file() and backbone.is_dir() and not options.collect
+        ):  # not what another study's tower reads
+            kept["eyes"] = read_pictures(backbone, options.out / "data" / "valid" / "hidden_100")
+            write_json(report, kept["eyes"])
         if (found := kept.get("eyes")) is None:
             return ["Not run yet."]
         rows = [(name, str(number), f"{100 * share:.1f}") for name, (number, share) in found.items()]

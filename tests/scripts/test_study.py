@@ -267,6 +267,21 @@ def test_every_finding_has_arms_that_exist_and_recipes_that_load(study):
                 assert recipe.joint.steps == 2 or arm.stage != "joint"
 
 
+def test_the_own_tower_is_read_whatever_was_kept_of_another(study, tmp_path, monkeypatch):
+    (tmp_path / "kept").mkdir()
+    kept = {"queries": {}, "runs": {}, "diagnoses": {"eyes": {"serial": [83, 0.5]}}}
+    (tmp_path / "kept" / "study.json").write_text(json.dumps(kept))
+    study.main(["eyes", "collect=true", *study.given])
+    assert "| serial | 83 | 50.0 |" in (study.folder / "page_eyes.md").read_text()
+    (study.folder / "eyes" / "shared" / "backbone").mkdir(parents=True)
+    monkeypatch.setattr(study, "read_pictures", lambda backbone, path: {"serial": (83, 0.75)})
+    study.main(["eyes", "seeds=1", *study.given])
+    assert "| serial | 83 | 75.0 |" in (study.folder / "page_eyes.md").read_text()
+    monkeypatch.delattr(study, "read_pictures")  # once
+    study.main(["eyes", "collect=true", *study.given])
+    assert "| serial | 83 | 75.0 |" in (study.folder / "page_eyes.md").read_text()
+
+
 def test_diagnoses_of_figure_4_are_kept(study):
     study.main(["d", "seeds=1", *study.given])
     kept = {path.name: path.read_bytes() for path in study.folder.glob("kept.json")}

@@ -253,9 +253,10 @@ def test_paths_in_a_parquet_file_may_be_views_of_texts(tmp_path):
     )
 
 
-def test_a_picture_that_cannot_be_read_for_a_moment_costs_only_another_try(tmp_path, monkeypatch):
+def a_store_whose_second_read_of_p3(does, tmp_path, monkeypatch):
+    """The settings of a run on pictures in a store, and the number of reads by place."""
     fs = fsspec.filesystem("memory")
-    path = write_folder(f"/{tmp_path.name}-moment", fs)
+    path = write_folder(f"/{tmp_path.name}", fs)
     config = config_of(tmp_path / "out", f"memory:/{path}")
     config.seed.clusters, config.seed.per_cluster = 2, 5
     reads: Counter[str] = Counter()
@@ -264,10 +265,18 @@ def test_a_picture_that_cannot_be_read_for_a_moment_costs_only_another_try(tmp_p
     def read(self, place, *more, **how):
         reads[place] += 1
         if place.endswith("p3.png") and reads[place] == 2:
-            raise OSError("connection reset")
+            return does()
         return cat_file(self, place, *more, **how)
 
     monkeypatch.setattr(type(fs), "cat_file", read)
+    return config, reads
+
+
+def test_a_picture_that_cannot_be_read_for_a_moment_costs_only_another_try(tmp_path, monkeypatch):
+    def fails():
+        raise OSError("connection reset")
+
+    config, reads = a_store_whose_second_read_of_p3(fails, tmp_path, monkeypatch)
     with closing(Run(config, progress=False)) as run:
         with pytest.raises(
             UserError, match="picture 'p3' .*cannot be read now.*: run the same command again"
@@ -279,19 +288,7 @@ def test_a_picture_that_cannot_be_read_for_a_moment_costs_only_another_try(tmp_p
 
 
 def test_a_picture_that_has_changed_is_named_with_the_way_out(tmp_path, monkeypatch):
-    fs = fsspec.filesystem("memory")
-    path = write_folder(f"/{tmp_path.name}-changed", fs)
-    config = config_of(tmp_path / "out", f"memory:/{path}")
-    config.seed.clusters, config.seed.per_cluster = 2, 5
-    reads: Counter[str] = Counter()
-    cat_file = type(fs).cat_file
-
-    def read(self, place, *more, **how):
-        reads[place] += 1
-        changed = place.endswith("p3.png") and reads[place] == 2
-        return png(99) if changed else cat_file(self, place, *more, **how)
-
-    monkeypatch.setattr(type(fs), "cat_file", read)
+    config, _ = a_store_whose_second_read_of_p3(lambda: png(99), tmp_path, monkeypatch)
     with closing(Run(config, progress=False)) as run:
         with pytest.raises(
             UserError, match="picture 'p3' has changed since it was inspected: delete .*seed and run"

@@ -20,6 +20,7 @@ from typing import Literal
 import pandas as pd
 from arms import (
     DEMO_SET,
+    NOTE,
     Arm,
     Results,
     Row,
@@ -27,6 +28,7 @@ from arms import (
     Study,
     Table,
     in_table,
+    made_with,
     markdown,
     refuse_launcher,
     run_all,
@@ -38,9 +40,10 @@ from eval.scoring.metrics import names_of as names_of_metrics
 from eval.scoring.tables import latex
 from rge.common.commands import start
 from rge.common.errors import UserError
-from rge.common.files import checkpoint_folder, find_shipped, write_text
+from rge.common.files import checkpoint_folder, find_shipped, read_json, write_text
 from rge.common.options import AtLeastOne, names_of, offer_help, parse_options, split_word
 from rge.config import load_recipe
+from rge.identity.run_identity import differences, in_words
 
 BEFORE = {"joint": "cold_start", "rl": "joint"}
 """The stage whose checkpoint each stage starts from."""
@@ -243,9 +246,10 @@ def write_tables(study: Study, key: str, values: list[str], options: Options) ->
     for arm in study.arms:
         for seed in range(study.seeds):
             folder = study.folder(arm, seed)
-            then = json.loads((folder / "arm.json").read_text())
-            if other := sorted({*study.words(arm, seed), f"out={folder}"}.symmetric_difference(then)):
-                raise UserError(f"{folder} was trained with other settings, then or now: {', '.join(other)}")
+            then, now = read_json(folder / NOTE), {"recipe": made_with(study, arm, seed)["recipe"]}
+            # Older notes are the command alone.
+            if isinstance(then, dict) and (other := in_words(differences({"recipe": then["recipe"]}, now))):
+                raise UserError(f"{folder} was trained with other settings: {'; '.join(other)}")
             _, frame = results.of(arm.name, seed, "")  # type: ignore[misc]  # every run is finished
             if missing := [metric for metric in options.metrics if metric not in frame]:
                 raise UserError(

@@ -30,13 +30,16 @@ import pandas as pd
 from eval.benchmarks.suite import mean_of, member_bootstraps
 from rge.common.errors import SIGNALLED, UserError
 from rge.common.files import read_json, write_text
-from rge.config import load_recipe
+from rge.config import Recipe, load_recipe, to_dict
+from rge.identity.run_identity import digest
 from rge.stats.intervals import Bootstrap, cluster_bootstrap, figures, in_words, index_of, over_seeds
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO_SET = Path("data_prep/demo/data/test")
 TRAINED = "as trained"
 KEPT, DIAGNOSES = "kept.json", "diagnoses"
+NOTE = "arm.json"
+"""What a finished training was made with, in its folder; see `made_with`."""
 COUNTED_STEPS = 3
 """Steps over which FLOPs are counted."""
 
@@ -77,6 +80,7 @@ class Study:
     steps: int | None = None  # of every stage, and of naming where a backbone is built, for a trial
     # Adds columns to a run's per-query results on a set.
     derive: Callable[[pd.DataFrame, Path], pd.DataFrame] = field(default=lambda frame, path: frame)
+    _settings: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
     def by_name(self) -> dict[str, Arm]:
@@ -111,8 +115,29 @@ class Study:
         """Whether a run is trained and evaluated."""
         made = [self.evaluation(arm, seed, name) / "results.json" for name in self.sets_of(arm)]
         if arm.stage:
-            made.append(self.folder(arm, seed) / "arm.json")
+            made.append(self.folder(arm, seed) / NOTE)
         return all(path.is_file() for path in made)
+
+    def settings(self, arm: Arm) -> str:
+        """Digest of what an arm's results depend on, whatever the seed and the study's folder: recipe, earlier stages, evaluation.
+
+        Only values that differ from their defaults count, so that a new key of the recipe changes nothing.
+        """
+        if arm.name not in self._settings:
+            own: Any = _without_defaults(to_dict(load_recipe(self.words(arm, 0)))) if arm.stage else {}
+            used = {"rl": ("rl", "joint")}.get(
+                arm.stage, (arm.stage,)
+            )  # the stage rl reads the joint stage's records
+            unused = {"out", "cold_start", "joint", "rl"} - {*used}
+            if arm.after:
+                unused.add("init")
+                own.get("model", {}).pop("scratch", None)
+            own = {name: value for name, value in own.items() if name not in unused}
+            earlier = self.settings(self.by_name[arm.after]) if arm.after else ""
+            asked = [arm.query_mode, arm.point, *self.ask, *arm.ask]
+            text = json.dumps([own, arm.flops_of, earlier, asked]).replace(f"{self.out}/", "")
+            self._settings[arm.name] = digest(text)[:16]
+        return self._settings[arm.name]
 
     def words(self, arm: Arm, seed: int) -> list[str]:
         """Arguments of ``rge/train.py``, without output folder and matched steps."""
@@ -124,6 +149,18 @@ class Study:
         if arm.after:
             words.append(f"init={self.checkpoint(self.by_name[arm.after], seed)}")
         return words
+
+
+def _without_defaults(settings: dict[str, Any], default: dict[str, Any] | None = None) -> dict[str, Any]:
+    default = to_dict(Recipe(recipe="")) if default is None else default
+    found = {}
+    for name, value in settings.items():
+        usual = default.get(name)
+        if isinstance(value, dict) and isinstance(usual, dict):
+            value, usual = _without_defaults(value, usual), {}
+        if value != usual:
+            found[name] = value
+    return found
 
 
 # --- running
@@ -201,15 +238,20 @@ def _held(folder: Path, wait: bool) -> Iterator[bool]:
         yield True
 
 
-def _train(study: Study, arm: Arm, seed: int, folder: Path) -> None:
+def made_with(study: Study, arm: Arm, seed: int) -> dict[str, Any]:
+    """The command of a training, and the recipe that it reads, whose file may be edited between two runs."""
     steps = [f"{arm.stage}.steps={steps_of(study, arm)}"] if arm.flops_of else []
-    train = [*study.words(arm, seed), f"out={folder}", *steps]
-    note, command = folder / "arm.json", json.dumps(train, indent=1)
-    if not note.is_file() or note.read_text() != command:
-        print(f"{study.run_name(arm, seed)}: {shlex.join(train)}", flush=True)
+    train = [*study.words(arm, seed), f"out={study.folder(arm, seed)}", *steps]
+    return {"command": train, "recipe": to_dict(load_recipe(train))}
+
+
+def _train(study: Study, arm: Arm, seed: int, folder: Path) -> None:
+    note, made = folder / NOTE, made_with(study, arm, seed)
+    if read_json(note) != made:
+        print(f"{study.run_name(arm, seed)}: {shlex.join(made['command'])}", flush=True)
         # rge/train.py refuses a checkpoint of other settings.
-        run([*shlex.split(study.launcher or default_launcher()), in_clone("rge/train.py"), *train])
-        write_text(note, command)
+        run([*shlex.split(study.launcher or default_launcher()), in_clone("rge/train.py"), *made["command"]])
+        write_text(note, json.dumps(made, indent=1))
 
 
 def _evaluate(study: Study, arm: Arm, seed: int, name: str, path: Path) -> None:
@@ -280,6 +322,8 @@ class Results:
             report.pop("curves", None)  # of every step, and not shown
             self.kept["diagnoses"][file.parent.name] = report
         self.read: dict[tuple[str, int, str], tuple[str, pd.DataFrame] | None] = {}
+        self.other: set[str] = set()
+        """Runs that were kept with other settings than the arm has now, and are therefore not used."""
 
     def of(self, name: str, seed: int, set_name: str) -> tuple[str, pd.DataFrame] | None:
         """Hash of the query ids, and a row per query (``group``, metrics, slices); None if the run is missing."""
@@ -298,8 +342,13 @@ class Results:
         return hashlib.sha256("\n".join(frame["query_id"]).encode()).hexdigest()[:16], frame
 
     def _as_kept(self, name: str, seed: int, set_name: str) -> tuple[str, pd.DataFrame] | None:
-        found = self.kept["runs"].get(f"{self.study.run_name(self.study.by_name[name], seed)}/{set_name}")
+        arm = self.study.by_name[name]
+        run_name = self.study.run_name(arm, seed)
+        found = self.kept["runs"].get(f"{run_name}/{set_name}")
         if found is None:
+            return None
+        if found["settings"] != self.study.settings(arm):
+            self.other.add(run_name)
             return None
         about = self.kept["queries"][found["queries"]]
         # Padded, numbers sort as the names that they stand for, and intervals have the same digits.
@@ -322,7 +371,7 @@ class Results:
             self.kept["queries"][key] = _packed_queries(frame, study.columns)
             metrics = {name: pack(frame[name]) for name in study.metrics if name in frame}
             run = f"{study.run_name(arm, seed)}/{set_name}"
-            self.kept["runs"][run] = {"queries": key, "metrics": metrics}
+            self.kept["runs"][run] = {"queries": key, "metrics": metrics, "settings": study.settings(arm)}
         if self.kept["runs"] or self.kept["diagnoses"]:
             write_text(study.out / KEPT, json.dumps(self.kept, indent=0))
 

@@ -967,6 +967,11 @@ def write_page(name: str, finding: Finding, options: Options) -> str:
         lines += [f"Not run yet: {'; '.join(missing)}.", ""] if missing else []
         data += rows
     lines += finding.extra(results)
+    if results.other:
+        lines += [
+            "",
+            f"Kept with other settings than today's, and not used: {', '.join(sorted(results.other))}.",
+        ]
     results.keep()
     text = "\n".join(lines) + "\n"
     page = f"page_{name}" if options.on == "test" else f"page_{name}_{options.on}"

@@ -213,6 +213,48 @@ def test_every_table_is_recomputed_from_what_was_kept(study, tmp_path):
     assert (study.folder / "page_a.md").read_text() == text
 
 
+def test_results_kept_with_other_settings_are_not_used(study, tmp_path):
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("base: demo\n")
+    arms = (study.Arm("cold", "cold_start", query_mode=""), study.Arm("self", "joint", "cold"))
+    kept = study.folder / "kept.json"
+
+    def results(run=True):
+        given = study.arms.Study(study.folder, arms, (f"recipe={recipe}",), {"test": tmp_path}, 1, "launch")
+        if run:
+            study.arms.run_all(given, [(arms[1], 0)])
+        return study.arms.Results(given)
+
+    results().keep()
+    study.commands.clear()
+    found = results()
+    assert study.commands == []
+    assert found.of("self", 0, "test") is not None
+    shutil.rmtree(study.folder / "self")
+    recipe.write_text("base: demo\nrl:\n  std_floor: 0.3\n")  # the joint stage does not read it
+    assert results(run=False).of("self", 0, "test") is not None
+
+    recipe.write_text("base: demo\ncold_start:\n  lr: 1.0e-4\n")
+    found = results(run=False)
+    assert found.of("self", 0, "test") is None
+    assert found.other == {"self/seed_0"}
+    assert json.loads(kept.read_text())["runs"]
+
+
+def test_a_finished_run_of_an_edited_recipe_is_given_to_the_trainer_again(study, tmp_path, monkeypatch):
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("base: demo\n")
+    arm = study.Arm("cold", "cold_start", query_mode="")
+    given = study.arms.Study(study.folder, (arm,), (f"recipe={recipe}",), {}, 1, "launch")
+    study.arms.run_all(given, [(arm, 0)])
+    study.arms.run_all(given, [(arm, 0)])
+    assert len(study.commands) == 1
+    recipe.write_text("base: demo\ncold_start:\n  lr: 1.0e-4\n")
+    monkeypatch.setattr(study.arms, "run", study.commands.append)  # it would refuse
+    study.arms.run_all(given, [(arm, 0)])
+    assert len(study.commands) == 2
+
+
 INTERVAL = re.compile(r"\[([-+]?[\d.]+), ([-+]?[\d.]+)\]")
 COLLECTED = (
     "a seeds=7", "a seeds=9", "a", "b seeds=4", "c seeds=4", "d", "e seeds=4", "f", "f seeds=6", "f seeds=9", "g", "h", "i", "i seeds=7", "rl", "smol", "smol_long seeds=4",

@@ -256,23 +256,30 @@ def _train(study: Study, arm: Arm, seed: int, folder: Path) -> None:
 
 def _evaluate(study: Study, arm: Arm, seed: int, name: str, path: Path) -> None:
     out, checkpoint = study.evaluation(arm, seed, name), study.checkpoint(arm, seed)
-    note = out.with_name(f"{out.name}.set")
+    note, about = out.with_name(f"{out.name}.set"), checkpoint / "rge.json"
     if (out / "results.json").is_file():
-        if note.is_file() and note.read_text() != str(path):
+        then, _, of = note.read_text().partition("\n") if note.is_file() else (str(path), "", "")
+        if then != str(path):
             raise UserError(
-                f"{out} is an evaluation on {note.read_text()}, now set={path}: use another out=, or delete it"
+                f"{out} is an evaluation on {then}, now set={path}: use another out=, or delete it"
             )
+        if of and about.is_file() and of != _hash(about):  # the checkpoint may have been deleted since
+            raise UserError(f"{out} is an evaluation of another checkpoint than {checkpoint}: delete it")
         return
     words = [f"checkpoint={checkpoint}", f"set={path}", f"out={out.parent if arm.point else out}"]
     if not arm.point:
         mode = arm.query_mode
         if mode == TRAINED:
-            reasons = json.loads((checkpoint / "rge.json").read_text())["reasons"]
+            reasons = json.loads(about.read_text())["reasons"]
             mode = "direct" if reasons == "none" else "reasoning"
         words.append(f"query_mode={mode}")
     command = [sys.executable, "-m", "rge", "eval", "budget" if arm.point else "run", *words]
     run([*command, *study.ask, *arm.ask, "report=false"])
-    write_text(note, str(path))
+    write_text(note, f"{path}\n{_hash(about)}")
+
+
+def _hash(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
 def flops_per_step(study: Study, arm: Arm) -> float:

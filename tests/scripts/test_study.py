@@ -255,6 +255,18 @@ def test_a_finished_run_of_an_edited_recipe_is_given_to_the_trainer_again(study,
     assert len(study.commands) == 2
 
 
+def test_an_evaluation_of_a_checkpoint_that_was_trained_again_is_refused(study):
+    given = ["a", "seeds=1", "arms=none_hidden_100", *study.given]
+    study.main(given)
+    checkpoint = study.folder / "none_hidden_100/seed_0/joint/final/rge.json"
+    content = checkpoint.read_text()
+    checkpoint.write_text(content.replace("none", "query"))
+    with pytest.raises(UserError, match="is an evaluation of another checkpoint than .*final: delete it"):
+        study.main(given)
+    checkpoint.unlink()  # to save space
+    study.main(given)
+
+
 INTERVAL = re.compile(r"\[([-+]?[\d.]+), ([-+]?[\d.]+)\]")
 COLLECTED = (
     "a seeds=7", "a seeds=9", "a", "b seeds=4", "c seeds=4", "d", "e seeds=4", "f", "f seeds=6", "f seeds=9", "g", "h", "i", "i seeds=7", "rl", "smol", "smol_long seeds=4",

@@ -327,5 +327,7 @@ def _saved(files: Files, image: str, columns: Sequence[str], first: int, picture
         place = address if part is None else f"{address}/{part}"
         tables = split.select_columns(wanted).with_format("arrow")  # mapped from the disk
         for start in range(skipped, len(split), SAVED_ROWS):
-            for number, cells in enumerate(tables[start : start + SAVED_ROWS].to_pylist(), start=start + 1):
-                yield Row(place, number, cells, split._fingerprint if encoded else None)
+            some = range(start, min(start + SAVED_ROWS, len(split)))
+            rows = tables[some].to_pylist() if wanted else [{}] * len(some)  # without columns it has no rows
+            for number, cells in zip(some, rows, strict=True):
+                yield Row(place, number + 1, cells, split._fingerprint if encoded else None)

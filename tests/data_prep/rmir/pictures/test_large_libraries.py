@@ -228,6 +228,15 @@ def test_rows_of_splits_without_names_are_numbered(tmp_path):
     assert [row["id"] for row in library.rows()] == ["./1"]  # as ever
 
 
+def test_pictures_without_any_other_column_are_counted(tmp_path):
+    pictures = datasets.Dataset.from_dict({"image": [png(number) for number in range(40)]})
+    pictures.save_to_disk(tmp_path)
+    library = Library(LibraryConfig(path=str(tmp_path), id_column=None))
+    ids = [row["id"] for row in library.rows()]
+    assert [row["id"] for row in library.rows(pictures=False)] == ids == [f"./{n}" for n in range(1, 41)]
+    assert library.origins(ids[38:]) == {"./39": {}, "./40": {}}
+
+
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
 def test_several_pictures_in_a_row_are_refused(tmp_path, kind):
     path = tmp_path / f"list.{kind}"

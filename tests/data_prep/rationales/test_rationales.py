@@ -17,6 +17,7 @@ from data_prep.rationales.gain import GainJudge, gains
 from data_prep.rationales.leak import text_leak
 from data_prep.rationales.options import RationaleOptions
 from data_prep.rationales.writing import Writing
+from data_prep.rmir.config import EncoderConfig
 from rge.calls.local_server import Answer, LocalServer, chat
 from rge.calls.model_config import ModelConfig
 from rge.common.errors import UserError
@@ -423,6 +424,21 @@ def test_whether_a_leak_can_be_measured_is_asked_of_all_records_together(
         main(["rationales", f"records={records}", f"out={out}", *where, "leak=drop", f"captions={captions}"])
     report = json.loads((tmp_path / "out.jsonl.report.json").read_text())
     assert (report["dropped: leak"], report["kept"], report["leak_not_measured"]) == (1, 11, 10)
+
+
+def test_a_picture_that_cannot_be_measured_is_named_before_any_call(pictures_wanted, tmp_path):
+    """It is no part of a call: that of a labelled negative."""
+    records, _, answers = pictures_wanted
+    first, rest = records.read_text().split("\n", 1)
+    wrong = {"id": "wrong", "image": "broken.png"}
+    records.write_text(f"{json.dumps(json.loads(first) | {'negatives': [wrong]})}\n{rest}")
+    (records.parent / "broken.png").write_bytes((records.parent / "0.png").read_bytes()[:60])
+    with LocalServer(answers) as server:
+        model = ModelConfig(name="m", base_url=server.url)
+        seer = EncoderConfig("siglip", "seer")
+        with pytest.raises(UserError, match="record 'r0': picture .*broken.png cannot be decoded"):
+            write(RationaleOptions(records=records, out=tmp_path / "out.jsonl", model=model, encoder=seer))
+        assert not server.num_answered
 
 
 def test_targets_that_cannot_be_looked_at_are_counted_and_not_called_clean(pictures_wanted, tmp_path):

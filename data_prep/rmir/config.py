@@ -310,7 +310,8 @@ class RmirConfig:
     """Price table (YAML: model name to input_price, output_price ... per million tokens) for models without prices in
     their settings; null: rge/calls/prices.yaml."""
     budget: NotNegative | None = None
-    """Cap on the total cost of all models, over all runs in one ``out``; null: only the models' own caps."""
+    """Cap on the total cost of all models, over all runs in one ``out``; each model needs a price, 0 if it is free. null:
+    only the models' own caps."""
     on_unanswered: Literal["wait", "proceed"] = "wait"
     """What to do after a stage with unanswered calls (outages): wait until the same command has asked them again; or
     proceed without the items they are about, and redo the later stages once they are answered."""

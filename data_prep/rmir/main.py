@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -22,7 +22,7 @@ from data_prep.rmir.seed_set import settle_library
 from data_prep.rmir.stages import WORK
 from data_prep.rmir.wording import wording
 from rge.calls.local_server import LocalServer
-from rge.calls.model_config import CHARACTERS_PER_TOKEN
+from rge.calls.model_config import CHARACTERS_PER_TOKEN, ModelConfig
 from rge.calls.prices import confirm
 from rge.calls.store import AnswerStore
 from rge.common.errors import UserError
@@ -70,7 +70,9 @@ def main(words: Sequence[str]) -> None:
                 model.base_url = server.url
         run = stack.enter_context(closing(Run(config)))
         stages = STAGES if config.stage == "all" else (config.stage,)
-        if config.oracle is None and _to_pay(run, stages):
+        asked = _models_asked(run, stages)
+        _check_asked(config, asked)
+        if config.oracle is None and any(model.paid() for model in asked.values()):
             confirm(estimate(config), yes=config.yes)
         run_stages(run, stages)
         page = report.write(run)
@@ -78,11 +80,23 @@ def main(words: Sequence[str]) -> None:
         print(f"{page}\n{run.out / 'dataset'}" if config.stage in ("all", "split", "audit") else page)
 
 
-def _to_pay(run: Run, stages: Sequence[str]) -> bool:
-    """Whether any unfinished stage calls a paid model."""
+def _models_asked(run: Run, stages: Sequence[str]) -> dict[str, ModelConfig]:
+    """The models that unfinished stages call, by name."""
     config = run.config
-    paid = {key.partition(".")[0] for key, name in models_used(config) if config.models[name].paid()}
-    return any(stage in paid and run.done(stage) is None for stage in stages_of(config) if stage in stages)
+    todo = [stage for stage in stages_of(config) if stage in stages and run.done(stage) is None]
+    return {name: config.models[name] for key, name in models_used(config) if key.partition(".")[0] in todo}
+
+
+def _check_asked(config: RmirConfig, asked: Mapping[str, ModelConfig]) -> None:
+    """Raise what would otherwise stop the first call, hours later: a missing key; or a budget that could not hold."""
+    for model in config.models.values() if asked else ():
+        model.key()
+    for name, model in asked.items():
+        if config.budget is not None and model.input_price is None and model.output_price is None:
+            raise UserError(
+                f"budget needs the price of models.{name}, which no table lists: set its input_price and output_price (0 if it "
+                "costs nothing)"
+            )
 
 
 def run_stages(run: Run, stages: Sequence[str]) -> None:

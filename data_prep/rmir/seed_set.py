@@ -52,7 +52,7 @@ def seed(run: Run) -> dict[str, Any]:
             f"seed.clusters={config.seed.clusters} needs at least as many pictures; {config.library.path} lists {listed:,}. Set "
             f"seed.clusters={max(1, listed // 2)}, or add pictures"
         )
-    encoder = image_encoder(config.image_encoder)
+    encoder, captioner = image_encoder(config.image_encoder), text_encoder(config.caption_encoder)
     tables, parts = scan_library(run, library, encoder)
     table, state = pa.concat_tables(tables), LibraryState.read(folder)
     del tables
@@ -80,7 +80,6 @@ def seed(run: Run) -> dict[str, Any]:
     keep_pictures(run, library, images)
     save_vectors(folder / "images.npy", np.concatenate([kept_ND, vectors_ND]) if len(kept_ND) else vectors_ND)
     captions = [image["caption"] for image in images if image["caption"]]
-    captioner = text_encoder(config.caption_encoder)
     save_vectors(folder / "captions.npy", embed_captions(captioner, captions))
     frames.write_rows(folder / "rejected.parquet", bad)
     frames.write_rows(folder / "images.parquet", images)

@@ -38,7 +38,8 @@ from rge.tables.rows import (
 )
 
 SUFFIXES = (
-    ".avif", ".bmp", ".gif", ".heic", ".heif", ".jp2", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp",
+    ".avif", ".bmp", ".gif", ".heic", ".heif", ".jfif", ".jp2", ".jpe", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif",
+    ".tiff", ".webp",
 )  # fmt: skip
 """Endings of picture files; files that Pillow cannot read are reported, not skipped."""
 KINDS = {

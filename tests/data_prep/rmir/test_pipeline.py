@@ -269,6 +269,23 @@ def test_wrong_settings_are_named(word, message):
         load_config(["config=demo", word])
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["models.judge.key_env=NO_SUCH_KEY"], "the environment variable NO_SUCH_KEY .* is not set"),
+        (
+            ["budget=1", "models.judge.input_price=null", "models.judge.output_price=null"],
+            "budget needs the price of models.judge",
+        ),
+        (["caption_encoder={kind: checkpoint, path: nowhere}"], "nowhere"),
+    ],
+)
+def test_what_would_stop_a_run_after_hours_is_said_before_a_picture_is_opened(tmp_path, words, message):
+    with pytest.raises(UserError, match=message):
+        main(["rmir", "config=demo", f"out={tmp_path}", *words])
+    assert not (tmp_path / "seed" / "inspected").exists()
+
+
 def test_unknown_configs_and_stages_are_named():
     with pytest.raises(UserError, match="config must be one of demo, rmir, got 'dmo'; did you mean 'demo'"):
         load_config(["config=dmo"])
@@ -383,6 +400,8 @@ def test_libraries(tmp_path):
     for name in ("a.png", "b/a.png"):
         (tmp_path / name).write_bytes(encoded(Image.new("RGB", (40, 40)), "PNG"))
     assert [row["id"] for row in Library(LibraryConfig(path=str(tmp_path))).rows()] == ["a", "b/a"]
+    (tmp_path / "saved by a browser.jfif").touch()
+    assert [row["id"] for row in Library(LibraryConfig(path=str(tmp_path))).rows()][1] == "saved by a browser"
     table = tmp_path / "t.csv"
     table.write_text("id,image,caption\n1,a.png,a square\n2,b/a.png,\n")
     rows = list(Library(LibraryConfig(path=str(table))).rows())

@@ -37,6 +37,7 @@ def main(words: Sequence[str]) -> None:
     if options.dry_run:
         print(estimate(options))
         return
+    options.model.key()  # if it is missing, said before any work
     if options.model.paid():
         confirm(estimate(options), yes=options.yes)
     print(json.dumps(Writing(options).run(), indent=1))

@@ -237,15 +237,17 @@ def settle_library(run: Run) -> None:
 
 
 def _check_apart(run: Run) -> None:
-    """Raise if the pictures that the run will export would be pictures of the library."""
-    files = find(str(run.config.library.path))
+    """Raise if the run's own pictures and tables would belong to the library, in the folder that it reads."""
+    path = str(run.config.library.path)
+    files = find(path)
     out, folder = run.out.resolve(), Path(files.root).resolve()
-    if files.kind != "folder" or "file" not in files.fs.protocol or not out.is_relative_to(folder):
+    reads_folder = "file" in files.fs.protocol and files.fs.isdir(path) and files.kind != "saved"
+    if not (reads_folder and out.is_relative_to(folder)):
         return
     if not any(part.startswith(".") for part in out.relative_to(folder).parts):
         raise UserError(
-            f"out={run.out} is in the folder library.path={run.config.library.path}, so that the run's own pictures would be taken "
-            "for the library's: choose another out="
+            f"out={run.out} is in the folder library.path={path}, so that the run's own files would be taken for the library's: "
+            "choose another out="
         )
 
 

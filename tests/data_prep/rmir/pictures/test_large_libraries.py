@@ -305,9 +305,10 @@ def test_a_picture_that_has_changed_is_named_with_the_way_out(tmp_path, monkeypa
             seed(run)
 
 
-def test_a_run_in_the_folder_of_its_library_is_refused_before_it_begins(tmp_path):
-    """Its exported pictures would be pictures of the library."""
-    write_folder(str(tmp_path), fsspec.filesystem("file"))
+@pytest.mark.parametrize("kind", ["folder", "parquet", "tar"])
+def test_a_run_in_the_folder_of_its_library_is_refused_before_it_begins(tmp_path, kind):
+    """Its exported pictures would be pictures of the library, and its tables shards of a library without pictures' files."""
+    WRITERS[kind](str(tmp_path), fsspec.filesystem("file"))
     for out in (tmp_path, tmp_path / "runs" / "mine"):
         with closing(Run(config_of(out, tmp_path), progress=False)) as run:
             with pytest.raises(UserError, match=r"out=.* is in the folder library\.path="):

@@ -50,8 +50,8 @@ class GainJudge:
     ) -> list[np.ndarray]:
         """Gains of each pair's candidates, (number of candidates,) for each pair.
 
-        The softmax runs over the targets of all given pairs and the query's own negatives, except targets that are also
-        right for it (another positive of its record, or an equal identity).
+        The softmax runs over the targets and negatives of all given pairs, except targets that are also right for the query
+        (another positive of its record, or an equal identity).
         """
         by_id: dict[str, Target] = {}
         for record, positive in pairs:

@@ -49,7 +49,12 @@ class Writing:
     def __init__(self, options: RationaleOptions):
         self.options, self.sources = options, sources_of(options)
         if options.select is not None or options.encoder is not None:
-            _check_decodable(self.sources)
+            # Measuring opens all pictures, negatives' too, which no call shows; after all calls are paid.
+            if faults := Verdicts().undecodable([source.records for source in self.sources]):
+                listed = "\n".join(faults)
+                raise UserError(
+                    f"select and encoder look at every picture: repair these, or leave out their records:\n{listed}"
+                )
         self.judge = None if options.select is None else _judge(options.select, options.min_knowability)
         self.by_sight: ImageEncoder | None = None
         if options.encoder is not None:
@@ -251,15 +256,6 @@ class Writing:
             beside = source.beside_own
             report["knowability"] = measure_knowability(*zip(*beside, strict=True)) if beside else None
         return report
-
-
-def _check_decodable(sources: Sequence[Source]) -> None:
-    """Raise if pictures cannot be decoded, also negatives', which no call shows: measuring opens all, after all calls are paid."""
-    if faults := Verdicts().undecodable([source.records for source in sources]):
-        listed = "\n".join(faults)
-        raise UserError(
-            f"select and encoder look at every picture: repair these, or leave out their records:\n{listed}"
-        )
 
 
 def _judge(checkpoint: str, min_knowability: float | None) -> "GainJudge":

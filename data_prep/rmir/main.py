@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -71,8 +71,7 @@ def main(words: Sequence[str]) -> None:
         run = stack.enter_context(closing(Run(config)))
         stages = STAGES if config.stage == "all" else (config.stage,)
         asked = _models_asked(run, stages)
-        _check_asked(config, asked)
-        if config.oracle is None and any(model.paid() for model in asked.values()):
+        if config.oracle is None and any(model.paid() for model in asked):
             confirm(estimate(config), yes=config.yes)
         run_stages(run, stages)
         page = report.write(run)
@@ -80,15 +79,14 @@ def main(words: Sequence[str]) -> None:
         print(f"{page}\n{run.out / 'dataset'}" if config.stage in ("all", "split", "audit") else page)
 
 
-def _models_asked(run: Run, stages: Sequence[str]) -> dict[str, ModelConfig]:
-    """The models that unfinished stages call, by name."""
+def _models_asked(run: Run, stages: Sequence[str]) -> list[ModelConfig]:
+    """The models that unfinished stages call.
+
+    Raises `UserError`, before hours of embedding instead of after: a key is missing, or ``budget`` could not hold without a price.
+    """
     config = run.config
     todo = [stage for stage in stages_of(config) if stage in stages and run.done(stage) is None]
-    return {name: config.models[name] for key, name in models_used(config) if key.partition(".")[0] in todo}
-
-
-def _check_asked(config: RmirConfig, asked: Mapping[str, ModelConfig]) -> None:
-    """Raise what would otherwise stop the first call, hours later: a missing key; or a budget that could not hold."""
+    asked = {name: config.models[name] for key, name in models_used(config) if key.partition(".")[0] in todo}
     for model in config.models.values() if asked else ():
         model.key()
     for name, model in asked.items():
@@ -97,6 +95,7 @@ def _check_asked(config: RmirConfig, asked: Mapping[str, ModelConfig]) -> None:
                 f"budget needs the price of models.{name}, which no table lists: set its input_price and output_price (0 if it "
                 "costs nothing)"
             )
+    return [*asked.values()]
 
 
 def run_stages(run: Run, stages: Sequence[str]) -> None:

@@ -13,9 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from PIL import Image
 
 from rge.calls.request import Picture, Request
-from rge.common.images import known_bytes, load_image, picture_bytes
+from rge.common.images import known_bytes, load_image
 from rge.common.picture_metadata import without_metadata
-from rge.common.schema import ImageRef
 
 EncodedPictures = Mapping[Picture, str]
 """Each picture of a request as a ``data:`` URL."""
@@ -25,34 +24,6 @@ JPEG_QUALITY = 90
 MAX_KEPT = 64
 """Encoded pictures that are kept: one picture may be judged a hundred times in a row."""
 MAX_THREADS = 8
-
-
-def prepare_picture(ref: ImageRef, max_side_px: int, sha256: str | None = None) -> tuple[str, bytes]:
-    """Media type and bytes: the file without metadata if servers can read it, else a JPEG.
-
-    Raises `ImageError`: it is unreadable, or its file no longer has the hash ``sha256``.
-    """
-    data = picture_bytes(ref) if sha256 is None else known_bytes(ref, sha256)
-    if (unchanged := _unchanged(data, max_side_px)) is not None:
-        return unchanged
-    image = load_image(data, name=ref)
-    image.thumbnail((max_side_px, max_side_px), Image.Resampling.LANCZOS)
-    out = io.BytesIO()
-    image.save(out, "JPEG", quality=JPEG_QUALITY)
-    return "image/jpeg", out.getvalue()
-
-
-def _unchanged(data: bytes, max_side_px: int) -> tuple[str, bytes] | None:
-    # None: it must be re-encoded, which is slow, or `load_image` refuses it.
-    try:
-        with Image.open(io.BytesIO(data)) as header:
-            kind, mode, longest = header.format, header.mode, max(header.size)
-            plain = header.getexif().get(0x0112, 1) in (0, 1) and not getattr(header, "is_animated", False)
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
-        return None  # decoding reports the error
-    if kind not in SENDABLE or mode not in ("RGB", "RGBA", "L", "P") or longest > max_side_px or not plain:
-        return None
-    return SENDABLE[kind], without_metadata(data)
 
 
 class Pictures:
@@ -83,7 +54,29 @@ class Pictures:
 
 
 def data_url(picture: Picture) -> str:
-    """A picture of `prepare_picture`, which also says what is raised, as a ``data:`` URL."""
-    # The answer is stored under this hash.
-    media_type, data = prepare_picture(picture.ref, picture.max_side_px, picture.sha256)
+    """A picture as a ``data:`` URL: the file without metadata if servers can read it, else a JPEG.
+
+    Raises `ImageError`: it is unreadable, or no longer has the hash under which the answer is stored.
+    """
+    media_type, data = "image/jpeg", known_bytes(picture.ref, picture.sha256)
+    if (kind := _sendable(data, picture.max_side_px)) is not None:
+        media_type, data = SENDABLE[kind], without_metadata(data)
+    else:
+        image = load_image(data, name=picture.ref)
+        image.thumbnail((picture.max_side_px, picture.max_side_px), Image.Resampling.LANCZOS)
+        out = io.BytesIO()
+        image.save(out, "JPEG", quality=JPEG_QUALITY)
+        data = out.getvalue()
     return f"data:{media_type};base64,{base64.b64encode(data).decode()}"
+
+
+def _sendable(data: bytes, max_side_px: int) -> str | None:
+    """The format of a picture that can be sent as it is; None: it must be re-encoded, which is slow, or `load_image` refuses it."""
+    try:
+        with Image.open(io.BytesIO(data)) as header:
+            kind, mode, longest = header.format, header.mode, max(header.size)
+            plain = header.getexif().get(0x0112, 1) in (0, 1) and not getattr(header, "is_animated", False)
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
+        return None  # decoding reports the error
+    known = kind in SENDABLE and mode in ("RGB", "RGBA", "L", "P")
+    return kind if known and longest <= max_side_px and plain else None

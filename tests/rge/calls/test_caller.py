@@ -22,7 +22,7 @@ from rge.calls.dispatch import grouping, health
 from rge.calls.failures import BudgetReached, StopCalls
 from rge.calls.local_server import Answer, LocalServer, chat
 from rge.calls.model_config import ModelConfig
-from rge.calls.pictures import prepare_picture
+from rge.calls.pictures import data_url
 from rge.calls.replies import (
     Abstained,
     BadValue,
@@ -41,7 +41,7 @@ from rge.calls.replies import (
 from rge.calls.request import Picture, Request
 from rge.calls.store import AnswerStore
 from rge.common.errors import UserError
-from rge.common.images import ImageError
+from rge.common.images import ImageError, decode_data_url
 
 
 def ask(text: str, **settings) -> Request:
@@ -434,15 +434,20 @@ def test_the_key_is_stable():
     )
 
 
+def sent_as(data: bytes, max_side_px: int = 1024) -> tuple[str, bytes]:
+    url = data_url(Picture(data, hashlib.sha256(data).hexdigest(), max_side_px))
+    return url.partition(";")[0], decode_data_url(url)
+
+
 def test_pictures_that_servers_read_are_sent_unchanged():
     data = encode(Image.new("RGB", (20, 10), "red"), "WEBP")
-    assert prepare_picture(data, 1024) == ("image/webp", data)
+    assert sent_as(data) == ("data:image/webp", data)
 
 
 @pytest.mark.parametrize(("mode", "kind"), [("CMYK", "JPEG"), ("RGB", "BMP"), ("RGB", "TIFF")])
 def test_other_pictures_are_sent_as_jpeg(mode, kind):
-    media_type, sent = prepare_picture(encode(Image.new(mode, (20, 10)), kind), 1024)
-    assert media_type == "image/jpeg"
+    media_type, sent = sent_as(encode(Image.new(mode, (20, 10)), kind))
+    assert media_type == "data:image/jpeg"
     assert Image.open(io.BytesIO(sent)).mode == "RGB"
 
 
@@ -450,11 +455,11 @@ def test_other_pictures_are_sent_as_jpeg(mode, kind):
 def test_animations_are_not_sent(kind):
     frames = [Image.new("RGB", (20, 10), colour) for colour in ("red", "blue")]
     with pytest.raises(ImageError, match="has several frames"):
-        prepare_picture(encode(frames[0], kind, save_all=True, append_images=frames[1:]), 1024)
+        sent_as(encode(frames[0], kind, save_all=True, append_images=frames[1:]))
 
 
 def test_large_pictures_are_scaled_down():
-    _, sent = prepare_picture(encode(Image.new("RGB", (400, 100)), "PNG"), 200)
+    _, sent = sent_as(encode(Image.new("RGB", (400, 100)), "PNG"), 200)
     assert Image.open(io.BytesIO(sent)).size == (200, 50)
 
 

@@ -102,5 +102,7 @@ def _webp(data: bytes) -> bytes:
         if kind in _WEBP_PARTS:
             out.append(part)
         at += len(part) or 1
+    if not any(part.startswith((b"VP8 ", b"VP8L")) for part in out):
+        raise ValueError("an animation, of one frame")
     body = b"WEBP" + b"".join(out)
     return b"RIFF" + struct.pack("<I", len(body)) + body

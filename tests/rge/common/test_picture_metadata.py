@@ -1,6 +1,7 @@
 """Pictures without metadata: equal pixels, and no trace of what was written beside them."""
 
 import io
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -123,3 +124,16 @@ def test_broken_containers_are_written_anew_or_refused(tmp_path: Path):
     assert not any(secret in clean for secret in SECRETS)
     with pytest.raises(ImageError, match="cannot be decoded"):
         without_metadata(b"no picture")
+
+
+def test_an_animation_of_one_frame_stays_a_picture():
+    """Its pixels are in a part of their own kind, which an ordinary WebP does not have."""
+    out = io.BytesIO()
+    frames = [Image.new("RGB", (40, 30), colour) for colour in ("red", "blue")]
+    frames[0].save(out, "WEBP", save_all=True, append_images=frames[1:], lossless=True)
+    data = out.getvalue()
+    second = data.rindex(b"ANMF")
+    one = data[:4] + struct.pack("<I", second - 8) + data[8:second]
+    expected = load_image(one)
+    assert expected.getpixel((0, 0)) == (255, 0, 0)
+    assert load_image(without_metadata(one)).tobytes() == expected.tobytes()

@@ -11,11 +11,11 @@ from rge.common.files import find_shipped, visible_files
 from rge.common.registry import Registry
 from rge.common.schema import Record
 from rge.config import RecordsConfig, SourceConfig
-from rge.data.rows import ArrowRows, Columns, Opened, RowRecords, Rows, drop_image_bytes, parsed
+from rge.data.rows import ArrowRows, Columns, Opened, RowRecords, drop_image_bytes, parsed
 from rge.data.sources import Checks, RecordError, RecordFile, Records, parsed_line, strip_bom
 from rge.data.streams import Stream
 
-DataSource = Callable[..., Rows]
+DataSource = Callable[..., Any]
 """Called with the source's `options`; returns rows: a list, or anything with a length and ``[number]``. A row maps names of the
 record's fields, or of columns that `columns` maps, to values; a picture is encoded bytes or a path."""
 

@@ -6,7 +6,7 @@ A data set is Arrow tables; rows are read without decoding pictures, and checkin
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, Unpack
+from typing import Any, Unpack
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -40,16 +40,6 @@ _PARTS: dict[str, type[QueryPart] | type[Target]] = {
 }
 FIELDS = {*Record.model_fields, *(f"{part}.{leaf}" for part in _PARTS for leaf in _PARTS[part].model_fields)}
 """Fields that ``columns`` can map."""
-
-
-class Rows(Protocol):
-    """Rows by number."""
-
-    def __len__(self) -> int:
-        """Number of rows."""
-
-    def __getitem__(self, index: int) -> Mapping[str, Any]:
-        """One row: values by the names of their columns; a picture is encoded bytes, a path, or both as a mapping."""
 
 
 class ArrowRows:
@@ -213,7 +203,7 @@ def _zip_leaves(part: str, targets: Any, leaves: Mapping[str, list[Any]]) -> lis
 
 
 Opened = tuple[Any, Columns, Path]
-"""`Rows` or a stream, how its rows become records, and the folder that paths of pictures are relative to."""
+"""Rows by number or a stream, how rows become records, and the folder that paths of pictures are relative to."""
 
 
 class Reopened(Records):

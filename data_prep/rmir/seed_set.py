@@ -321,7 +321,8 @@ def scan_library(
         while (refs := waiting.result()) is not None:
             number = len(tables)
             waiting = prepare(number + 1)
-            save_vectors(_vectors(run, number), embed_pictures(encoder, refs))
+            vectors_ND = encoder.pictures(refs) if refs else np.empty((0, 0), np.float32)
+            save_vectors(_vectors(run, number), vectors_ND)
             tables.append(frames.read_table(_part(run, number)))
             _add_ids(seen, tables[-1], sum(map(len, tables[:-1])), state, config)
     good = [number for number, table in enumerate(tables) if table["reason"].null_count]
@@ -398,11 +399,6 @@ def keep_pictures(run: Run, library: Library, images: Rows) -> None:
         # Later commands may be started in another folder, and the run's own may be moved.
         ref = os.path.abspath(image["ref"])
         image["ref"] = frames.OUT + ref.removeprefix(own) if ref.startswith(own) else ref
-
-
-def embed_pictures(encoder: ImageEncoder, refs: list[ImageRef]) -> np.ndarray:
-    """(N, D) float32; (0, 0) without pictures."""
-    return encoder.pictures(refs) if refs else np.empty((0, 0), np.float32)
 
 
 def gather(parts: list[np.ndarray], rows: np.ndarray) -> np.ndarray:

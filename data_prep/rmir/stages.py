@@ -18,7 +18,7 @@ from data_prep.rmir.pictures.indices import Index, caption_index, embed_captions
 from data_prep.rmir.results.audit import audit
 from data_prep.rmir.results.export import export
 from data_prep.rmir.run import Asking, Row, Run, reasons
-from data_prep.rmir.seed_set import drawn, embed_pictures, save_vectors, seed
+from data_prep.rmir.seed_set import drawn, save_vectors, seed
 from data_prep.rmir.wording import wording
 from rge.calls.caller import Outcome
 from rge.calls.failures import Rejection
@@ -140,7 +140,7 @@ def _indices(run: Run, images: Rows) -> Iterator[tuple[str, int, Index]]:
             saved = run.path("retrieve", f"index-{spec.name}.npy")
             if not saved.is_file():
                 refs = [image["ref"] for image in images]
-                save_vectors(saved, embed_pictures(image_encoder(spec.encoder), refs))
+                save_vectors(saved, image_encoder(spec.encoder).pictures(refs))
             yield spec.name, spec.count, image_index(spec.encoder, images, np.load(saved))
         elif has_captions:
             yield spec.name, spec.count, caption_index(spec.encoder, images)

@@ -12,11 +12,14 @@ import httpx
 
 from data_prep.rmir.config import DownloadConfig
 from rge.common.commands import progress_bar
-from rge.common.errors import ungrouped
+from rge.common.errors import UserError, ungrouped
 from rge.common.files import FileError, write_bytes
 from rge.common.images import WEB
 
 TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
+NO_ANSWER, NO_CONNECTION = "no answer in time", "no connection"
+OUTAGE = {NO_ANSWER, NO_CONNECTION, *(f"HTTP {status}" for status in TRANSIENT)}
+"""Reasons that may pass."""
 
 
 class _DownloadFailed(Exception):
@@ -106,9 +109,9 @@ async def _get(client: httpx.AsyncClient, url: str, config: DownloadConfig) -> b
                     raise _DownloadFailed(f"over {config.max_bytes:,} bytes")
             return bytes(data)
     except (TimeoutError, httpx.TimeoutException):
-        raise _DownloadFailed("no answer in time", retry=True) from None
+        raise _DownloadFailed(NO_ANSWER, retry=True) from None
     except httpx.TransportError:
-        raise _DownloadFailed("no connection", retry=True) from None
+        raise _DownloadFailed(NO_CONNECTION, retry=True) from None
     except (httpx.HTTPError, httpx.InvalidURL, UnicodeError):  # the last from host names
         raise _DownloadFailed("not a working address") from None
 
@@ -120,9 +123,17 @@ def resolve(
 
     Returns:
         The rows with file paths instead of URLs, and the reason for each failure, by row id.
+
+    Raises:
+        UserError: no row has a picture, for reasons that may pass: an outage must not count as the loss of all.
     """
     urls = [row["ref"] for row in rows if is_address(row["ref"])]
     lost = fetch(urls, folder, config, progress=progress)
+    if urls and {*urls} == {*lost} and len(urls) == len(rows) and OUTAGE.issuperset(lost.values()):
+        raise UserError(
+            f"none of {len(urls):,} pictures can be downloaded, such as {without_secrets(urls[0])}: {lost[urls[0]]}. Run the same "
+            "command again when they can be reached; take those that are gone for good out of the library"
+        )
     refs = {url: without_secrets(url) if url in lost else str(local_path(url, folder)) for url in urls}
     failed = {row["id"]: f"download: {lost[row['ref']]}" for row in rows if row["ref"] in lost}
     return [row | {"ref": refs.get(row["ref"], row["ref"])} for row in rows], failed

@@ -5,6 +5,7 @@ import io
 import resource
 import threading
 from collections import Counter
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from PIL import Image
 
 from data_prep.rmir import stages
 from data_prep.rmir.config import DownloadConfig, LibraryConfig, load_config
+from data_prep.rmir.main import run_stages
 from data_prep.rmir.pictures import download
 from data_prep.rmir.pictures.download import fetch, local_path, without_secrets
 from data_prep.rmir.pictures.library import Library
@@ -154,6 +156,32 @@ def test_a_table_of_addresses_becomes_a_seed_set(site, tmp_path):
     run.close()
     texts = b"".join(path.read_bytes() for path in (tmp_path / "out").rglob("*.parquet"))
     assert b"secret" not in texts
+
+
+def test_an_outage_is_not_the_loss_of_all_pictures(site, tmp_path, monkeypatch):
+    """The same command goes on after it; those of the first block stay."""
+    table = tmp_path / "library.csv"
+    table.write_text("\n".join(["id,image", *(f"{number},{site}/n{number}" for number in range(6))]) + "\n")
+    words = ["config=demo", f"library.path={table}", f"out={tmp_path / 'out'}", "seed.clusters=1"]
+    words += ["library.shard_size=3", "download.max_retries=0"]
+    get, down = download._get, True
+
+    async def sometimes(client, url, config):
+        if down and url[-1] in "345":
+            raise download._DownloadFailed(download.NO_CONNECTION, retry=True)
+        return await get(client, url, config)
+
+    monkeypatch.setattr(download, "_get", sometimes)
+    with closing(Run(load_config(words), progress=False)) as run:
+        with pytest.raises(
+            UserError, match="none of 3 pictures can be downloaded, such as .*/n3: no connection"
+        ):
+            run_stages(run, ["seed"])
+    down = False
+    with closing(Run(load_config(words), progress=False)) as run:
+        run_stages(run, ["seed"])
+        assert run.done("seed")["counts"]["usable"] == 6
+    assert Site.asked["/n0"] == 1
 
 
 def test_addresses_are_stored_without_secrets():

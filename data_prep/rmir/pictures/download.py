@@ -129,11 +129,18 @@ def resolve(
     """
     urls = [row["ref"] for row in rows if is_address(row["ref"])]
     lost = fetch(urls, folder, config, progress=progress)
-    if urls and {*urls} == {*lost} and len(urls) == len(rows) and OUTAGE.issuperset(lost.values()):
+    if all(lost.get(row["ref"]) in OUTAGE or _in_store(row) for row in rows):
+        ref = rows[0]["ref"]
+        reason = f": {lost[ref]}" if ref in lost else ""
         raise UserError(
-            f"none of {len(urls):,} pictures can be downloaded, such as {without_secrets(urls[0])}: {lost[urls[0]]}. Run the same "
-            "command again when they can be reached; take those that are gone for good out of the library"
+            f"none of {len(rows):,} pictures can be read, such as {without_secrets(ref)}{reason}. Run the same command again when "
+            "they can be reached; take those that are gone for good out of the library"
         )
     refs = {url: without_secrets(url) if url in lost else str(local_path(url, folder)) for url in urls}
     failed = {row["id"]: f"download: {lost[row['ref']]}" for row in rows if row["ref"] in lost}
     return [row | {"ref": refs.get(row["ref"], row["ref"])} for row in rows], failed
+
+
+def _in_store(row: dict[str, Any]) -> bool:
+    """Whether a row's picture is in an object store that did not give it, see `data_prep.rmir.pictures.library.fetched`."""
+    return row["ref"] is not None and "://" in row["ref"] and not is_address(row["ref"])

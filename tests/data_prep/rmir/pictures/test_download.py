@@ -173,9 +173,7 @@ def test_an_outage_is_not_the_loss_of_all_pictures(site, tmp_path, monkeypatch):
 
     monkeypatch.setattr(download, "_get", sometimes)
     with closing(Run(load_config(words), progress=False)) as run:
-        with pytest.raises(
-            UserError, match="none of 3 pictures can be downloaded, such as .*/n3: no connection"
-        ):
+        with pytest.raises(UserError, match="none of 3 pictures can be read, such as .*/n3: no connection"):
             run_stages(run, ["seed"])
     down = False
     with closing(Run(load_config(words), progress=False)) as run:

@@ -296,6 +296,23 @@ def test_a_picture_that_cannot_be_read_for_a_moment_costs_only_another_try(tmp_p
     assert all(reads[place] == 1 for place in inspected)
 
 
+def test_an_outage_of_a_store_is_not_the_loss_of_all_pictures(tmp_path):
+    fs, table = fsspec.filesystem("memory"), tmp_path / "list.jsonl"
+    places = [f"/{tmp_path.name}-outage/{number}.png" for number in range(3)]
+    rows = [{"id": place[-5], "image": f"memory:/{place}"} for place in places]
+    table.write_text("\n".join(map(json.dumps, rows)))
+    config = config_of(tmp_path / "out", table)
+    config.seed.clusters = 1
+    with closing(Run(config, progress=False)) as run:
+        with pytest.raises(
+            UserError, match="none of 3 pictures can be read, such as memory://.*0.png. Run the same"
+        ):
+            seed(run)
+        for number, place in enumerate(places):
+            fs.pipe_file(place, png(number))
+        assert seed(run)["usable"] == 3
+
+
 def test_a_picture_that_has_changed_is_named_with_the_way_out(tmp_path, monkeypatch):
     config, _ = a_store_whose_second_read_of_p3(lambda: png(99), tmp_path, monkeypatch)
     with closing(Run(config, progress=False)) as run:

@@ -1,21 +1,21 @@
 # Everything a newcomer needs, from a fresh clone. `make` alone lists the targets.
 #
-# Paths are relative and quoted by the shell, so the clone may stand in a folder with spaces in its name.
+# Paths are relative and quoted by the shell, so the clone may be in a folder with spaces in its name.
 
 VENV := .venv
 PY := $(VENV)/bin/python
 
-# Nothing here talks to a hub or a tracker. One thread a process: several test processes spinning on two cores are many
-# times slower than one thread each. The demo is one process and keeps all cores.
+# Nothing here contacts a hub or a tracker. Each process gets one thread: several test processes that spin on two cores are
+# many times slower than one thread each. The demo is one process and keeps all cores.
 OFFLINE := HF_HUB_OFFLINE=1 WANDB_MODE=offline WANDB_SILENT=true TOKENIZERS_PARALLELISM=false
 ifeq ($(shell command -v nvidia-smi 2>/dev/null),)
 OFFLINE += DS_ACCELERATOR=cpu
 endif
-# The demo and the tests start many processes, and each imports torch. Where nothing may write bytecode, as in many images,
-# each would compile all of it again; here the first one keeps it for the others.
+# The demo and the tests start many processes, and each imports torch. Where writing bytecode is disabled, as in many container
+# images, each would compile all of it again; here, the first one keeps it for the others.
 BYTECODE := PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX="$$PWD/$(VENV)/pycache"
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
-# Whole files go to one of two processes, so that what a file's tests share is made once.
+# Each test file runs in one of two processes, so that whatever its tests share is made once.
 TWO_PROCESSES := -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
@@ -25,22 +25,22 @@ TWO_PROCESSES := -n 2 --dist loadfile --no-loadscope-reorder
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
 
-setup: ## make or refresh .venv; nothing happens where it is up to date
+setup: ## make or refresh .venv; does nothing if it is up to date
 	@sh scripts/setup.sh
 
 demo: setup ## train on the shipped pictures, evaluate on unseen drawings, write one HTML page (resumes)
 	@$(OFFLINE) $(BYTECODE) $(PY) scripts/demo.py
 
-demo-baseline: setup ## the same, and the baseline: a model trained without rationales
+demo-baseline: setup ## the same, plus the baseline: a model trained without rationales
 	@$(OFFLINE) $(BYTECODE) $(PY) scripts/demo.py baseline=true
 
-demo-from-nothing: setup ## the same, with the backbone's first stage: everything from random weights
+demo-from-nothing: setup ## the same, including the backbone's first stage: everything from random weights
 	@$(OFFLINE) $(BYTECODE) $(PY) scripts/demo.py from_nothing=true
 
 PYTEST := $(OFFLINE) $(ONE_THREAD) $(BYTECODE) $(PY) -m pytest -m "not gpu and not net"
 
-# Some tests meet real clocks, browsers and servers, and a busy machine can make one of four thousand fail. Failures are run
-# once more, alone; tests that pass then are flaky, and are listed.
+# Some tests use real clocks, browsers and servers, and on a busy machine, one of four thousand may fail. Failed tests run
+# once more, alone; those that then pass are flaky, and are listed.
 test: setup lint ## what CI runs: lint, types, all tests that need neither a GPU nor the network
 	@$(PYTEST) $(TWO_PROCESSES) --durations=25 --durations-min=10 || { \
 		test $$? -eq 1 && echo "Retrying the failures alone. Tests that pass on retry are flaky; please fix them." && \
@@ -59,6 +59,6 @@ docs: setup ## build the pages of docs/ as a site with search: site/index.html
 	@$(PY) -m mkdocs build --quiet --strict
 	@echo "site/index.html"
 
-clean: ## remove .venv and caches; runs/ stays, it holds your training
+clean: ## remove .venv and caches; runs/ stays, since it holds your trainings
 	rm -rf $(VENV) *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find rge eval data_prep tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +

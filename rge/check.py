@@ -252,7 +252,7 @@ class Preflight:
             builder = collate.prompt_builder(processor_of(self.recipe, self.found.records), self.recipe)
             for key, file in self.found.records.items():
                 if file.size is None:
-                    self.warn(f"{file.name} is a stream: its records are laid out when they are read")
+                    self.warn(f"{file.name} is a stream: its records are measured as they are read")
                     continue
                 wanted = self.wanted[key]
                 laid = self.layouts[key] = layout.lay_out_once(
@@ -266,7 +266,9 @@ class Preflight:
             if str(error) not in self.problems:
                 self.problems.append(str(error))
         except Exception as error:  # noqa: BLE001 - training may still succeed
-            self.warn(f"warning: records were not laid out: {type(error).__name__}: {error}")
+            self.warn(
+                f"warning: the lengths of the records could not be measured: {type(error).__name__}: {error}"
+            )
 
     def check_records(self) -> None:
         """Check how many records of each stage are bad, and whether single queries have something to be compared with."""

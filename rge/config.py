@@ -104,7 +104,7 @@ class ModelConfig:
     scratch: ScratchConfig | None = None
     """Build a new model of these sizes instead of loading one; null with `path`."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Dtype of forward and backward: float32 or bfloat16. Trained weights, their gradients summed over micro batches
+    """Dtype of the computation: float32 or bfloat16. Trained weights, their gradients summed over micro batches
     and the optimizer's state are always float32, on every back end; so are embeddings and losses. Frozen weights are
     held in this dtype."""
     attn_implementation: Attention = "auto"
@@ -219,7 +219,7 @@ class DataConfig:
     count as right."""
     batches: Literal["mixed", "homogeneous"] = "mixed"
     """mixed: every batch contains all sources in proportion to their weights; homogeneous: each batch has one source,
-    weights are shares of the steps, and in-batch negatives are of the query's own kind."""
+    weights are shares of the steps, and in-batch negatives come from the query's own source."""
     sort_by_length: bool = True
     """Sort queries and candidates by length before dividing them into micro batches, which reduces padding. The step's
     batch and its loss stay the same."""
@@ -251,7 +251,7 @@ class StatesConfig:
 
     @property
     def further(self) -> list[str]:
-        """States beside the anchor's, by name."""
+        """States in addition to the anchor's, by name."""
         return [name for name in ("direct", "latent") if getattr(self, name)]
 
 
@@ -264,12 +264,12 @@ class AdaptiveConfig:
     """
 
     share: BelowOne = 0.0
-    """Largest share of a batch's queries with that target; 0: none. The others keep their rationale."""
+    """Largest share of a batch's queries that get `<emb>` alone as LM target; 0: none. The others keep their rationale."""
     margin: float = 0.0
     """Margin by which the right candidate has to lead every wrong one, as a difference of cosines."""
     floor: Share = 0.0
-    """Smallest share of a batch's queries with that target (those with the largest margins), so that the model does not
-    unlearn it."""
+    """Smallest share of a batch's queries that get `<emb>` alone as LM target (those with the largest margins), so that the
+    model does not forget how to answer directly."""
     warmup_steps: Count = 0
     """Steps over which the largest share rises from 0."""
 
@@ -292,21 +292,21 @@ class LossConfig:
     `oracle` after the oracle rationale (leaks the target), `none` directly after the prompt; `mix`: `oracle` for a
     share of the queries, `self` for the others; `latent`: after `model.think_tokens`, without a rollout."""
     oracle_share: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """With `anchor=mix`: share of the queries, drawn anew in each step, that are embedded after the oracle rationale."""
+    """With `anchor=mix`: share of the queries, redrawn in each step, that are embedded after the oracle rationale."""
     oracle_decay_steps: AtLeastOne | None = None
     """With `anchor=mix`: number of steps over which the share falls linearly from `oracle_share` to 0; null: it stays
     constant."""
     states: StatesConfig = field(default_factory=StatesConfig)
     align: NotNegative = 0.0
-    """Weight, within the contrastive part, of the KL divergence from the anchor's ranking of the candidates (of several
-    rationales, the first's) to that of each further state (`states`). The anchor's side gets no gradient from it."""
+    """Weight, within the contrastive part, of the KL divergence from the anchor's ranking of the candidates (with several
+    rationales, the first one's) to that of each further state (`states`). The anchor gets no gradient from it."""
     align_temperature: Positive | None = None
     """Temperature of both rankings in `align`; null: `temperature`."""
     adaptive: AdaptiveConfig = field(default_factory=AdaptiveConfig)
     think_lm: Share = 0.0
     """Share of the LM loss on oracle rationales that is computed after the think tokens instead of directly after the
-    prompt, so that the think tokens learn to hold what the words would say (after TTE-Flash, arXiv:2605.16638); 1: all
-    of it."""
+    prompt, so that the think tokens learn to contain what the rationale would say (after TTE-Flash, arXiv:2605.16638);
+    1: all of it."""
     terms: dict[str, NotNegative | None] = field(default_factory=lambda: {"info_nce": 1.0})
     """Contrastive losses, by registered name, and their weights within the contrastive part (docs/extending.md). null
     removes one that the `base` recipe has."""
@@ -337,7 +337,7 @@ class RolloutConfig:
     prompt_pass: Literal["auto", "once", "twice"] = "auto"
     """How often a step encodes a query's prompt. `once`: with gradient, and the rollout continues from it; needs a
     rank's share of the batch to fit into one micro batch. `twice`: for the rollout, and again with gradient in its
-    chunk. `auto`: once if possible. The result is the same."""
+    micro batch. `auto`: once if possible. The result is the same."""
     num_rationales: AtLeastOne = 1
     """Rationales sampled per query and step from one encoding of its prompt; needs a temperature. Each is an anchor of
     the contrastive loss, which is the mean over them."""
@@ -345,7 +345,7 @@ class RolloutConfig:
     """Number of steps for which a query's rationale is reused; 0: none. Its `<emb>` state is always computed with the
     current weights. Only in the joint stage: the stage rl always writes new ones."""
     direct_share: BelowOne = 0.0
-    """Share of the queries, drawn anew in each step, that are embedded without a rationale, so that one model is
+    """Share of the queries, redrawn in each step, that are embedded without a rationale, so that one model is
     trained for both modes. Must be below 1: to embed all of them without, set loss.anchor=none."""
 
 
@@ -424,8 +424,8 @@ class RLConfig(StageConfig):
     std_floor: NotNegative = 1e-4
     """Added to that standard deviation: equal rationales differ in reward by rounding."""
     epsilon: Share = 0.2
-    """Lower clipping: ratios of a token's probability to its probability when written are clipped at 1 - epsilon. Acts
-    from a rollout's second update on, since the ratios are 1 in the first (`num_iterations`)."""
+    """Lower clipping: ratios of a token's probability to its probability when written are clipped at 1 - epsilon. No
+    effect in a rollout's first update, in which the ratios are 1 (`num_iterations`)."""
     epsilon_high: NotNegative | None = None
     """Upper clipping, at 1 + epsilon_high; null: epsilon. DAPO uses 0.28."""
     beta: NotNegative = 0.0
@@ -480,11 +480,11 @@ class TrainConfig:
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
     """Seed of all randomness: order of the records, augmentation, dropout, sampled rationales."""
     micro_batch_size: AtLeastOne = 8
-    """Queries per forward and backward on one rank. Affects memory, not the result."""
+    """Queries per forward and backward pass on one rank. Affects memory, not the result."""
     keep_activations: Literal["auto", "device", "host", "none"] = "auto"
-    """Where a step of several micro batches keeps the activations of its first pass for their backward (with
+    """Where a step of several micro batches keeps the activations of its first pass for the backward pass (with
     model.gradient_checkpointing, each layer's input), instead of computing them a second time: in the device's memory,
-    in pinned main memory, or nowhere. auto: on a GPU, wherever they fit by the plan's estimate; otherwise nowhere."""
+    in pinned main memory, or nowhere. auto: on a GPU, wherever they fit according to the plan; otherwise nowhere."""
     save_every: AtLeastOne = 500
     """Steps between resumable checkpoints."""
     keep_last: AtLeastOne = 2

@@ -108,7 +108,7 @@ class Embedder:
                 checkpoint's own.
             max_new_tokens: overrides the checkpoint's cap on a rationale.
             temperature: overrides the checkpoint's greedy decoding.
-            engine: ``vllm``: vLLM writes the rationales (docs/serving.md), on one device, beside the model.
+            engine: ``vllm``: vLLM writes the rationales (docs/serving.md), on one device, together with the model.
             vllm_memory: share of a GPU's memory for vLLM.
             vllm_rows: rows that vLLM processes at once.
 

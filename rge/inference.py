@@ -108,7 +108,7 @@ class Inference:
             limit_threads()
         if vllm is not None and base is not None:
             raise BackboneError(
-                f"engine=vllm reads a checkpoint's weights itself, and {folder} holds adapters alone: export it with "
+                f"engine=vllm reads a checkpoint's weights itself, and {folder} contains only adapters: export it with "
                 "export.adapters_only=false, or use engine=own"
             )
         backbone = load_backbone(

@@ -62,7 +62,7 @@ def _same_run(out: Path) -> dict[str, Any]:
 
 
 SHOWN = ("loss", "reward", "forced_rate", "tokens_per_s", "wait_share", "val_hit_at_1", "val_loss")
-"""Metrics beside the bar."""
+"""Metrics next to the bar."""
 
 
 MUCH_SAVING = 0.1

@@ -36,7 +36,7 @@ def problems(recipe: Recipe, sources: Mapping[str, Records]) -> Iterator[str]:
     for name in recipe.stages():
         for key in [source.key for source in getattr(recipe, name).sources if source.key in sources]:
             if content is not None and sources[key].content.get("sha256") == content:
-                yield f"validation.path {held_out.name} is also a source of {name}: what is trained on cannot validate"
+                yield f"validation.path {held_out.name} is also a source of {name}: give held-out records"
 
 
 def num_records(file: Records, recipe: Recipe) -> int:

@@ -70,7 +70,7 @@ class Options:
     metrics: tuple[str, ...] = ("hit@1", "recall@1", "mrr")
     """Metrics of the tables, at any cutoff."""
     by: str = "pair"
-    """Column whose values become slices beside all queries."""
+    """Column whose values become slices, in addition to all queries."""
     index: int | None = None
     """Number of the one run to make, for job arrays."""
     list: bool = False

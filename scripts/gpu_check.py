@@ -215,7 +215,7 @@ def check_kernels(machine: Machine) -> Figures:
     """Flash attention against ordinary attention at the 3B's shapes: greatest relative differences of outputs and gradients."""
     if not machine.on_gpu:
         raise NotRun(
-            "flash attention has no CPU kernel (its emulation is held against a loop in tests/rge/model/test_varlen.py)"
+            "flash attention has no CPU kernel (its emulation is compared with a loop in tests/rge/model/test_varlen.py)"
         )
     generator, figures = torch.Generator().manual_seed(0), {}
     for name, (heads, key_heads, size, q_lengths, given, causal) in KERNEL_SHAPES.items():

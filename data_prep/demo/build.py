@@ -1,6 +1,6 @@
 """Rebuild the shipped picture set: ``rge data demo [out=DIR] [icons=DIR]``.
 
-The tables beside this file are the source; the result is written from them alone and is the same every time.
+The tables next to this file are the only source, and the result is the same every time.
 
     train/relations.jsonl         questions about pictures, trained facts only
     train/text.jsonl              the same questions in words, all facts

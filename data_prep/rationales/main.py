@@ -1,7 +1,7 @@
 """The command line: ``rge data rationales records=FILE.jsonl out=FILE.jsonl model.name=NAME [key=value ...]``.
 
 A model that sees query and target writes a rationale for every positive of every record. Rationales that fail a check are
-left out and counted by reason, as are records without any rationale. Answers are stored beside the result, so the command
+left out and counted by reason, as are records without any rationale. Answers are stored next to the result, so the command
 resumes. With ``candidates=N`` several are written, and ``select=CHECKPOINT`` lets an embedder choose among those that pass.
 ``records=FOLDER out=FOLDER`` processes every file of a folder, such as ``rge data mmeb`` writes, under one budget.
 """

@@ -35,10 +35,10 @@ class RationaleOptions:
     """Minimum share of a rationale's words that the checkpoint of `select` writes on its own; those with less are left
     out. null: keep all."""
     captions: Path | None = None
-    """Parquet table with id and caption of target pictures, for the leak score; null: ``pictures.parquet`` beside the
+    """Parquet table with id and caption of target pictures, for the leak score; null: ``pictures.parquet`` next to the
     records, if it exists and has captions."""
     on_unanswered: Literal["wait", "proceed"] = "wait"
-    """What to do if calls are unanswered (outages): wait until the same command has asked them again, or proceed
+    """What to do if calls are unanswered (outages): wait until the same command has made them again, or proceed
     without these pairs."""
     encoder: EncoderConfig | None = None
     """Encoder of target pictures for the leak score, of kind siglip or checkpoint; null: the checkpoint of `select`, if

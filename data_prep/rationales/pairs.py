@@ -21,9 +21,9 @@ from rge.data.sources import RecordFile
 WINDOW = 1000
 """Most records whose pictures and rationales are compared with each other."""
 SCORES = ".scores.jsonl"
-"""Ending of the files of scores beside the results."""
+"""Ending of the files of scores next to the results."""
 PICTURES = "pictures.parquet"
-"""File beside records of the rmir pipeline: id, caption and origin of each picture."""
+"""File next to records of the rmir pipeline: id, caption and origin of each picture."""
 
 
 @dataclass
@@ -93,7 +93,7 @@ class Source:
         return (pair for window in self.windows() for pair in chain.from_iterable(window))
 
     def beside(self, ending: str) -> Path:
-        """A file beside the result."""
+        """A file next to the result."""
         return self.out.with_name(f"{self.out.name}{ending}")
 
     def caption(self, target: Target) -> str | None:

@@ -228,7 +228,7 @@ class SplitConfig:
     """Test and training sets."""
 
     tsr_threshold: Share = 0.9
-    """Queries with a greater TSR go to the test set. The paper prints no value; this one is ours."""
+    """Queries with a greater TSR go to the test set. The paper gives no value; this one is ours."""
     tsr_list: Literal["retrieved", "surviving"] = "retrieved"
     """Which part of the image index's list TSR uses: retrieved (all of it, as in "a list of retrieved images for a
     query"); or surviving (without the doubted images, which the previous step removes "from the entire seed dataset")."""
@@ -313,7 +313,7 @@ class RmirConfig:
     """Cap on the total cost of all models, over all runs in one ``out``; each model needs a price, 0 if it is free. null:
     only the models' own caps."""
     on_unanswered: Literal["wait", "proceed"] = "wait"
-    """What to do after a stage with unanswered calls (outages): wait until the same command has asked them again; or
+    """What to do after a stage with unanswered calls (outages): wait until the same command has made them again; or
     proceed without the items they are about, and redo the later stages once they are answered."""
     seed: SeedConfig = field(default_factory=SeedConfig)
     caption: CaptionConfig = field(default_factory=CaptionConfig)

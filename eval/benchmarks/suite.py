@@ -72,7 +72,7 @@ def is_suite(path: Path) -> bool:
 
 
 def write_suite(path: Path, *, name: str, benchmark: str, column: str, members: Mapping[str, Mapping[str, str]], **meta: Any) -> None:  # fmt: skip
-    """Write ``suite.json`` beside the members' folders, after all of them."""
+    """Write ``suite.json`` next to the members' folders, after all of them."""
     content = {"name": name, "benchmark": benchmark, "column": column, "members": members} | meta
     write_json(path / SUITE, content)
 

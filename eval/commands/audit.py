@@ -57,7 +57,7 @@ class AuditOptions(PluginOptions):
     metric: str = "hit@1"
     """With evals=: metric that is above zero for a query that was answered."""
     out: Path | None = None
-    """With evals=: JSON file to write as well."""
+    """With evals=: JSON file that is also written."""
 
 
 @dataclass(frozen=True)

@@ -63,10 +63,10 @@ class BudgetOptions(RunOptions):
     gate: tuple[Fraction, ...] = ()
     """Shares of queries that reason (those with the smallest margins), such as 0.25,0.5; this only describes the set."""
     margin: tuple[Positive, ...] = ()
-    """Margins below which a query reasons, if a threshold is known, from another set for example."""
+    """Margins below which a query reasons, for thresholds known in advance, for example from another set."""
     auto: tuple[Fraction, ...] = (0.02, 0.1, 0.25, 0.5, 0.75, 0.9, 0.98)
-    """For a checkpoint that decides for itself (docs/modes.md): thresholds on the probability of `<emb>` as the first
-    token, from which on it writes no rationale; each is a point of a curve."""
+    """For a checkpoint that decides for itself (docs/modes.md): thresholds: it writes no rationale if the probability of
+    `<emb>` as the first token is at least this high; each is a point of a curve."""
     metric: str | None = None
     """Metric of the table and the plot; null: the benchmark's first."""
 

@@ -159,7 +159,7 @@ def _card(path: Path, results: dict[str, Any]) -> str:
     if not path.is_file() or checkpoint_hash(path.parent) != results.get("checkpoint_hash"):
         raise UserError(
             f"{path} is not the model card of the evaluated checkpoint ({results.get('checkpoint')}): it does not exist, or "
-            "the hash of the files beside it is not checkpoint_hash in results.json"
+            "the hash of the files next to it is not checkpoint_hash in results.json"
         )
     return path.read_text(encoding="utf-8")
 

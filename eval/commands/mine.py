@@ -23,7 +23,7 @@ class MineOptions(TableOptions):
     src: Path
     """Folder with the pictures, at any depth; may be given as the first word."""
     out: Path | None = None
-    """Folder for the set, the figures and the report; null: beside src, with its name and _eval."""
+    """Folder for the set, the figures and the report; null: next to src, with its name and _eval."""
     checkpoint: Path | None = None
     """Checkpoint directory; null: demo, the small one that ships with the package and only knows drawings."""
     model: str | None = None

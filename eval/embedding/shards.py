@@ -75,7 +75,7 @@ def open_cache(cache: Cache, *, encoder: str, **about: Any) -> None:
 
 
 def describe(cache: Cache, **about: Any) -> None:
-    """Write or extend the description beside the shards."""
+    """Write or extend the description next to the shards."""
     text = json.dumps(_about(cache.path) | about, indent=1, default=str)
     write_bytes(cache.path / ABOUT, text.encode())
 

@@ -31,7 +31,7 @@ NAME_COLUMNS = ("concept", "name", "label", "title")
 NUM_SHOWN = 5
 """Number of candidates shown per ranking."""
 MAX_WANTED = 2
-"""Number of right answers shown beside a ranking."""
+"""Number of right answers shown next to a ranking."""
 
 
 def choose_examples(

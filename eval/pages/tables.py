@@ -17,7 +17,7 @@ from eval.sets.retrieval_set import RetrievalSet
 from rge.stats.intervals import OF_DIFFERENCES, cluster_bootstrap, figures, index_of
 
 MAX_MAIN_SLICES = 4
-"""Maximum number of slices beside "all queries" in the main table; others get separate tables."""
+"""Maximum number of slices in addition to "all queries" in the main table; others get separate tables."""
 
 
 @dataclass(frozen=True)

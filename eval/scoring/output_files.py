@@ -39,7 +39,7 @@ DECIDES = (
     "candidate_mode", "depth", "embedding_dims", "decoding", "dtype", "exact", "prompts.profile", "rewrite.kind",
     "rewrite.model", "budget.draw_temperature",
 )  # fmt: skip
-"""Keys of results.json that determine the figures, beside `USED_WITH`; not software, machine and batch size."""
+"""Keys of results.json that determine the figures, in addition to `USED_WITH`; not software, machine and batch size."""
 USED_WITH = ("settings.", "prompts.", "asked.rewriter_at")
 """Parts of an identity that say how an embedder is used."""
 ASSUMED = {"benchmark": "generic", "profile": "clean", "seed": 0, "depth": DEPTH, "metrics": []}

@@ -174,7 +174,7 @@ def _fetch(
 
 
 def _expand(row_QW: np.ndarray, score_QW: np.ndarray, same_C: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Add all candidates with the same embedding beside the one that was searched."""
+    """Add all candidates with the same embedding as the one that was searched."""
     members = np.argsort(same_C, kind="stable").astype(np.int32)  # by the searched row, then by row
     count_C = np.bincount(same_C, minlength=len(same_C))
     start_C = np.cumsum(count_C) - count_C

@@ -195,7 +195,7 @@ def load_set(path: str | Path, *, by: Sequence[str] = ()) -> RetrievalSet:
     # last, since the messages of the other checks are more specific
     if meta.get("fingerprint", wanted.fingerprint) != wanted.fingerprint:
         raise SetError(
-            f"{root / 'meta.json'}: fingerprint is {meta['fingerprint']!r}, but the tables beside it have "
+            f"{root / 'meta.json'}: fingerprint is {meta['fingerprint']!r}, but the tables next to it have "
             f"{wanted.fingerprint!r}: the set was changed after it was written, or only part of it was copied"
         )
     return wanted

@@ -160,7 +160,7 @@ class Caller:
             return closing(open_locked(path.with_name(f"{path.name}.batches")))
         except UserError:
             raise UserError(
-                f"another process works with batches of {path}; run the same command again when it has ended"
+                f"another process is working on batches of {path}; run the same command again when it has ended"
             ) from None
 
     def _say(self, text: str) -> None:

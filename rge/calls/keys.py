@@ -19,10 +19,12 @@ def read_key(name: str, variable: str) -> str:
     if not key:
         raise UserError(f"{name}: the environment variable {variable} (key_env) is not set")
     if not (key.isascii() and key.isprintable()):
-        raise UserError(f"{name}: {variable} (key_env) holds characters that no key has: copy the key again")
+        raise UserError(
+            f"{name}: {variable} (key_env) contains characters that no key has: copy the key again"
+        )
     if len(key) < MIN_CHARACTERS:
         raise UserError(
-            f"{name}: {variable} (key_env) holds {len(key)} characters, too few for a key (at least {MIN_CHARACTERS}); set "
+            f"{name}: {variable} (key_env) has {len(key)} characters, too few for a key (at least {MIN_CHARACTERS}); set "
             "key_env to null if the endpoint needs no key"
         )
     return key

@@ -131,7 +131,7 @@ class Settings(_Frozen):
             lacks = "with think tokens (model.think_tokens, and loss.states.latent or loss.anchor=latent)"
         if lacks:
             raise UserError(
-                f"mode={mode} needs a checkpoint {lacks}; ask this one with mode=reasoning or mode=direct"
+                f"mode={mode} needs a checkpoint {lacks}; use mode=reasoning or mode=direct with this one"
             )
 
 

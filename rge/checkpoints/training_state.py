@@ -234,7 +234,7 @@ class States:
         ours = trained_tensors(self.embedder)
         if different := sorted(weights.keys() ^ ours.keys()):
             raise CheckpointError(
-                f"{path} holds other parameters than are trained now, e.g. {different[0]}; "
+                f"{path} contains other parameters than those trained now, e.g. {different[0]}; "
                 "use another out=, or the settings it was made with"
             )
         with torch.no_grad():
@@ -250,12 +250,12 @@ class States:
             _set_random_states(states[dist.rank()], self.generators)
         elif self.generators:
             raise CheckpointError(
-                f"{path} was saved by {len(states)} processes. {dist.world_size()} would draw other batches and cannot continue it: "
+                f"{path} was saved by {len(states)} processes. With {dist.world_size()}, batches would differ, so it cannot be continued: "
                 f"launch {len(states)} processes, or delete {self.folder} to start this stage again"
             )
         else:
             self.accelerator.print(
-                f"{path} was saved by {len(states)} processes, {dist.world_size()} resume it: batches are the same, "
+                f"{path} was saved by {len(states)} processes and is resumed by {dist.world_size()}: batches are the same, "
                 "dropout draws new numbers"
             )
 

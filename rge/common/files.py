@@ -19,7 +19,7 @@ from rge.common.errors import UserError
 HOME = Path(__file__).resolve().parents[2]
 """Parent of the packages `rge`, `eval` and `data_prep`: the checkout, or site-packages."""
 RECIPES = HOME / "rge" / "recipes" if (HOME / "rge" / "recipes").is_dir() else HOME / "recipes"
-"""Inside `rge` in a wheel, beside it in a checkout."""
+"""Inside `rge` in a wheel, next to it in a checkout."""
 DEMO_BASE = HOME / "rge" / "demo_base"
 """Starting point of `make demo`: the recipe's backbone after its first stage, in bfloat16 (scripts/ship_demo.py)."""
 DEMO_CHECKPOINT = HOME / "rge" / "demo_checkpoint"
@@ -132,7 +132,7 @@ OWNED = ".rge-files.json"
 
 @contextmanager
 def replacing_folder(path: str | Path, *, overwrite: bool) -> Iterator[Path]:
-    """Yield a temporary folder beside `path`, which replaces `path` if the block succeeds, and is deleted otherwise.
+    """Yield a temporary folder next to `path`, which replaces `path` if the block succeeds, and is deleted otherwise.
 
     Only a folder written by this function is replaced, and only if it contains nothing else. Replacing takes two renames; after a
     kill between them, the next call restores the old folder.
@@ -142,7 +142,7 @@ def replacing_folder(path: str | Path, *, overwrite: bool) -> Iterator[Path]:
     """
     path = Path(path)
     if Path.cwd().is_relative_to(path.resolve()):
-        raise FileError(f"{path} is or holds the current folder, so it cannot be replaced: choose another")
+        raise FileError(f"{path} is or contains the current folder, so it cannot be replaced: choose another")
     new, old = (path.with_name(f".{path.name}.{_HOST}.{os.getpid()}.{word}") for word in ("new", "old"))
     if not path.exists() and (backups := sorted(path.parent.glob(f".{glob.escape(path.name)}.*.old"))):
         backups[-1].rename(path)
@@ -215,7 +215,7 @@ def _refuse_foreign_files(path: Path) -> None:
     }
     if strange := sorted(_files_below(path) - owned - from_a_mac):
         raise FileError(
-            f"{path} holds {strange[0]!r}, which does not belong to it, so overwrite=true does not replace it: move it away"
+            f"{path} contains {strange[0]!r}, which does not belong to it, so overwrite=true does not replace it: move it away"
         )
 
 

@@ -52,7 +52,7 @@ class Registry(Generic[T]):
         """Register an entry. Raises `UserError`: the name is taken."""
         if name in self.reserved:
             raise UserError(
-                f"no {self.kind} can be called {name!r}, the name of a figure in the log: rename it"
+                f"a {self.kind} must not be called {name!r}, the name of a figure in the log: rename it"
             )
         if name in self._entries and self._entries[name] != entry:
             raise UserError(f"there are two {self.kind}s called {name!r}: rename the new one")
@@ -69,9 +69,7 @@ class Registry(Generic[T]):
         self._load()
         if name in self._entries:
             return self._entries[name]
-        raise UserError(
-            f"{not_one_of(self.kind, name, self)} (plugins=MODULE adds those of a module of yours)"
-        )
+        raise UserError(f"{not_one_of(self.kind, name, self)} (plugins=MODULE adds those of your own module)")
 
     def __iter__(self) -> Iterator[str]:
         """Names, sorted."""

@@ -1,4 +1,4 @@
-"""Make PyPI's torchvision importable beside the CPU build of torch.
+"""Make PyPI's torchvision importable with the CPU build of torch.
 
 PyPI's torchvision links its native operators against CUDA. With ``torch+cpu`` they cannot be loaded, and ``import torchvision`` fails
 at the first operator whose schema it looks up, and with it the Qwen image processors, ``qwen_vl_utils`` and ``peft``. Declaring

@@ -29,7 +29,7 @@ class Diagnosis(PluginOptions):
     data: Path
     """Training records: a file, or a folder that the library `datasets` reads; or the folder of a retrieval set. Leakage needs records with oracle rationales."""
     out: Path | None = None
-    """Folder for ``NAME.json``; null: ``diagnose`` beside the checkpoint."""
+    """Folder for ``NAME.json``; null: ``diagnose`` next to the checkpoint."""
     base: str | None = None
     """Base model of a checkpoint of adapters: a directory or an id on the hub; null: the one in its ``rge.json``."""
     seed: Count = 0
@@ -50,7 +50,7 @@ class LeakageOptions(Diagnosis):
 
 @dataclass
 class SensitivityOptions(Diagnosis):
-    """Measure whether the embedding depends on what the rationale says, or on what the think tokens hold."""
+    """Measure whether the embedding depends on what the rationale says, or on what the think tokens contain."""
 
     mode: Literal["reasoning", "latent"] | None = None
     """Whether to intervene on words or on think tokens; null: according to how the checkpoint's queries were trained."""

@@ -123,7 +123,7 @@ def check_launch(accelerator: Accelerator, train: TrainConfig, optimizer: str = 
         raise LaunchError(
             "the launcher was asked for several processes and started one, as accelerate does with `--cpu`, and with a config "
             "whose distributed_type is NO or MULTI_CPU; on CPU, launch with --multi_gpu and ACCELERATE_USE_CPU=true (see "
-            "recipes/accelerate/cpu_2.yaml), on GPUs give --multi_gpu. If one is what you want: --num_processes 1, and unset "
+            "recipes/accelerate/cpu_2.yaml), on GPUs give --multi_gpu. If you want one process: --num_processes 1, and unset "
             "MASTER_ADDR"
         )
     _check_plugins(kind)

@@ -21,7 +21,7 @@ from rge.explore.address import bound, url_of
 
 @dataclass(kw_only=True)
 class ExploreOptions(PluginOptions):
-    """Open a local web page for exploring a checkpoint: ask, watch it write, edit its rationale, see what it finds."""
+    """Open a local web page to explore a checkpoint: ask, watch it write, edit its rationale, and see the hits."""
 
     index: str | None = None
     """An index made by ``rge index``; null: the demo's test drawings, embedded at the start and kept in memory."""

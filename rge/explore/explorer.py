@@ -186,7 +186,9 @@ class Explorer:
             return []
         ids = self.embedder.builder.rationale_ids(rationale, "")[:-1]
         if len(ids) > 4 * self.cap:
-            raise ValueError(f"a rationale has at most {4 * self.cap} tokens here, this one {len(ids)}")
+            raise ValueError(
+                f"a rationale may have at most {4 * self.cap} tokens here; this one has {len(ids)}"
+            )
         return ids
 
     def _write(self, prompt: Prompt, tell: Callable[[str], object]) -> tuple[list[int], bool]:

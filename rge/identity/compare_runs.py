@@ -13,7 +13,7 @@ from rge.identity.run_identity import IDENTITY, Identity, differences, in_words,
 
 @dataclass
 class CompareRunsOptions:
-    """Show the files, keys and modules that two runs, states, checkpoints or evaluations differ in; the exit code is 1 if any.
+    """Show the files, keys and modules in which two runs, states, checkpoints or evaluations differ; exit code 1 if they do.
 
     ``rge compare-runs A B`` is short for ``a=`` and ``b=``.
     """

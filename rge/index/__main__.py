@@ -98,7 +98,7 @@ def watch(options: IndexOptions, source: Source, index: Index, reader: "Reader")
             if now != done and now == before:
                 with writing(options.out):
                     if Index.open(options.out).about != index.about:
-                        sys.exit(f"error: {options.out} was made anew: start this command again")
+                        sys.exit(f"error: {options.out} was re-created: start this command again")
                     update(options, source, index, reader)
                 done = now
             before, reported = now, ""

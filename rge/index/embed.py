@@ -42,7 +42,7 @@ def main(words: list[str]) -> int:
     if options.out.exists():
         raise UserError(f"{options.out} already exists: delete it, or give another out=")
     if options.side == "document" and options.instruction is not None:
-        raise UserError("instruction= goes before queries: side=query")
+        raise UserError("instruction= only applies to queries: set side=query")
     source = read_source(options.src, id=options.id, text=options.text, image=options.image)
     parts = options.out.with_name(options.out.name + ".parts")
     with held(parts):

@@ -15,7 +15,7 @@ class Reading(PluginOptions):
 
     src: Path
     """A folder of pictures and texts, or a table (``.csv``, ``.tsv``, ``.jsonl``, ``.parquet``). In a folder, ``x.txt``
-    or ``x.jpg.txt`` beside ``x.jpg`` is its caption, and any other ``.txt`` is an item of its own; hidden files are
+    or ``x.jpg.txt`` next to ``x.jpg`` is its caption, and any other ``.txt`` is an item of its own; hidden files are
     skipped."""
     id: str = "id"
     """Column of a table: ids of the rows. Without it, a row's id is its picture's path, else its number."""
@@ -40,7 +40,7 @@ class Reading(PluginOptions):
 class EmbedOptions(Reading):
     """Embed a folder or a table of pictures and texts to one Parquet file: ``id``, ``vector``, ``rationale`` if there is one.
 
-    A command that was stopped continues where it was; until it is finished, results are in ``OUT.parts``. ``rge embed SRC`` is short
+    A stopped command continues where it left off; until it is finished, results are in ``OUT.parts``. ``rge embed SRC`` is short
     for ``src=``.
     """
 
@@ -74,7 +74,7 @@ class IndexOptions(Reading):
     thumbnail_px: Count = 256
     """Longer side of the thumbnails that the index keeps for showing hits; 0: no thumbnails."""
     ann_from: AtLeastOne = 50_000
-    """From this many rows on, keep an approximate index and measure its recall; below, search is exact."""
+    """With at least this many rows, maintain an approximate index and measure its recall; with fewer, search is exact."""
     remove: bool = False
     """Remove everything that came from ``src`` from the index."""
     watch: bool = False
@@ -83,7 +83,7 @@ class IndexOptions(Reading):
 
 @dataclass(kw_only=True)
 class SearchOptions(PluginOptions):
-    """Ask an index: prints what the model writes, and the hits with their scores.
+    """Search an index: prints the model's rationale, and the hits with their scores.
 
     ``rge search INDEX "question"`` is short for ``index=`` and ``question=``.
     """

@@ -298,7 +298,7 @@ class Index:
             except UserError:
                 raise
             except LANCEDB_ERRORS:
-                # A writer has deleted the version that was being read, or made the index anew.
+                # A writer has deleted the version that was being read, or re-created the index.
                 self._latest = None
                 return find()
 
@@ -315,7 +315,7 @@ class Index:
         now = _about(self.uri, self._table)
         if any(now[key] != self.about[key] for key in ("checkpoint_hash", "dimensions")):
             raise SearchIndexError(
-                f"since it was opened, {self.uri} was made anew by another checkpoint or with other dimensions: open it again"
+                f"since it was opened, {self.uri} was re-created by another checkpoint or with other dimensions: open it again"
             )
         if where is not None:
             where = self._condition(where)

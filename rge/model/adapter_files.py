@@ -113,7 +113,7 @@ def merge_saved(model: HubModel, folder: Path, rename: Callable[[str], str] = la
 
     if hasattr(model.get_input_embeddings().weight, "ds_id"):
         raise AdapterError(
-            f"{folder} holds only adapters, and ZeRO-3 shards the base before they can be merged into it: continue them "
+            f"{folder} contains only adapters, and ZeRO-3 shards the base before they can be merged into it: continue them "
             "with export.adapters_only=true, or use another back end"
         )
     config = PeftConfig.from_pretrained(str(folder))

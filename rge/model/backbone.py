@@ -114,7 +114,7 @@ def load_backbone(
     config, adapted = read_config(path, revision), is_adapter_checkpoint(path)
     if adapted and quantization is not None:
         raise BackboneError(
-            f"{path} holds adapters, which are merged into weights that quantization={quantization} would have rounded "
+            f"{path} contains adapters, which would be merged into weights that quantization={quantization} has rounded "
             "before: export it with export.adapters_only=false"
         )
     weights, own, num_rows = path, {}, config.get_text_config().vocab_size
@@ -296,7 +296,7 @@ def collapsed_ids(model: HubModel, ids: Sequence[int]) -> list[int]:
     collapsed = family_of(model).collapsed(model.config, ids)
     if collapsed is None:
         raise BackboneError(
-            f"rge does not know how vLLM takes the pictures of a {model.config.model_type}; use our own engine (in training "
+            f"rge does not know how to pass pictures of a {model.config.model_type} to vLLM; use our own engine (in training "
             "rollout.backend=own, else engine=own)"
         )
     return collapsed

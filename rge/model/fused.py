@@ -1,7 +1,7 @@
 """Norms, gated activations and rotary embeddings of a model on a GPU, in one kernel each.
 
 Where liger-kernel is installed (the extra ``liger``), its kernels are used, which compute the same formulas (docs/performance.md). The
-first call of each kind in a process is held against plain code. Small inputs, such as a rollout's single tokens, and other devices use
+first call of each kind in a process is compared with plain code. Small inputs, such as a rollout's single tokens, and other devices use
 transformers' code.
 
 Layers are recognised by the code of their forward, which most families of transformers share word for word. Other kinds, such as
@@ -128,7 +128,7 @@ def _call(
     names: Sequence[str],
     what: str,
 ) -> Any:
-    """The kernel's outputs; its first call of a kind is held against plain code, see `hold_against`."""
+    """The kernel's outputs; its first call of a kind is compared with plain code, see `hold_against`."""
     kind = (what, inputs[0].dtype, inputs[0].shape[1:])
     if kind not in _verified:
         part = [given[:CHECKED_ROWS] if given.dim() > 1 else given for given in inputs]

@@ -160,11 +160,11 @@ def _estimated(plans: Plans, name: str, figures: Plan) -> Iterator[str]:
         return
     if not figures.fits:
         less = "" if figures.fastest else f"; {LESS}"
-        yield f"  warning: by the plan this does not fit: {lack(figures, plans.options)}{less}"
+        yield f"  warning: according to the plan, this does not fit: {lack(figures, plans.options)}{less}"
     for way in figures.fastest[:1]:
         if not figures.fits or way.seconds < WORTH_SAYING * figures.seconds:
             yield (
-                f"  by the plan, {'faster ' * figures.fits}settings for the same step fit, {figures.seconds / way.seconds:.2f} x, in "
+                f"  according to the plan, {'faster ' * figures.fits}settings for the same step fit, {figures.seconds / way.seconds:.2f} x, in "
                 f"{way.memory_total / GIB:,.1f} (to {way.memory_to / GIB:,.1f}) GiB: {' '.join(way.overrides)}"
             )
 

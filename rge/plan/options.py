@@ -32,7 +32,7 @@ class PlanOptions:
     """Fraction of both that the run achieves; null: 0.35 of a GPU's vendor figures, 0.7 of a CPU's measured speed
     (docs/smol.md)."""
     steps: Count = 0
-    """Steps of the stage, for the hours; 0: the recipe's number, else 1000."""
+    """Number of steps, for the estimate of hours; 0: the recipe's number, else 1000."""
     back_end: BackEndName | None = None
     """How parameters, gradients and optimizer state are sharded across GPUs; null: train.back_end."""
     for_: Literal["joint", "cold_start", "rl", "all"] = "joint"

@@ -294,7 +294,7 @@ def _largest(recipe: Recipe, shapes: Shapes, options: PlanOptions) -> dict[str, 
         if tokens > limit:
             raise RecipeError(
                 f"{pictures} pictures of model.max_pixels={recipe.model.max_pixels} take {placeholders} tokens, "
-                f"which data.max_prompt_tokens={limit} cannot hold; lower the one or raise the other"
+                f"which data.max_prompt_tokens={limit} cannot hold; lower the former or raise the latter"
             )
         largest |= {f"{side}_pictures": placeholders, side: min(tokens + options.text_tokens, limit)}
     return largest

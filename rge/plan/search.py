@@ -121,7 +121,7 @@ def decided(recipe: Recipe, shapes: Shapes, load: Load, setup: Setup, room: Room
         if load.own and recipe.rollout.prompt_pass == "once":
             raise ImpossibleKeeping(
                 f"rollout.prompt_pass=once keeps what {load.chunks} micro batches need of their prompts, for which the device "
-                "has no room by the plan: set train.keep_activations=host, or rollout.prompt_pass=auto"
+                "has no room according to the plan: set train.keep_activations=host, or rollout.prompt_pass=auto"
             )
         least = min((way for way in found if way.setup.keep == "device"), key=lambda way: way.total)
         most = (least.total + least.uncertain) / GIB

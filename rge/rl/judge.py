@@ -77,7 +77,7 @@ def mark(reply: Reply) -> float:
     """The number in the answer; BadValue if it is missing or out of range."""
     found = re.fullmatch(r"\D{0,20}?(\d+(?:\.\d+)?)(?:\s*/\s*10)?\s*\.?\s*", reply.text.strip())
     if found is None or float(found[1]) > BEST:
-        raise BadValue(f"a number from 0 to {BEST} was asked for, and {reply.text[:80]!r} answered")
+        raise BadValue(f"expected a number from 0 to {BEST}, got {reply.text[:80]!r}")
     return float(found[1])
 
 

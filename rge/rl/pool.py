@@ -87,7 +87,7 @@ class Pool:
         state_PD = state["state_PD"]
         if state_PD is not None and len(state_PD) != len(self.targets):
             raise UserError(
-                f"rl.candidates: the pool has {len(self.targets)} candidates, and had {len(state_PD)} when this run was "
+                f"rl.candidates: the pool has {len(self.targets)} candidates, but had {len(state_PD)} when this run was "
                 "stopped: restore it, or start with another out="
             )
         self.age = state["age"]
@@ -121,7 +121,7 @@ def read_pool(path: Path) -> list[Target]:
     for target in targets:
         found.setdefault(target.id, target)
     if not found:
-        raise UserError(f"rl.candidates: the pool {path} holds no candidates")
+        raise UserError(f"rl.candidates: the pool {path} contains no candidates")
     return list(found.values())
 
 

@@ -164,8 +164,8 @@ def evaluate(config: RewardConfig, found: Reward, group: Rollouts) -> Tensor:
     if not isinstance(value, Tensor) or tuple(value.shape) != shape:
         got = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(type(value).__name__)
         raise UserError(
-            f"rl.rewards: {config.name} must give one number a rationale, a tensor of shape {shape} "
-            f"(queries, rationales a query), and gave one {got}"
+            f"rl.rewards: {config.name} must return one number per rationale, a tensor of shape {shape} "
+            f"(queries, rationales per query), but returned one {got}"
         )
     return value.detach().to(group.state_BKD.device, group.state_BKD.dtype)
 

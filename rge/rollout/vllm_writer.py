@@ -33,12 +33,12 @@ def check_possible(option: str, sleeps: bool = False, device: torch.device | Non
     """Check whether `option`, such as ``rollout.backend``, can be ``vllm`` here.
 
     Raises:
-        BackboneError: vLLM is not installed, or shall sleep (`rollout.vllm_sleep`) on a CPU.
+        BackboneError: vLLM is not installed, or is to sleep (`rollout.vllm_sleep`) on a CPU.
     """
     if find_spec("vllm") is None:
         raise BackboneError(
-            f"{option}=vllm needs vLLM, which is not installed: pip install -e '.[vllm]', in an environment of "
-            "its own since it pins torch and transformers (without a GPU: see docs/performance.md); or set "
+            f"{option}=vllm needs vLLM, which is not installed: pip install -e '.[vllm]', in a separate "
+            "environment, since it pins torch and transformers (without a GPU: see docs/performance.md); or set "
             f"{option}=own"
         )
     if sleeps and device is not None and device.type != "cuda":
@@ -102,7 +102,7 @@ class VllmWriter:
         collapsed_ids(embedder.model, [])  # fail for an unsupported family before anything is started
         if len(embedder.suppressed_ids) > MOST_BARRED:
             raise BackboneError(
-                f"{option}=vllm can keep {MOST_BARRED} tokens out of rationales, and this tokenizer has "
+                f"{option}=vllm can suppress at most {MOST_BARRED} tokens in rationales, and this tokenizer has "
                 f"{len(embedder.suppressed_ids)} special tokens and unused rows; set {option}=own"
             )
         sizes = {"max_model_tokens": max_prompt_tokens + max_new_tokens, "batch_size": batch_size}
@@ -197,7 +197,7 @@ class VllmWriter:
 def _check_prompt(prompt: Prompt, ids: Sequence[int]) -> None:
     if list(ids) != prompt.input_ids.tolist():
         raise BackboneError(
-            f"vLLM made {len(ids)} tokens of the prompt of {prompt.id!r}, the processor {len(prompt)}, or other ones; use our "
+            f"vLLM made {len(ids)} tokens of the prompt of {prompt.id!r}, the processor {len(prompt)} or different ones; use our "
             "own engine (in training rollout.backend=own, else engine=own)"
         )
 

@@ -54,7 +54,7 @@ def encodes_once(
         )
     if sharded:
         reasons.append(
-            "parameters are sharded, and no rollout is possible between a forward and its backward"
+            "parameters are sharded, and no rollout is possible between a forward and its backward pass"
         )
     if has_dropout:
         reasons.append("dropout is on, and must not affect the rollout")

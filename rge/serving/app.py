@@ -135,7 +135,7 @@ class Service:
         longest = self.embedder.builder.max_tokens
         self._check_model(asked.model)
         if max_tokens is not None and max_tokens < longest:
-            raise BadInput(f"inputs are cut to {longest} tokens and no fewer, got {max_tokens}")
+            raise BadInput(f"inputs are always truncated to {longest} tokens, got {max_tokens}")
         mode = self._mode(asked, side)
         notes: list[str] = []
         instruction, num_bytes = None, 0

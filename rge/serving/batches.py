@@ -182,7 +182,7 @@ class Batches:
             result = self.embed([row.prompt for row in batch], batch[0].mode)
         except Exception as error:  # noqa: BLE001 - no input may end the thread
             if len(batch) > 1:
-                _log.warning("a batch of %d failed (%s: %s), its inputs go alone", len(batch), type(error).__name__, error)  # fmt: skip
+                _log.warning("a batch of %d failed (%s: %s); retrying its inputs one by one", len(batch), type(error).__name__, error)  # fmt: skip
                 for row in batch:
                     self._work([row])
                 return

@@ -36,7 +36,7 @@ def serve(options: ServeOptions, listener: socket.socket) -> int:
         raise UserError("exact=true computes every state alone, which vLLM does not do: use engine=own")
     if options.max_inputs > options.max_queue:
         raise UserError(
-            f"max_inputs={options.max_inputs} is more than max_queue={options.max_queue} lets in at once"
+            f"max_inputs={options.max_inputs} is more than max_queue={options.max_queue} admits at once"
         )
     key = None if options.key_env is None else read_key("rge serve", options.key_env)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")

@@ -81,7 +81,7 @@ async def fetch_public(address: str, max_bytes: int) -> bytes:
 
 
 async def _fetch(address: str, max_bytes: int, shown: str) -> bytes:
-    # No proxy from the environment and no keep-alive: each connection is made and checked anew.
+    # No proxy from the environment and no keep-alive: each request makes and checks a new connection.
     async with httpcore.AsyncConnectionPool(network_backend=_Public(), max_keepalive_connections=0) as pool:
         for _ in range(MAX_REDIRECTS + 1):
             if not address.startswith(WEB):

@@ -137,8 +137,8 @@ def _text_rows(path: str, lines: Iterable[str]) -> Iterator[dict[str, Any]]:
     for row in reader:
         if None in row or None in row.values():
             raise TableError(
-                f"{path}, line {reader.line_num}: {len(reader.fieldnames or [])} columns are named, and this row has "
-                "another number"
+                f"{path}, line {reader.line_num}: {len(reader.fieldnames or [])} columns are named, but this row has "
+                "a different number"
             )
         yield {key: value or None for key, value in row.items()}
 

@@ -371,7 +371,7 @@ def test_pictures_of_one_name_in_two_folders_are_told_apart(home, accelerator, p
 def test_records_that_are_trained_on_do_not_validate(home, accelerator, name):
     (home / "copy.jsonl").write_bytes((home / "records.jsonl").read_bytes())
     assert problems_of(home, accelerator, f"validation.path={home / name}") == [
-        f"validation.path {home / name} is also a source of {stage}: what is trained on cannot validate"
+        f"validation.path {home / name} is also a source of {stage}: give held-out records"
         for stage in ("cold_start", "joint")
     ]
 
@@ -394,7 +394,10 @@ def test_an_estimate_that_fails_is_a_warning(home, accelerator, monkeypatch):
     assert problems == []
     text = "\n".join(found.summary)
     assert "warning: memory and time are not estimated: KeyError: 'vision'" in text
-    assert "warning: records were not laid out: ZeroDivisionError: division by zero" in text
+    assert (
+        "warning: the lengths of the records could not be measured: ZeroDivisionError: division by zero"
+        in text
+    )
 
 
 def test_a_cpus_estimate_holds_no_gpus_reserve(home, accelerator):
@@ -559,10 +562,10 @@ def test_the_banner_names_a_faster_way_that_fits_and_its_overrides(home, monkeyp
     assert not any("faster settings" in line for line in estimate.banner(plans))
     assert said == {
         0.5: [
-            "  by the plan, faster settings for the same step fit, 2.00 x, in 6.5 (to 8.4) GiB: train.micro_batch_size=7 a=b"
+            "  according to the plan, faster settings for the same step fit, 2.00 x, in 6.5 (to 8.4) GiB: train.micro_batch_size=7 a=b"
         ],
         0.9: [
-            "  by the plan, faster settings for the same step fit, 1.11 x, in 6.5 (to 8.4) GiB: train.micro_batch_size=7 a=b"
+            "  according to the plan, faster settings for the same step fit, 1.11 x, in 6.5 (to 8.4) GiB: train.micro_batch_size=7 a=b"
         ],
         0.99: [],
     }

@@ -220,7 +220,9 @@ def test_a_loss_that_is_not_a_sum_is_named(monkeypatch, value):
 
 @pytest.mark.parametrize("name", ["lm", "rl", "align", "contrastive", "contrastive_loss"])
 def test_a_loss_may_not_be_called_as_another_figure_of_the_log(name):
-    with pytest.raises(UserError, match=f"no contrastive loss can be called '{name}', the name of a figure"):
+    with pytest.raises(
+        UserError, match=f"a contrastive loss must not be called '{name}', the name of a figure"
+    ):
         register_loss(name)(lambda *_, **__: None)
 
 

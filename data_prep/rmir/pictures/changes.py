@@ -1,6 +1,6 @@
 """Detect pictures that were added, removed or changed since a library was read.
 
-The seed stage's table ``inspected`` is never rewritten; ``library.json`` beside it records what has changed since.
+The seed stage's table ``inspected`` is never rewritten; ``library.json`` next to it records what has changed since.
 """
 
 import hashlib

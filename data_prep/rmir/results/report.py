@@ -1,4 +1,4 @@
-"""The report of a run: counts, costs, rejections, and the paper's ratios beside ours."""
+"""The report of a run: counts, costs, rejections, and our ratios next to the paper's."""
 
 from collections import Counter
 from dataclasses import asdict

@@ -1,1 +1,1 @@
-"""Leaderboards: many models on one set, with published rows beside measured ones."""
+"""Leaderboards: many models on one set, with published and measured rows."""

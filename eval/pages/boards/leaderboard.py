@@ -1,4 +1,4 @@
-"""One HTML page for many models: published rows beside measured ones, categories, cost, and examples side by side.
+"""One HTML page for many models: published and measured rows, categories, cost, and examples side by side.
 
     rge eval report runs=[LABEL:]DIR[,...] out=FILE page=leaderboard [published=auto|all|none]
 

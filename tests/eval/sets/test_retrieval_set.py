@@ -283,7 +283,7 @@ def test_a_changed_set_is_refused(tmp_path):
     content["qrels"]["corpus-id"][0] = "a"
     pq.write_table(pa.table(content["qrels"]), tmp_path / "qrels.parquet")
     with pytest.raises(
-        SetError, match="fingerprint is '.*', but the tables beside it have '.*': the set was changed"
+        SetError, match="fingerprint is '.*', but the tables next to it have '.*': the set was changed"
     ):
         load_set(tmp_path)
 

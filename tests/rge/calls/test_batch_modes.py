@@ -646,7 +646,7 @@ def test_a_request_that_is_refused_throws_no_batch_away(provider, store, what, s
 def test_one_process_waits_for_batches(store, monkeypatch):
     other = open_locked(store.path.with_name(f"{store.path.name}.batches"))
     with openai_server(monkeypatch) as provider:
-        with pytest.raises(UserError, match="another process works with batches of .*replies.sqlite"):
+        with pytest.raises(UserError, match="another process is working on batches of .*replies.sqlite"):
             Caller(model(provider), store).run(ask("a"))
         other.close()
         Caller(model(provider), store).run(ask("a"))

@@ -315,7 +315,7 @@ def test_what_is_too_short_for_a_key_is_refused(store, monkeypatch, key):
 @pytest.mark.parametrize("key", ["sk-abcdefghij\u2026klm", "sk-abcdefg\nsk-hijklmnop"])
 def test_what_no_header_can_hold_is_no_key(store, monkeypatch, key):
     monkeypatch.setenv("A_KEY", key)
-    with pytest.raises(UserError, match=r"A_KEY \(key_env\) holds characters that no key has"):
+    with pytest.raises(UserError, match=r"A_KEY \(key_env\) contains characters that no key has"):
         Caller({"m": ModelConfig(name="m", key_env="A_KEY")}, store)
 
 

@@ -115,7 +115,9 @@ def test_weights_that_are_not_trained_are_not_saved(tmp_path):
         <= saved.keys()
         == trained_tensors(trained.model).keys()
     )
-    with pytest.raises(CheckpointError, match=r"holds other parameters than are trained now, e\.g\. 0\.bias"):
+    with pytest.raises(
+        CheckpointError, match=r"contains other parameters than those trained now, e\.g\. 0\.bias"
+    ):
         Trained(tmp_path).states.load(tmp_path / "step_00000001")
 
 

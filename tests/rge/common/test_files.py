@@ -84,7 +84,7 @@ def test_the_current_folder_is_not_replaced(tmp_path, monkeypatch, out):
     here = tmp_path / "above" / "here"
     here.mkdir(parents=True)
     monkeypatch.chdir(here)
-    with pytest.raises(FileError, match="is or holds the current folder, so it cannot be replaced"):
+    with pytest.raises(FileError, match="is or contains the current folder, so it cannot be replaced"):
         with replacing_folder(out.format(here=here), overwrite=True):
             raise AssertionError("unreachable")
     assert here.is_dir()

@@ -326,7 +326,7 @@ def test_watching_does_not_fill_an_index_that_was_made_anew(photos, monkeypatch)
 
     steps = iter([remake, lambda: None, lambda: None])
     monkeypatch.setattr(index_command.time, "sleep", lambda _: next(steps)())
-    with pytest.raises(SystemExit, match="gallery was made anew: start this command again"):
+    with pytest.raises(SystemExit, match="gallery was re-created: start this command again"):
         index(["pho tos", "out=gallery", "checkpoint=demo", "watch=true"])
     assert len(Index.open("gallery")) == 0
 
@@ -735,7 +735,7 @@ def test_embed_goes_on_where_it_was_and_says_when_it_was_begun_otherwise(photos,
     ("words", "message"),
     [
         (["out=x.csv"], r"out=x\.csv must end in \.parquet"),
-        (["out=x.parquet", "instruction=find"], "instruction= goes before queries"),
+        (["out=x.parquet", "instruction=find"], "instruction= only applies to queries"),
         (["out=x.parquet", "dimensions=64"], "dimensions must be one of 128"),
         (["out=x.parquet", "max_unreadable=2"], "max_unreadable must be <= 1"),
         (["out=x.parquet", "mode=fast"], "mode must be one of reasoning, direct"),

@@ -306,7 +306,7 @@ def test_an_index_that_is_made_anew_under_a_reader(index, asked):
     assert found == expected
     for other in ({"checkpoint": "mine", "checkpoint_hash": "b" * 64}, {"size": 8}):
         remake(**other)
-        with pytest.raises(SearchIndexError, match="was made anew by another checkpoint or with other"):
+        with pytest.raises(SearchIndexError, match="was re-created by another checkpoint or with other"):
             reader.search(vectors(1), 9, **asked)
 
 

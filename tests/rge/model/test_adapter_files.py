@@ -219,7 +219,7 @@ def test_what_they_cannot_do_is_said(written, base):
         UserError, match="engine=vllm reads a checkpoint's weights itself.*adapters_only=false"
     ):
         Embedder.from_pretrained(adapters, engine="vllm")
-    with pytest.raises(UserError, match="quantization=8bit would have rounded.*adapters_only=false"):
+    with pytest.raises(UserError, match="quantization=8bit has rounded.*adapters_only=false"):
         Embedder.from_pretrained(adapters, quantization="8bit")
 
 

@@ -119,7 +119,7 @@ def test_the_pool_is_embedded_anew_every_so_many_steps_and_a_resumed_run_has_the
     resumed.begin(batch, two_each(batch), False)
     assert not torch.equal(resumed.pool.state_PD, seen[0])
     saved[0]["pool"]["state_PD"] = saved[0]["pool"]["state_PD"][1:]
-    with pytest.raises(UserError, match="the pool has 9 candidates, and had 8 when this run was stopped"):
+    with pytest.raises(UserError, match="the pool has 9 candidates, but had 8 when this run was stopped"):
         resumed.load_state_dict(saved[0])
 
 
@@ -175,7 +175,7 @@ def test_a_pool_that_cannot_be_is_refused(corpus, records, tmp_path):
         pa.table({"id": pa.array([], pa.string()), "text": pa.array([], pa.string())}),
         corpus / "corpus.parquet",
     )
-    with pytest.raises(UserError, match="holds no candidates"):
+    with pytest.raises(UserError, match="contains no candidates"):
         read_pool(corpus)
 
 

@@ -594,7 +594,7 @@ def test_a_reward_of_the_wrong_length_is_an_error(lively, make_batch, sample, ta
     batch = make_batch(PromptBuilder(lively.processor))
     recipe = recipe_of(rewards=[RewardConfig(f"{__name__}:broken", options={"value": value})])
     with pytest.raises(
-        UserError, match=rf"broken must give one number a rationale, a tensor of shape \(5, 3\).*{got}"
+        UserError, match=rf"broken must return one number per rationale, a tensor of shape \(5, 3\).*{got}"
     ):
         take(lively, batch, sample(lively, batch), recipe)
 

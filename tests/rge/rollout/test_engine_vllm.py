@@ -53,9 +53,7 @@ def test_without_vllm_the_engine_is_refused_with_the_mend(lively_path, tmp_path,
 def test_a_family_whose_pictures_vllm_lays_out_itself_is_refused(lively_path, tmp_path, monkeypatch):
     checkpoint = exported(tmp_path / "final", lively_path)
     monkeypatch.setattr(vllm_writer, "find_spec", lambda name: name)
-    with pytest.raises(
-        BackboneError, match="does not know how vLLM takes the pictures of a idefics3.*engine=own"
-    ):
+    with pytest.raises(BackboneError, match="does not know how to pass pictures of a idefics3.*engine=own"):
         Embedder.from_pretrained(checkpoint, engine="vllm")
 
 

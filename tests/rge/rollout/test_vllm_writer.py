@@ -186,7 +186,7 @@ def test_errors_come_before_an_engine_is_made(lively, monkeypatch):
     )
     lively.suppressed_ids = list(range(1025))
     with pytest.raises(
-        BackboneError, match="can keep 1024 tokens out of rationales, and this tokenizer has 1025"
+        BackboneError, match="can suppress at most 1024 tokens in rationales, and this tokenizer has 1025"
     ):
         make_writer(lively, lively, recipe, recipe.joint, accelerator, NOTHING_KEPT)
     recipe = recipe_of(RolloutConfig(backend="vllm", vllm_sleep=True))
@@ -237,7 +237,7 @@ def test_why_vllm_does_not_start_is_said(lively, monkeypatch):
 @pytest.mark.parametrize("lively_path", ["idefics3"], indirect=True)
 def test_a_family_whose_pictures_vllm_lays_out_itself_is_refused(lively, monkeypatch):
     monkeypatch.setattr(vllm_rollout, "find_spec", lambda name: name)
-    with pytest.raises(BackboneError, match="does not know how vLLM takes the pictures of a idefics3"):
+    with pytest.raises(BackboneError, match="does not know how to pass pictures of a idefics3"):
         VllmWriter.in_training(lively, Accelerator(cpu=True), **SETTINGS)
 
 

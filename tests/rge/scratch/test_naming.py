@@ -182,7 +182,7 @@ def test_two_processes_resume_too_and_one_cannot_continue_for_them(teach, tiny_p
     assert "naming: resuming after step 6 from" in done.stdout
     found = torch.load(tmp_path / "found.pt")
     assert all(torch.equal(found["resumed"][name], weight) for name, weight in found["whole"].items())
-    said = "saved by 2 processes. 1 would draw other batches and cannot continue it: launch 2 processes, or delete"
+    said = "saved by 2 processes. With 1, batches would differ, so it cannot be continued: launch 2 processes, or delete"
     with pytest.raises(CheckpointError, match=said):
         teach(tmp_path / "left")
 

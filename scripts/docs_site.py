@@ -48,7 +48,7 @@ def tree() -> str:
     lines = [
         "# What each file is for",
         "",
-        "The first sentence of every file, as it says it itself (`python scripts/docs_site.py > docs/tree.md`). Read first: "
+        "The first sentence of every file's docstring (`python scripts/docs_site.py > docs/tree.md`). Read first: "
         + ", ".join(f"`rge/{name}`" for name in READ_FIRST)
         + ".",
     ]

@@ -1,4 +1,4 @@
-"""Retrain the paper's findings at small scale, and test reinforcement learning: docs/evidence.md, demo.md, modes.md and rl.md.
+"""Reproduce the paper's findings at small scale, and test reinforcement learning: docs/evidence.md, demo.md, modes.md and rl.md.
 
     python scripts/study.py a                  # one finding, seed by seed; resumes; started twice, makes two runs at a time
     python scripts/study.py all seeds=5        # every finding

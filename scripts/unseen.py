@@ -1,4 +1,4 @@
-"""The demo's test questions with pictures or words that training never showed: is the thing named right, and the answer found?
+"""The demo's test questions with pictures or words that training never showed: is the thing named correctly, and the answer retrieved?
 
     python scripts/unseen.py checkpoints=rge/demo_checkpoint,runs/smol/joint/final
     apt-get download tuxpaint-stamps-default

@@ -1,1 +1,1 @@
-"""A local page to look into a checkpoint: what it writes, what it finds, and what the words change."""
+"""A local page to look into a checkpoint: what it writes, what it retrieves, and what the rationale changes."""

@@ -1,4 +1,4 @@
-"""``rge compare-runs A B``: what two runs differ in."""
+"""``rge compare-runs A B``: how two runs differ."""
 
 from dataclasses import dataclass
 from pathlib import Path

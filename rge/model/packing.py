@@ -1,4 +1,4 @@
-"""Pack prompts and their branches into one flat run of tokens, so that one forward serves them all.
+"""Pack prompts and their branches into one flat run of tokens, so that one forward pass serves them all.
 
     [ prompt of row 0 ][ prompt of row 1 ] ... [ tail of row 0 ][ tail of row 1 ] ...
     tail: [ the prompt's last token ][ branch: self rationale, <emb> ][ branch: oracle rationale, <emb> ][ ... ]

@@ -1,4 +1,4 @@
-"""What a run needs of its machine: open files, shared memory, disk."""
+"""What a run needs from its machine: open files, shared memory, disk."""
 
 import functools
 import math

@@ -1,1 +1,1 @@
-"""Vision towers that were trained elsewhere and come with packages of their own."""
+"""Vision towers that were trained elsewhere and are distributed in Python packages."""

@@ -1,1 +1,1 @@
-"""Benches behind `scripts/bench.py`: a file each, with `Options` and `measure(options)`, which gives the figures."""
+"""Benches behind `scripts/bench.py`: one file each, with `Options` and `measure(options)`, which returns the figures."""

@@ -1,4 +1,4 @@
-"""Time and memory of `data_prep rmir`, stage by stage, on made-up pictures and a made-up model; and what more would need.
+"""Time and memory of `data_prep rmir`, stage by stage, on made-up pictures with a made-up model, and extrapolated to larger libraries.
 
     python scripts/bench.py data_prep pictures=10000 out=runs/bench_data_prep/10000
     python scripts/bench.py data_prep table=runs/bench_data_prep paper=1000000

@@ -1,4 +1,4 @@
-"""An index's speed: adding, searching, changing, and what approximate search finds. `python scripts/bench.py index rows=20000`.
+"""An index's speed: adding, searching, changing, and the recall of approximate search. `python scripts/bench.py index rows=20000`.
 
 The vectors are random: around 2,000 centres, like embeddings of pictures, and evenly spread over the sphere, the worst case for
 any approximate index. Rows are written as by `rge index`, 256 per commit.

@@ -322,7 +322,7 @@ class Preflight:
 def wanted_sources(recipe: Recipe, stages: Sequence[str]) -> dict[str, Wanted]:
     """Every source that these stages read, by key."""
     found: dict[str, Wanted] = {}
-    for wanted in _each_wanted(recipe, stages):
+    for wanted in _wanted_sources(recipe, stages):
         assert wanted.source.key is not None
         known = found.setdefault(wanted.source.key, wanted)
         known.oracle |= wanted.oracle
@@ -330,7 +330,7 @@ def wanted_sources(recipe: Recipe, stages: Sequence[str]) -> dict[str, Wanted]:
     return found
 
 
-def _each_wanted(recipe: Recipe, stages: Sequence[str]) -> Iterator[Wanted]:
+def _wanted_sources(recipe: Recipe, stages: Sequence[str]) -> Iterator[Wanted]:
     # The needs of finished stages count too: a resumed run must skip the same records.
     objectives = {name: Objective.of(recipe, name) for name in recipe.stages()}
     read = {source.key for name in stages for source in getattr(recipe, name).sources}

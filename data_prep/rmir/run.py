@@ -190,7 +190,7 @@ class Run:
         """
         if (found := self.done(stage)) and not found.get("unanswered"):
             return found
-        spent, met = self._spent(), self._met()
+        spent, met = self._spent(), self._call_counts()
         # Parts are valid only for the settings (including the shard size) they were made with.
         if not self.begun(stage):
             self.empty(stage)
@@ -206,7 +206,7 @@ class Run:
             "unanswered": sum(self.open_parts(stage).values()),
             "seconds": round(time.perf_counter() - began, 2),
             **self._since(before),
-            "met": dict(self._met() - met),
+            "met": dict(self._call_counts() - met),
         }
         write_json(self.path(stage, "done.json"), report)
         write_json(self.out / SPENT, {"stages": self._spent()})
@@ -235,7 +235,7 @@ class Run:
     def _since(self, before: dict[str, float]) -> dict[str, float]:
         return {key: round(number - before[key], 6) for key, number in self._totals().items()}
 
-    def _met(self) -> Counter[str]:
+    def _call_counts(self) -> Counter[str]:
         counts = Counter(vars(self._caller.counts) if self._caller is not None else {})
         del counts["asked"], counts["cached"]
         return counts

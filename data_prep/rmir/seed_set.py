@@ -197,7 +197,7 @@ def settle_library(run: Run) -> None:
     folder, config = run.path("seed"), run.config.library
     parts = _parts(run)
     if not parts or not run.begun("seed"):
-        _check_apart(run)
+        _check_outside_library(run)
         return
     state, done = LibraryState.read(folder), run.done("seed")
     finished = done is not None and len(done["counts"].get("extensions", ())) == len(state.extensions)
@@ -236,7 +236,7 @@ def settle_library(run: Run) -> None:
     _carry_over(folder, state, found, table, finished)
 
 
-def _check_apart(run: Run) -> None:
+def _check_outside_library(run: Run) -> None:
     """Raise if the run's own pictures and tables would belong to the library, in the folder that it reads."""
     path = str(run.config.library.path)
     files = find(path)

@@ -136,7 +136,7 @@ def aggregate(
     """
     results = {name: read_results(path) for name, path in dirs.items()}
     first = next(iter(results.values()))
-    _check_alike(dirs, results)
+    _check_same_settings(dirs, results)
     table = _joint_table(suite, dirs)
     about_set = _joint_set(suite, results, table)
     columns = list(dict.fromkeys(chain.from_iterable(suite.members.values())))
@@ -175,7 +175,7 @@ def aggregate(
         print(f"\n{suite.name}: {title} -> {out}\n{figures.to_string()}", flush=True)
 
 
-def _check_alike(dirs: Mapping[str, Path], results: ByMember) -> None:
+def _check_same_settings(dirs: Mapping[str, Path], results: ByMember) -> None:
     first = next(iter(results.values()))
     for name, result in results.items():
         for key, (value, expected) in differences(result, first).items():

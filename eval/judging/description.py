@@ -194,7 +194,7 @@ def _to_describe(
     for record in (*records, *described):
         for target in (*record.positives, *record.negatives):
             if isinstance(target.image, str):
-                pictures[_identity(target)].add(_beside(target.image, out))
+                pictures[_identity(target)].add(_relative_to(target.image, out))
     for identity, text in sorted(description_of.items()):
         for ref in sorted(pictures[identity]):
             yield identity, QueryPart(text=QUESTION, images=[ref]), text
@@ -216,6 +216,6 @@ def _identity(target: Target) -> str:
     return target.identity or target.id
 
 
-def _beside(ref: str, out: Path) -> str:
+def _relative_to(ref: str, out: Path) -> str:
     path, mark, row = ref.partition("#")
     return relative(path, out.parent) + mark + row

@@ -135,7 +135,7 @@ def _rows_of(library: str) -> frozenset[str] | str:
     """Names of a library's rows, or why it has none."""
     try:
         stat = os.stat(library)
-        return _rows_as_of(library, stat.st_size, stat.st_mtime_ns)
+        return _rows_of_version(library, stat.st_size, stat.st_mtime_ns)
     except FileNotFoundError:
         return f"picture library {library} does not exist"
     except (OSError, ValueError) as error:  # ValueError: also a path with a zero byte
@@ -143,7 +143,7 @@ def _rows_of(library: str) -> frozenset[str] | str:
 
 
 @lru_cache(maxsize=8)
-def _rows_as_of(library: str, _size: int, _time_ns: int) -> frozenset[str]:
+def _rows_of_version(library: str, _size: int, _time_ns: int) -> frozenset[str]:
     if missing := {"id", "image"} - set(pq.read_schema(library).names):
         raise ValueError(f"no column {min(missing)}")
     return frozenset(map(str, pq.read_table(library, columns=["id"])["id"].to_pylist()))

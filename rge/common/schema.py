@@ -31,7 +31,7 @@ def safe_id(name: str) -> str:
     return re.sub(r"\s", lambda match: f"%{ord(match[0]):02X}", name)
 
 
-def _bytes_too(value: object, check: ValidatorFunctionWrapHandler) -> ImageRef:
+def _or_bytes(value: object, check: ValidatorFunctionWrapHandler) -> ImageRef:
     ref: ImageRef = value if isinstance(value, bytes) and value else check(value)
     return ref
 
@@ -40,7 +40,7 @@ Picture = Annotated[
     ImageRef,
     GetPydanticSchema(
         lambda _, schema: schema.generate_schema(
-            Annotated[Text, WrapValidator(_bytes_too), PlainSerializer(lambda ref: ref)]
+            Annotated[Text, WrapValidator(_or_bytes), PlainSerializer(lambda ref: ref)]
         )
     ),
 ]

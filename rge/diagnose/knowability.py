@@ -28,7 +28,7 @@ _MARKS = "".join(
     and not "\ufe00" <= sign <= "\ufe0f"  # those belong to emoji
 )
 LETTERS = rf"[^\W{SIGNS}](?:[^\W{SIGNS}]|(?![\0-\u02ff])[{_MARKS}\u200d])"
-"""First sign of a word of other scripts, and one that may follow: in ``\\W``, Python counts the vowel signs of Hindi or Arabic.
+"""First character of a word of other scripts, and one that may follow: in ``\\W``, Python counts the vowel signs of Hindi or Arabic.
 
 U+200D joins the letters of a word. The look-ahead spares most signs the long class, which is slow.
 """

@@ -104,7 +104,7 @@ class Workers:
                     worker.send((self._round, *job))
                     waited_for += 1
                     job = next(jobs, None)
-            for kind, said in filter(None, map(self._message, self._heard())):
+            for kind, said in filter(None, map(self._message, self._with_message())):
                 if kind == "progress":
                     on_progress(*said)
                 if kind == "result":
@@ -121,7 +121,7 @@ class Workers:
             raise said[0]
         return (kind, said) if round_ == self._round else None
 
-    def _heard(self) -> list["_Worker"]:
+    def _with_message(self) -> list["_Worker"]:
         """Wait for workers with a message, at least one."""
         busy = [worker for worker in self._workers if not worker.is_idle]
         until = min(worker.heard_at for worker in busy) + SILENCE_S

@@ -145,7 +145,7 @@ def content_of(path: Path, but: Sequence[str] = (), *, like: str = "*") -> dict[
     """
     if path.is_file():
         size, exact = path.stat().st_size, path.stat().st_size <= EXACT_BYTES
-        return {"bytes": size, "sha256": _sha256_of(path, exact), "read": _read_of(exact)}
+        return {"bytes": size, "sha256": _sha256_of(path, exact), "read": _how_read(exact)}
     files = [
         file
         for file in sorted(path.rglob(like))
@@ -155,10 +155,10 @@ def content_of(path: Path, but: Sequence[str] = (), *, like: str = "*") -> dict[
     ]
     size = sum(file.stat().st_size for file in files)
     hashes = {str(file.relative_to(path)): _sha256_of(file, size <= EXACT_BYTES) for file in files}
-    return {"bytes": size, "sha256": digest(hashes), "read": _read_of(size <= EXACT_BYTES)}
+    return {"bytes": size, "sha256": digest(hashes), "read": _how_read(size <= EXACT_BYTES)}
 
 
-def _read_of(exact: bool) -> str:
+def _how_read(exact: bool) -> str:
     return "all" if exact else f"{BLOCKS} blocks of {BLOCK_BYTES} bytes of each larger file"
 
 

@@ -65,7 +65,7 @@ class Engine:
         config: Any = self.model.config
         # An unused tower need not be built. But vLLM takes its absence for that of DeepStack.
         self.has_tower = hasattr(config.vision_config, "deepstack_visual_indexes")
-        _know_architectures(config.architectures)
+        _register_architectures(config.architectures)
         self.llm = LLM(
             model=model,
             dtype=config.dtype,
@@ -183,7 +183,7 @@ def present_weights(model: HubModel) -> Iterator[tuple[str, Tensor]]:
     return iter(model.named_parameters())
 
 
-def _know_architectures(names: Sequence[str]) -> None:
+def _register_architectures(names: Sequence[str]) -> None:
     """Register models' classes with vLLM, which otherwise inspects them in a new process to keep CUDA out of this one.
 
     That would take ten seconds, and the process would lack `rge.common.torchvision_cpu`.

@@ -95,7 +95,7 @@ class _OpenAiAsked(Asked):
         return value
 
     @model_validator(mode="after")
-    def _one_of_both(self) -> "_OpenAiAsked":
+    def _exactly_one(self) -> "_OpenAiAsked":
         if (self.input is None) == (self.messages is None):
             raise ValueError("give input (texts) or messages (texts and pictures), and not both")
         if self.messages is not None and len(self.messages) != 1 and isinstance(self.messages[0], Message):
@@ -231,7 +231,7 @@ class RerankAsked(Asked):
     max_tokens_per_doc: Annotated[int, Field(ge=1)] | None = None
 
     @model_validator(mode="after")
-    def _one_of_both(self) -> "RerankAsked":
+    def _exactly_one(self) -> "RerankAsked":
         if (self.documents is None) == (self.texts is None):
             raise ValueError("give documents, or texts as TEI's clients do")
         return self

@@ -110,7 +110,7 @@ def query_text(name: str, instruction: str, text: str) -> str:
     instruction = instruction.replace(PLACEHOLDER, "")
     if name in _IMAGE_TO_IMAGE or SETS[name]["meta_task"] == "VQA":
         instruction = "\n" + instruction.strip()
-    return _beside(f"{instruction} {text}" if text else instruction) + "\n"
+    return _with_placeholder(f"{instruction} {text}" if text else instruction) + "\n"
 
 
 def candidate_text(name: str, instruction: str, caption: str, *, captioned: bool) -> str:
@@ -120,11 +120,11 @@ def candidate_text(name: str, instruction: str, caption: str, *, captioned: bool
     """
     instruction = instruction.replace(PLACEHOLDER, "")
     if captioned:
-        return _beside(f"{instruction} {caption}") + "\n"
-    return _beside(instruction) + ("\n" if name in _TEXT_TO_IMAGE else "")
+        return _with_placeholder(f"{instruction} {caption}") + "\n"
+    return _with_placeholder(instruction) + ("\n" if name in _TEXT_TO_IMAGE else "")
 
 
-def _beside(text: str) -> str:
+def _with_placeholder(text: str) -> str:
     return f"{PLACEHOLDER} {text}".replace(" \n", "\n")
 
 

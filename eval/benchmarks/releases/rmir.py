@@ -276,7 +276,7 @@ def _check_counts(draft: Draft, num_candidates: int, options: RmirOptions) -> li
     num_right.update(query for query, _, gain in draft.qrels if gain)
     counts = Counter(dict.fromkeys(CATEGORY_COUNTS, 0))
     counts.update(str(query.category) for query in draft.queries)
-    wrong = _unlike_published(counts, num_candidates) if options.split == "test" else []
+    wrong = _differences_from_published(counts, num_candidates) if options.split == "test" else []
     if many := [query for query, num in num_right.items() if num > MAX_POSITIVES]:
         wrong.append(f"more than {MAX_POSITIVES} positives in {len(many)} queries ({some(many)})")
     if wrong and options.counts:
@@ -288,7 +288,7 @@ def _check_counts(draft: Draft, num_candidates: int, options: RmirOptions) -> li
     return notes + ([SWAPPED] if counts["temporal"] == CATEGORY_COUNTS["temporal"] else [])
 
 
-def _unlike_published(found: Mapping[str, int], num_candidates: int) -> list[str]:
+def _differences_from_published(found: Mapping[str, int], num_candidates: int) -> list[str]:
     swapped = CATEGORY_COUNTS | {"temporal": CATEGORY_COUNTS["causal"], "causal": CATEGORY_COUNTS["temporal"]}
     wrong = []
     if (num := sum(found.values())) != NUM_QUERIES:

@@ -60,7 +60,7 @@ def page() -> str:
     lines = [
         "# Reference",
         "",
-        "Every key of every command. `...` has to be given; `[]` stands for each entry of a list, `*` for each name of a mapping.",
+        "Every key of every command. `...`: the key is required; `[]` stands for each entry of a list, `*` for each name of a mapping.",
         "Written by `python scripts/reference.py`; `rge COMMAND --help` prints the same. `rge recipes` has no keys: it lists what `recipe=` and",
         "`--config_file` can name, and with a name prints its path.",
     ]

@@ -308,7 +308,7 @@ def test_a_key_is_found_in_base64_wherever_it_stands():
 @pytest.mark.parametrize("key", ["x", "key", "elevenchars"])
 def test_what_is_too_short_for_a_key_is_refused(store, monkeypatch, key):
     monkeypatch.setenv("A_KEY", key)
-    with pytest.raises(UserError, match=r"A_KEY \(key_env\) holds \d+ characters, too few for a key"):
+    with pytest.raises(UserError, match=r"A_KEY \(key_env\) has \d+ characters, too few for a key"):
         Caller({"m": ModelConfig(name="m", key_env="A_KEY")}, store)
 
 

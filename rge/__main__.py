@@ -21,7 +21,7 @@ COMMANDS = {
     "plan": ("rge.plan", "estimate a recipe's FLOPs, memory and communication"),
     "embed": ("rge.index.embed", "embed a folder or a table of pictures and texts"),
     "index": ("rge.index", "index a folder or a table, or update an index"),
-    "search": ("rge.index.search", "ask an index"),
+    "search": ("rge.index.search", "search an index"),
     "explore": ("rge.explore", "explore a checkpoint on a local web page"),
     "compare-runs": (
         "rge.identity.compare_runs",

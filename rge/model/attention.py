@@ -330,7 +330,7 @@ class Cache:
             self.bias = moved(bias[:, None, None], device)
 
     def attend(self, layer: int, q_BHd: Tensor, k_BKd: Tensor, v_BKd: Tensor, kernel: "_Kernel") -> Tensor:
-        """Outputs (B, H, d) of one new token a row, whose key and value are kept."""
+        """Outputs (B, H, d) of one new token per row, whose key and value are kept."""
         kernel.refuse_window()
         k_BKCd, v_BKCd = self.buffers[layer]
         q_BHd = q_BHd.to(k_BKCd.dtype)
@@ -389,7 +389,7 @@ class RunningCache:
         self.q_start_N, self.k_start_N = q_start[: num_rows + 1], k_start[: num_rows + 1]
 
     def attend(self, layer: int, q_BHd: Tensor, k_BKd: Tensor, v_BKd: Tensor, kernel: "_Kernel") -> Tensor:
-        """Outputs (B, H, d) of one new token a row, whose key and value are kept."""
+        """Outputs (B, H, d) of one new token per row, whose key and value are kept."""
         k_BCKd, v_BCKd = self.buffers[layer]
         dtype = k_BCKd.dtype
         if layer == 0:

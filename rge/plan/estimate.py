@@ -153,7 +153,7 @@ def _estimated(plans: Plans, name: str, figures: Plan) -> Iterator[str]:
     )
     if load.chunks > 1 and load.contrastive:
         yield (
-            f"  kept between the {load.chunks} micro batches' first forward and their backward: "
+            f"  kept between the {load.chunks} micro batches' first forward pass and their backward pass: "
             f"{figures.keep} ({figures.why})"
         )
     if plans.gib is None:

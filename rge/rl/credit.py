@@ -75,14 +75,14 @@ class Reinforcement:
         )
         problem = (
             f"had two rationales of different reward, so nothing was learned. Mean reward of the last step: {terms}; entropy "
-            f"{report['entropy']:.3g} nats a token, cut off {report['forced_rate']:.0%}, unscored "
-            f"{report['unscored_groups']:.0%}. If the entropy is near 0, the model writes one rationale a query: start from "
+            f"{report['entropy']:.3g} nats per token, cut off {report['forced_rate']:.0%}, unscored "
+            f"{report['unscored_groups']:.0%}. If the entropy is near 0, the model writes one rationale per query: start from "
             "an earlier checkpoint, or raise rl.temperature; if a reward is at its maximum, choose another (rl.rewards); if "
             "all are cut off, raise rollout.max_new_tokens. rl.patience=0 disables this check"
         )
         if report["unscored_groups"] == 1:
             problem = (
-                f"could be scored, so nothing was learned. Mean reward of the last step: {terms}. A query is scored where every "
+                f"could be scored, so nothing was learned. Mean reward of the last step: {terms}. A query is scored if every "
                 "reward gives a finite number for each of its rationales and a right answer is among the candidates: check "
                 "rl.rewards and rl.candidates"
             )

@@ -293,7 +293,7 @@ def test_a_folder_that_is_not_ours_is_never_replaced(photos, tmp_path):
     with pytest.raises(UserError, match="already exists"):
         import_folder(options(photos))
     (photos.parent / "set" / "notes.txt").write_text("mine")
-    with pytest.raises(UserError, match="holds 'notes.txt', which does not belong to it"):
+    with pytest.raises(UserError, match="contains 'notes.txt', which does not belong to it"):
         import_folder(options(photos, overwrite=True))
     (photos.parent / "set" / "notes.txt").rename(
         photos.parent / "set" / ".DS_Store"

@@ -35,12 +35,12 @@ from rge.index.rows import (
     Hit,
     Row,
     as_table,
-    composed,
     hits_of,
     matrix,
     metadata_fields,
     new_schema,
 )
+from rge.index.sources import composed
 
 if TYPE_CHECKING:
     from lancedb.db import DBConnection
@@ -57,6 +57,22 @@ CACHE_BYTES = 512 << 20
 """Vectors of an index stay in memory between exact searches if all of them take no more."""
 MIN_FUSED = 100
 """Rows of each ranking that are fused, at least."""
+FUNCTIONS = frozenset(
+    "abs acos asin atan atan2 btrim ceil char_length character_length coalesce concat contains cos current_date date_part "
+    "date_trunc degrees ends_with exp floor greatest ifnull initcap isnan least left length ln log log10 log2 lower ltrim now "
+    "nullif nvl octet_length power radians regexp_like regexp_match reverse right round rtrim signum sin split_part sqrt "
+    "starts_with strpos tan to_date to_timestamp trunc upper".split()
+)
+"""What a condition may call: a result is no larger than its arguments, unlike that of ``repeat`` or nested ``replace``, which a
+client could use to take all memory of a server."""
+_NOT_CALLED = frozenset(
+    "and between cast datetime decimal ilike in is like not or timestamp try_cast".split()
+)
+_NAME = r'\w+|"[^"]*"|`[^`]*`'
+_TOKEN = re.compile(
+    rf"({_NAME})\s*\(|(?:{_NAME})(?!')|'[^']*'|--[^\r\n]*\Z|-(?!-)|/(?!\*)|[\s(),.;:+*%=<>!|\[\]]"
+)
+"""A call, or any other token of a condition. Those that SQL reads in several ways, such as comments within, are none."""
 NPROBES, REFINE = 64, 10
 """Cells of the ANN index that are searched, and how many times k of their rows are reranked by the true vectors."""
 
@@ -357,6 +373,7 @@ class Index:
         fields = [field for field in self._table.schema if field.name not in PRIVATE]
         table = _empty(pa.schema(fields))
         try:
+            _check_calls(where.strip())
             table.search().where(condition).limit(1).explain_plan()
         except Exception as error:  # LanceDB panics on SQL that it does not support yet
             reason = _reason(error).replace("Invalid input, ", "")
@@ -429,6 +446,18 @@ class Index:
             # As good as the last exact hit, up to rounding: any of several equal pictures will do.
             num_found += int((score_K >= hits[-1].score - 1e-5).sum()) - 1
         return num_found / ((k - 1) * len(drawn))
+
+
+def _check_calls(where: str) -> None:
+    """ValueError for a condition that calls anything but `FUNCTIONS`."""
+    end = 0
+    while end < len(where):
+        if (token := _TOKEN.match(where, end)) is None:
+            raise ValueError(f"it cannot be read from {where[end : end + 20]!r} on")
+        name = token[1] and token[1].strip('"`').lower()
+        if name and name not in FUNCTIONS | _NOT_CALLED:
+            raise ValueError(f"it calls {name}; functions are {', '.join(sorted(FUNCTIONS))}")
+        end = token.end()
 
 
 def _among(query: Any, where: str | None, exact: bool) -> Any:

@@ -134,6 +134,35 @@ def test_columns_of_the_metadata_narrow_a_search(index):
             index.search(stored_ND[:1], 9, where="1 / (_2023 - 3) = 1", **asked)
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        "repeat('x', 9)", "REPEAT ('x', 9)", "`repeat`('x', 9)", "\"repeat\"\n('x', 9)", "repeat -- x\n('x', 9)",
+        "repeat/**/('x', 9)", "lpad(id, 9)", "replace(id, 'a', 'aa')", "upper(replace(id, 'a', 'aa'))", "x.repeat('x', 9)",
+        "'a' || $$'$$ || repeat('x', 9) || $$'$$",
+    ],
+)  # fmt: skip
+def test_a_condition_cannot_take_all_memory(index, call):
+    """LanceDB computes repeat('x', 2000000000) when it reads the condition."""
+    index.put([Row("s", "a", "1", "d", vectors(1)[0])])
+    for condition in (f"id = {call}", f"id = 'it''s (' or {call} = id or id = ')'"):
+        with pytest.raises(
+            ConditionError, match="is not a valid condition: (it calls re|it cannot be read|it calls lpad)"
+        ):
+            index.search(vectors(1), 1, where=condition)
+
+
+def test_a_condition_may_call_what_takes_no_memory(index):
+    index.declare([{"latitude": 1.0, "Größe": 1}])
+    index.put([Row("s", "a (b)", "1", "d", vectors(1)[0], metadata={"latitude": 48.1, "Größe": 3})])
+    for condition in (
+        "lower(id) = 'a (b)'", "id like 'a (%' and(1 = 1)", "not (id in ('repeat(1)')) or id = 'a (b)'", "größe > 2",
+        "\"id\" = 'a (b)'", "cast(year as string) is null", "sqrt(power(latitude - 48, 2)) < 0.2", "latitude > -1e3",
+        "id = 'a (b)' -- repeat('x', 9)", "coalesce(text, '') = '';", "starts_with(id, 'a')", "id != 'it''s'",
+    ):  # fmt: skip
+        assert len(index.search(vectors(1), 1, where=condition)[0]) == 1, condition
+
+
 def test_two_columns_that_a_condition_could_not_tell_apart(index):
     with pytest.raises(UserError, match=r"both 'price \(\$\)' and 'price \(€\)' as price____: rename one"):
         index.declare([{"price ($)": 1}, {"price (€)": 2}])

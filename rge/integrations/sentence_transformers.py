@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rge.checkpoints.export import export
 from rge.checkpoints.settings import RGE_JSON
-from rge.common.errors import UserError
+from rge.common.errors import UserError, not_one_of
 from rge.common.schema import Item
 from rge.embedder import Embedder, picture_ref
 
@@ -116,7 +116,13 @@ class ReasoningEmbedder(InputModule):
         self, features: dict[str, Any], task: str | None = None, mode: Any = None, **_: Any
     ) -> dict[str, Any]:
         """Adds ``sentence_embedding`` (N, D) and ``rationales``."""
+        if task not in (None, "query", "document"):
+            raise UserError(not_one_of("task", task, ("query", "document")))
         instruction = None
+        if task != "query" and features["prompt"]:
+            raise UserError(
+                f"prompt={features['prompt']!r}: a document has no instruction; encode_query is for queries"
+            )
         if task == "query":
             # The library passes "" if there is no prompt.
             instruction, warning = self.embedder.instruction_for(features["prompt"] or None)

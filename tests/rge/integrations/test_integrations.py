@@ -184,6 +184,20 @@ def test_arguments_are_passed_on_or_refused(checkpoint, tmp_path, monkeypatch):
     }
 
 
+def test_a_prompt_of_documents_is_refused(checkpoint):
+    """Documents are trained without one; it was dropped in silence, as was a task that does not exist."""
+    theirs = loaded(checkpoint)
+    for embed in (theirs.encode, theirs.encode_document):
+        with pytest.raises(UserError, match="prompt='find it': a document has no instruction; encode_query"):
+            embed(["a key"], prompt="find it")
+    with pytest.raises(UserError, match="prompt='passage: '"):
+        loaded(checkpoint, prompts={"document": "passage: "}).encode_document(["a key"])
+    with pytest.raises(
+        UserError, match="task must be one of query, document, got 'querry'; did you mean 'query'"
+    ):
+        theirs.encode(["a key"], task="querry")
+
+
 def test_changed_weights_are_saved_as_they_are(checkpoint, tmp_path):
     theirs = loaded(checkpoint)
     before = theirs.encode_document(["a key"])

@@ -203,7 +203,7 @@ class Service:
             raise BadInput("a document has no instruction", "instruction")
         answered = await self._answer(body, body.inputs(), body.side)
         vectors = encode_embeddings(
-            self.embedder.cut(answered.embeddings, body.dimensions), body.encoding_format
+            self.embedder.cut(answered.embeddings, body.dimensions), body.encoding_format or "float"
         )
         data = []
         for row, (result, vector) in enumerate(zip(answered.results, vectors, strict=True)):

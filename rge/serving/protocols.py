@@ -119,7 +119,8 @@ class _OpenAiAsked(Asked):
 class EmbeddingsAsked(_OpenAiAsked):
     """Body of ``POST /v1/embeddings``."""
 
-    encoding_format: Literal["float", "base64"] = "float"
+    encoding_format: Literal["float", "base64"] | None = None
+    """None: float; LiteLLM sends it."""
     dimensions: Annotated[int, Field(ge=1)] | None = None
     side: Side = "query"
     return_rationale: bool = False

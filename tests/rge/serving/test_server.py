@@ -166,6 +166,8 @@ def test_the_openai_client_gets_our_embeddings(client, embedder):
     plain = client.embeddings.create(model="mine", input=TEXTS[0], encoding_format="float")
     assert_same(np.array(plain.data[0].embedding), expected[0])
     assert not hasattr(plain.data[0], "rationale")
+    none = client.embeddings.create(model="mine", input=TEXTS[0], encoding_format=None)  # as LiteLLM
+    assert none.data[0].embedding == plain.data[0].embedding
     assert [one.id for one in client.models.list()] == ["mine"]
 
 

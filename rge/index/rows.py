@@ -2,7 +2,6 @@
 
 import json
 import re
-import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +12,7 @@ import pyarrow as pa
 
 from rge.common.errors import UserError
 from rge.common.images import WEB, is_there
-from rge.index.sources import Content, Entry, Source
+from rge.index.sources import Content, Entry, Source, composed
 
 COLUMNS = {
     "source": pa.string(),
@@ -163,11 +162,6 @@ def _words(row: Row) -> str:
     """The text for searching by words."""
     values = [value for value in (row.metadata or {}).values() if isinstance(value, str)]
     return composed(" ".join([row.text or "", re.sub(r"[\W_]+", " ", composed(row.id)), *values]))
-
-
-def composed(text: str) -> str:
-    """Letters with their accents as one character: macOS separates the two in file names."""
-    return unicodedata.normalize("NFC", text)
 
 
 def matrix(rows: pa.Table) -> np.ndarray:

@@ -84,14 +84,20 @@ class Unreadable:
     @contextmanager
     def noted(cls, source: Source, options: Reading) -> Iterator["Unreadable"]:
         """Start with the faults of a source's listing; at the end write all to ``unreadable=``. Raises as `check` does."""
+        listed = options.unreadable
+        if (
+            listed is not None
+            and listed.suffix.lower() == ".txt"
+            and Path(os.path.abspath(listed)).is_relative_to(source.name)
+        ):
+            raise UserError(f"unreadable={listed} would be an item of {source.name}: put it elsewhere")
         found = cls(len(source.entries) + len(source.faults), options.max_unreadable, dict(source.faults))
         try:
             found.check()
             yield found
         finally:
-            if options.unreadable is not None:
-                lines = (f"{name}\t{reason}\n" for name, reason in found.faults.items())
-                write_text(options.unreadable, "".join(lines))
+            if listed is not None:
+                write_text(listed, "".join(f"{name}\t{why}\n" for name, why in found.faults.items()))
 
     def add(self, name: str, reason: object) -> None:
         """Record an item; raises as `check` does."""
@@ -241,76 +247,74 @@ def _text(path: Path) -> str:
 # -------------------------------------------------------------------------------------------------------------- folder
 
 
-class _Walk:
-    """The visible picture and text files below a folder: stamps by relative name, and further attributes as of `Source`."""
-
-    def __init__(self, root: Path):
-        self.root = root
-        self.files: dict[str, str] = {}
-        self.faults: dict[str, str] = {}
-        self.unseen: set[str] = set()
-        self.num_skipped = 0
-        for folder, names in visible_files(root, self._unreadable):
-            for name in names:
-                if name.lower().endswith((*SUFFIXES, ".txt")):
-                    self._add(os.path.join(folder, name))
-                else:
-                    self.num_skipped += 1
-
-    def _add(self, path: str) -> None:
-        name = self._name(path)
-        if _printable(name) != name:
-            self.faults[_printable(name)] = "its name is not UTF-8"
-            return
-        try:
-            stat = os.stat(path)
-        except OSError as error:
-            self._unreadable(error)
-        else:
-            self.files[name] = f"{stat.st_size}:{stat.st_mtime_ns}"
-
-    def _name(self, path: str) -> str:
-        return Path(os.path.relpath(path, self.root)).as_posix()
-
-    def _unreadable(self, error: OSError) -> None:
-        name = self._name(error.filename or str(self.root))
-        self.faults[_printable(name)] = error.strerror or str(error)
-        if not isinstance(error, FileNotFoundError):
-            self.unseen.add(name)
-
-
 def _folder(root: Path) -> Source:
-    walk = _Walk(root)
-    if "." in walk.faults:
-        raise SourceError(f"{root} cannot be read: {walk.faults['.']}")
-    texts = {name for name in walk.files if name.lower().endswith(".txt")}
+    files: dict[str, str] = {}  # stamps by relative name
+    faults: dict[str, str] = {}
+    unseen: set[str] = set()
+    num_skipped = 0
+
+    def unreadable(error: OSError) -> None:
+        name = _relative(error.filename or root, root)
+        faults[_printable(name)] = error.strerror or str(error)
+        if not isinstance(error, FileNotFoundError):
+            unseen.add(name)
+
+    for folder, names in visible_files(root, unreadable):
+        for path in (os.path.join(folder, name) for name in names):
+            if not path.lower().endswith((*SUFFIXES, ".txt")):
+                num_skipped += 1
+            elif _printable(name := _relative(path, root)) != name:
+                faults[_printable(name)] = "its name is not UTF-8"
+            else:
+                try:
+                    stat = os.stat(path)
+                except OSError as error:
+                    unreadable(error)
+                else:
+                    files[name] = f"{stat.st_size}:{stat.st_mtime_ns}"
+    if "." in faults:
+        raise SourceError(f"{root} cannot be read: {faults['.']}")
+    return Source(os.path.abspath(root), _entries(root, files), faults, num_skipped, frozenset(unseen))
+
+
+def _entries(root: Path, files: dict[str, str]) -> list[Entry]:
+    """Pictures with their captions, and other texts; `files` are stamps by relative name."""
+    texts = {name for name in files if name.lower().endswith(".txt")}
     captions = {_stem(name): name for name in sorted(texts)}  # the ending may be ".TXT"
-    pictures = walk.files.keys() - texts
-    described = pictures | set(map(_stem, pictures))
-    entries = [_picture(walk, name, captions.get(name) or captions.get(_stem(name))) for name in pictures]
-    entries += [
-        Entry(name, walk.files[name], text_file=str(root / name))
-        for name in texts
-        if _stem(name) not in described
+    pictures = files.keys() - texts
+    described = {*map(composed, pictures), *map(_stem, pictures)}
+    entries = [
+        _picture(root, files, name, captions.get(composed(name)) or captions.get(_stem(name)))
+        for name in pictures
     ]
-    entries.sort(key=lambda entry: entry.id)
-    return Source(os.path.abspath(root), entries, walk.faults, walk.num_skipped, frozenset(walk.unseen))
+    entries += [
+        Entry(name, files[name], text_file=str(root / name)) for name in texts if _stem(name) not in described
+    ]
+    return sorted(entries, key=lambda entry: entry.id)
 
 
-def _picture(walk: _Walk, name: str, caption: str | None) -> Entry:
-    root, stamp, text_file = walk.root, walk.files[name], None
+def _picture(root: Path, files: dict[str, str], name: str, caption: str | None) -> Entry:
+    stamp, text_file = files[name], None
     if caption is not None:
-        stamp += f" {walk.files[caption]}"
+        stamp += f" {files[caption]}"
         text_file = str(root / caption)
     album = Path(name).parent.as_posix() if "/" in name else Path(os.path.abspath(root)).name
     image = os.path.abspath(root / name)
-    # macOS separates letters and accents in names; conditions are typed with both as one character.
-    metadata = {"album": unicodedata.normalize("NFC", album)}
-    return Entry(name, stamp, text_file=text_file, image=image, metadata=metadata)
+    # Conditions are typed with letters and accents as one character.
+    return Entry(name, stamp, text_file=text_file, image=image, metadata={"album": composed(album)})
+
+
+def _relative(path: str | Path, root: Path) -> str:
+    return Path(os.path.relpath(path, root)).as_posix()
 
 
 def _stem(name: str) -> str:
-    return os.path.splitext(name)[0]
+    return composed(os.path.splitext(name)[0])
+
+
+def composed(text: str) -> str:
+    """Letters with their accents as one character: macOS separates the two in file names."""
+    return unicodedata.normalize("NFC", text)
 
 
 def _printable(name: str) -> str:

@@ -492,6 +492,12 @@ def test_another_checkpoint_is_named_and_refused(photos, tmp_path):
         index(["pho tos", "out=gallery", "dimensions=64"])
 
 
+def test_the_list_of_unreadable_files_does_not_become_an_item(photos):
+    """Watching would embed it, write it again, and so on."""
+    with pytest.raises(UserError, match=r"unreadable=pho tos/sub/bad.txt would be an item of .*pho tos: put"):
+        index(["pho tos", "out=gallery", "checkpoint=demo", "unreadable=pho tos/sub/bad.txt"])
+
+
 def test_a_loop_of_links_and_a_name_that_is_no_text(photos):
     (photos / "loop").symlink_to(photos)
     (photos / "nowhere.png").symlink_to(photos / "gone.png")
@@ -505,6 +511,16 @@ def test_an_album_of_macos_is_filtered_by_its_name_as_it_is_typed(photos):
     (photos / "sub").rename(photos / "Cafe\u0301")
     [entry] = [entry for entry in read_source(photos).entries if entry.id.endswith("plum.png")]
     assert (entry.id, entry.metadata["album"]) == ("Cafe\u0301/plum.png", "Caf\u00e9")
+
+
+def test_a_caption_belongs_to_a_picture_whose_accents_macos_has_separated(photos):
+    for picture, caption in (("Cafe\u0301.png", "Caf\u00e9.txt"), ("caf\u00e9.png", "cafe\u0301.png.txt")):
+        (photos / picture).write_bytes((photos / "red.png").read_bytes())
+        (photos / caption).write_text("of " + caption)
+    found = {entry.id: entry.text_file for entry in read_source(photos).entries}
+    assert found["Cafe\u0301.png"] == str(photos / "Caf\u00e9.txt")
+    assert found["caf\u00e9.png"] == str(photos / "cafe\u0301.png.txt")
+    assert set(found) == {*EVERYTHING, "Cafe\u0301.png", "caf\u00e9.png"}
 
 
 # ------------------------------------------------------------------------------------------------------------- tables

@@ -172,12 +172,11 @@ def matrix(rows: pa.Table) -> np.ndarray:
     return column.flatten().to_numpy().reshape(len(column), -1)
 
 
-def hits_of(rows: pa.Table, query_D: np.ndarray, k: int, is_ranked: bool = False) -> list[Hit]:
-    """Rows as hits, scored by the stored vectors: each of Lance's kernels rounds distances differently."""
+def hits_of(rows: pa.Table, query_D: np.ndarray, k: int) -> list[Hit]:
+    """Rows as hits, best first, scored by the stored vectors: each of Lance's kernels rounds distances differently."""
     scores = [float(query_D @ vector_D) for vector_D in matrix(rows)]
     scored = list(zip(scores, rows.drop_columns(["vector"]).to_pylist(), strict=True))
-    if not is_ranked:
-        scored.sort(key=lambda pair: (-pair[0], pair[1]["source"], pair[1]["id"]))
+    scored.sort(key=lambda pair: (-pair[0], pair[1]["source"], pair[1]["id"]))
     return [_hit(score, row) for score, row in scored[:k]]
 
 

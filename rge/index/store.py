@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from rge.checkpoints.run_lock import held
 from rge.checkpoints.settings import CheckpointError
@@ -56,7 +57,11 @@ NUM_QUERIES, DEPTH = 100, 10
 CACHE_BYTES = 512 << 20
 """Vectors of an index stay in memory between exact searches if all of them take no more."""
 MIN_FUSED = 100
-"""Rows of each ranking that are fused, at least."""
+"""The nearest rows that are fused with those found by words, at least."""
+MAX_WORDED = 10_000
+"""Rows found by words, at most; those that share the last one's score are left out then, since the cut is arbitrary among them."""
+FIRST_RANK = 60
+"""Reciprocal rank fusion: a row gets 1 / 60 for the first place of a ranking, 1 / 61 for the second."""
 FUNCTIONS = frozenset(
     "abs acos asin atan atan2 btrim ceil char_length character_length coalesce concat contains cos current_date date_part "
     "date_trunc degrees ends_with exp floor greatest ifnull initcap isnan least left length ln log log10 log2 lower ltrim now "
@@ -70,7 +75,7 @@ _NOT_CALLED = frozenset(
 )
 _NAME = r'\w+|"[^"]*"|`[^`]*`'
 _TOKEN = re.compile(
-    rf"({_NAME})\s*\(|(?:{_NAME})(?!')|'[^']*'|--[^\r\n]*\Z|-(?!-)|/(?!\*)|[\s(),.;:+*%=<>!|\[\]]"
+    rf"({_NAME})\s*\(|(?:{_NAME})(?!')|'[^']*(?:'|\Z)|--[^\r\n]*\Z|-(?!-)|/(?!\*)|[\s(),.;:+*%=<>!|\[\]]"
 )
 """A call, or any other token of a condition. Those that SQL reads in several ways, such as comments within, are none."""
 NPROBES, REFINE = 64, 10
@@ -340,10 +345,16 @@ class Index:
                 raise SearchIndexError(
                     f"{self.uri} has no index of words yet: run `rge index` on its source again"
                 )
+            near = self._by_vectors(query_ND, max(k, MIN_FUSED), where, columns, exact)
             return [
-                hits_of(self._fused(query_D, text, k, where, columns, exact), query_D, k, is_ranked=True)
-                for query_D, text in zip(query_ND, words, strict=True)
+                self._fused(hits, query_D, text, k, where, columns)
+                for hits, query_D, text in zip(near, query_ND, words, strict=True)
             ]
+        return self._by_vectors(query_ND, k, where, columns, exact)
+
+    def _by_vectors(
+        self, query_ND: np.ndarray, k: int, where: str | None, columns: Sequence[str], exact: bool
+    ) -> list[list[Hit]]:
         if exact or not self._indices("vector"):
             return self._snapshot().search(query_ND, k, where, columns)
         return [hits_of(self._nearest(query_D, k, columns, where), query_D, k) for query_D in query_ND]
@@ -384,32 +395,48 @@ class Index:
         return [index.name for index in self._table.list_indices() if column in index.columns]
 
     def _nearest(
-        self,
-        query_D: np.ndarray,
-        k: int,
-        columns: Sequence[str],
-        where: str | None = None,
-        exact: bool = False,
+        self, query_D: np.ndarray, k: int, columns: Sequence[str], where: str | None = None
     ) -> pa.Table:
+        """The rows that the ANN index finds."""
         query: Any = self._table.search(query_D, vector_column_name="vector")
-        query = _among(query.distance_type("dot").limit(k), where, exact)
+        query = query.distance_type("dot").limit(k).nprobes(NPROBES).refine_factor(REFINE)
+        if where is not None:
+            # The nearest cells may hold fewer than k such rows: then others are searched too.
+            query = query.maximum_nprobes(0).where(where, prefilter=True)
         # Lance warns unless _distance is selected.
         return query.select([*columns, "vector", "_distance"]).to_arrow().select([*columns, "vector"])
 
     def _fused(
-        self, query_D: np.ndarray, words: str, k: int, where: str | None, columns: Sequence[str], exact: bool
-    ) -> pa.Table:
-        """The rows of both rankings, fused by reciprocal rank."""
-        from lancedb.rerankers import RRFReranker
-
+        self,
+        near: Sequence[Hit],
+        query_D: np.ndarray,
+        words: str,
+        k: int,
+        where: str | None,
+        columns: Sequence[str],
+    ) -> list[Hit]:
+        """The nearest rows and those with these words, fused by reciprocal rank; equal scores of words share a rank."""
         # For a text in quotes LanceDB would search the phrase, which the index of words does not support.
         words = composed(words.replace('"', " "))
         if not words.strip():
-            return self._nearest(query_D, k, columns, where, exact)
-        query: Any = self._table.search(query_type="hybrid", vector_column_name="vector", fts_columns="words")
-        query = query.vector(query_D).text(words).distance_type("dot").rerank(RRFReranker())
-        query = _among(query.limit(max(k, MIN_FUSED)), where, exact)
-        return query.to_arrow().select([*columns, "vector"])
+            return list(near[:k])
+        query: Any = self._table.search(words, query_type="fts", fts_columns="words").with_row_id(True)
+        query = query if where is None else query.where(where, prefilter=True)
+        found = query.select(["source", "id", "_score"]).limit(MAX_WORDED).to_arrow()
+        if len(found) == MAX_WORDED:
+            found = found.filter(pc.field("_score") > pc.min(found["_score"]))
+        names = list(zip(found["source"].to_pylist(), found["id"].to_pylist(), strict=True))
+        row_ids = dict(zip(names, found["_rowid"].to_pylist(), strict=True))
+        loss_N = -found["_score"].to_numpy()
+        points = Counter({(hit.source, hit.id): 1 / (FIRST_RANK + rank) for rank, hit in enumerate(near)})
+        for name, rank in zip(names, np.searchsorted(np.sort(loss_N), loss_N), strict=True):
+            points[name] += 1 / (FIRST_RANK + rank)
+        best = sorted(points, key=lambda name: (-points[name], name))[:k]
+        hits = {(hit.source, hit.id): hit for hit in near}
+        if further := sorted(row_ids[name] for name in best if name not in hits):
+            rows = self._table.take_row_ids(further).select([*columns, "vector"]).to_arrow()
+            hits |= {(hit.source, hit.id): hit for hit in hits_of(rows, query_D, len(rows))}
+        return [hits[name] for name in best]
 
     def as_of_now(self) -> "Index":
         """The index of now, for `vectors_of`: later writes do not change it, but a search reads the latest version."""
@@ -458,15 +485,6 @@ def _check_calls(where: str) -> None:
         if name and name not in FUNCTIONS | _NOT_CALLED:
             raise ValueError(f"it calls {name}; functions are {', '.join(sorted(FUNCTIONS))}")
         end = token.end()
-
-
-def _among(query: Any, where: str | None, exact: bool) -> Any:
-    """A query among the rows that meet a condition, by the ANN index or, if `exact`, all vectors."""
-    query = query.bypass_vector_index() if exact else query.nprobes(NPROBES).refine_factor(REFINE)
-    if where is None:
-        return query
-    # The nearest cells may hold fewer than k such rows: then others are searched too.
-    return query.maximum_nprobes(0).where(where, prefilter=True)
 
 
 def writing(uri: str | Path) -> AbstractContextManager[None]:

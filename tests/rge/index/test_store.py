@@ -225,6 +225,32 @@ def test_words_are_found_however_they_are_typed(index):
     assert found("") == found(' "" ') == [hit.id for hit in plain]  # a picture alone
 
 
+@pytest.mark.parametrize("ann_from", [1000, 100])
+def test_rows_whose_words_fit_equally_are_ordered_by_the_other_ranking(index, ann_from, monkeypatch):
+    """LanceDB gave them ranks at random, and another result for the same question."""
+    names = [f"IMG_{n:03}.jpg" for n in range(300)]
+    stored_ND = vectors(300)
+    stored_ND[7] = stored_ND[140]  # a copy, so a tie of the other ranking
+    texts = ["rome" if n % 2 else "oslo" for n in range(300)]
+    rows = [Row("s", names[n], "1", str(n), stored_ND[n], texts[n]) for n in range(300)]
+    for start in range(0, 300, 50):
+        index.put(rows[start : start + 50])
+    index.refresh(ann_from)
+    query_D = vectors(1, seed=5)[0]
+    near = sorted(range(300), key=lambda n: (-float(stored_ND[n] @ query_D), n))
+    for k in (10, 120):
+        points = {n: 1 / (60 + rank) for rank, n in enumerate(near[: max(k, 100)])}
+        for n in range(1, 300, 2):
+            points[n] = points.get(n, 0.0) + 1 / 60
+        expected = sorted(points, key=lambda n: (-points[n], n))[:k]
+        [hits] = index.search(query_D[None], k, words=["Rome"], exact=ann_from == 100)
+        assert [hit.id for hit in hits] == [names[n] for n in expected]
+        np.testing.assert_allclose([hit.score for hit in hits], stored_ND[expected] @ query_D, atol=1e-6)
+    monkeypatch.setattr(store, "MAX_WORDED", 100)  # of 150
+    [hits] = index.search(query_D[None], 10, words=["Rome"], exact=ann_from == 100)
+    assert [hit.id for hit in hits] == [names[n] for n in near[:10]]
+
+
 def test_pictures_in_other_columns_are_not_kept(index):
     metadata = {"mask": b"\x89PNG", "views": [{"bytes": b"\x89PNG", "path": "a"}], "day": date(2024, 5, 1)}
     index.put(rows(vectors(1), metadata=metadata))

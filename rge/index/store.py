@@ -420,7 +420,10 @@ class Index:
         words = composed(words.replace('"', " "))
         if not words.strip():
             return list(near[:k])
-        query: Any = self._table.search(words, query_type="fts", fts_columns="words").with_row_id(True)
+        table = (
+            self._snapshot().table
+        )  # `self._table` follows the writers, whose versions number the rows anew
+        query: Any = table.search(words, query_type="fts", fts_columns="words").with_row_id(True)
         query = query if where is None else query.where(where, prefilter=True)
         found = query.select(["source", "id", "_score"]).limit(MAX_WORDED).to_arrow()
         if len(found) == MAX_WORDED:
@@ -434,7 +437,7 @@ class Index:
         best = sorted(points, key=lambda name: (-points[name], name))[:k]
         hits = {(hit.source, hit.id): hit for hit in near}
         if further := sorted(row_ids[name] for name in best if name not in hits):
-            rows = self._table.take_row_ids(further).select([*columns, "vector"]).to_arrow()
+            rows = table.take_row_ids(further).select([*columns, "vector"]).to_arrow()
             hits |= {(hit.source, hit.id): hit for hit in hits_of(rows, query_D, len(rows))}
         return [hits[name] for name in best]
 

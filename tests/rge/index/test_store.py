@@ -251,6 +251,28 @@ def test_rows_whose_words_fit_equally_are_ordered_by_the_other_ranking(index, an
     assert [hit.id for hit in hits] == [names[n] for n in near[:10]]
 
 
+def test_a_hybrid_search_reads_one_version(index, monkeypatch):
+    """Row numbers of words found in one version are other rows in the next."""
+    stored_ND = vectors(300)
+    index.put(
+        [Row("s", f"{n:03}", "1", str(n), stored_ND[n], "rome" if n % 2 else "oslo") for n in range(300)]
+    )
+    index.refresh(1000)
+    expected = index.search(vectors(1, seed=5), 200, words=["Rome"])
+    count = store.Counter
+
+    def changed_meanwhile(*given):
+        monkeypatch.setattr(store, "Counter", count)
+        other = Index.open(index.uri)
+        other.remove("s", [f"{n:03}" for n in range(0, 200, 2)])
+        other.put([Row("s", "200", "2", "x", stored_ND[0], "oslo")])
+        other.refresh(1000)
+        return count(*given)
+
+    monkeypatch.setattr(store, "Counter", changed_meanwhile)
+    assert index.search(vectors(1, seed=5), 200, words=["Rome"]) == expected
+
+
 def test_pictures_in_other_columns_are_not_kept(index):
     metadata = {"mask": b"\x89PNG", "views": [{"bytes": b"\x89PNG", "path": "a"}], "day": date(2024, 5, 1)}
     index.put(rows(vectors(1), metadata=metadata))

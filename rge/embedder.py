@@ -564,10 +564,9 @@ def _items(texts: Any, images: Any, instruction: str | None = None) -> tuple[boo
     """Whether one item was given, and the items."""
     if texts is None and images is None:
         raise ValueError("give texts, images, or both")
+    # Of the library datasets, {"bytes": ..., "path": ...} would be taken for two paths.
     if isinstance(images, Mapping):
-        picture_ref(
-            images
-        )  # is none: {"bytes": ..., "path": ...} of the library datasets would be taken for two paths
+        picture_ref(images)
     single = isinstance(texts, str) or (texts is None and _is_picture(images))
     if single:
         texts, images = [texts], [images]

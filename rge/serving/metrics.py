@@ -17,10 +17,8 @@ class Metrics:
         self, *, waiting: Callable[[], float], preparing: Callable[[], float], held: Callable[[], float]
     ):
         self.registry = CollectorRegistry()
-        counter, histogram = (
-            partial(Counter, registry=self.registry),
-            partial(Histogram, registry=self.registry),
-        )
+        counter = partial(Counter, registry=self.registry)
+        histogram = partial(Histogram, registry=self.registry)
         self.requests = counter("rge_requests", "Requests by path and status; 499: the client disconnected", ["path", "code"])  # fmt: skip
         self.seconds = histogram("rge_request_seconds", "From a request's head to its answer", ["path"], buckets=SECONDS)  # fmt: skip
         self.batch_rows = histogram("rge_batch_inputs", "Inputs of a batch", ["mode"], buckets=ROWS)

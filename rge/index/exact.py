@@ -27,17 +27,20 @@ class Snapshot:
         self, query_QD: np.ndarray, k: int, where: str | None, columns: Sequence[str]
     ) -> list[list[Hit]]:
         """The k nearest rows of each query that meet a condition."""
-        best = [_Best(k) for _ in query_QD]
+        nothing = np.empty(0, np.uint64), np.empty(0, np.float32)
+        best = [nothing] * len(query_QD)
         for id_N, vector_ND in self._rows(where):
-            for top, score_N in zip(best, query_QD @ vector_ND.T, strict=True):
-                top.add(id_N, score_N)
-        all_ids = np.unique(np.concatenate([np.empty(0, np.uint64), *(top.id_N for top in best)]))
+            best = [
+                _best(np.append(ids, id_N), np.append(scores, score_N), k)
+                for (ids, scores), score_N in zip(best, query_QD @ vector_ND.T, strict=True)
+            ]
+        all_ids = np.unique(np.concatenate([ids for ids, _ in [nothing, *best]]))
         if not len(all_ids):
             return [[] for _ in query_QD]
         table = self.table.take_row_ids(all_ids.tolist()).select([*columns, "vector"]).to_arrow()
         return [
-            hits_of(table.take(np.searchsorted(all_ids, top.id_N)), query_D, k)
-            for query_D, top in zip(query_QD, best, strict=True)
+            hits_of(table.take(np.searchsorted(all_ids, ids)), query_D, k)
+            for query_D, (ids, _) in zip(query_QD, best, strict=True)
         ]
 
     def _rows(self, where: str | None) -> Iterable[Block]:
@@ -61,15 +64,10 @@ class Snapshot:
                 yield rows["_rowid"].to_numpy(), matrix(rows)
 
 
-class _Best:
-    """The k best rows of one query so far, and all ties of the last."""
-
-    def __init__(self, k: int):
-        self._k, self.id_N, self._score_N = k, np.empty(0, np.uint64), np.empty(0, np.float32)
-
-    def add(self, id_N: np.ndarray, score_N: np.ndarray) -> None:
-        self.id_N, self._score_N = np.append(self.id_N, id_N), np.append(self._score_N, score_N)
-        if len(self.id_N) > self._k:
-            # A matrix product rounds equal vectors differently by position, by less than this.
-            mask_N = self._score_N >= np.partition(self._score_N, -self._k)[-self._k] - 1e-5
-            self.id_N, self._score_N = self.id_N[mask_N], self._score_N[mask_N]
+def _best(id_N: np.ndarray, score_N: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """The k best rows and all ties of the last."""
+    if len(id_N) <= k:
+        return id_N, score_N
+    # A matrix product rounds equal vectors differently by position, by less than this.
+    mask_N = score_N >= np.partition(score_N, -k)[-k] - 1e-5
+    return id_N[mask_N], score_N[mask_N]

@@ -26,6 +26,7 @@ from eval.embedding.processes import join
 from eval.scoring.output_files import (
     FORMAT,
     PER_QUERY,
+    RESULTS,
     by_name,
     check_out,
     invalidate,
@@ -132,11 +133,10 @@ def aggregate(
     prints nothing.
 
     Raises:
-        UserError: members were measured with different settings, or ``out`` holds something else.
+        UserError: ``out`` holds something else.
     """
     results = {name: read_results(path) for name, path in dirs.items()}
     first = next(iter(results.values()))
-    _check_same_settings(dirs, results)
     table = _joint_table(suite, dirs)
     about_set = _joint_set(suite, results, table)
     columns = list(dict.fromkeys(chain.from_iterable(suite.members.values())))
@@ -175,14 +175,25 @@ def aggregate(
         print(f"\n{suite.name}: {title} -> {out}\n{figures.to_string()}", flush=True)
 
 
-def _check_same_settings(dirs: Mapping[str, Path], results: ByMember) -> None:
-    first = next(iter(results.values()))
-    for name, result in results.items():
-        for key, (value, expected) in differences(result, first).items():
-            if not key.startswith(PER_MEMBER):
-                raise UserError(
-                    f"{dirs[name]} has {key} = {value!r}, others {expected!r}: evaluate all members with the same settings"
-                )
+def _check_same_settings(first: Path, other: Path) -> None:
+    """Raise a `UserError` if two members were measured with different settings."""
+    for key, (expected, value) in differences(read_results(first), read_results(other)).items():
+        if not key.startswith(PER_MEMBER):
+            raise UserError(
+                f"{other} has {key} = {value!r}, {first} {expected!r}: evaluate all members with the same settings"
+            )
+
+
+def _check_joint_out(suite: Suite, out: Path, *, overwrite: bool) -> None:
+    """Raise a `UserError` if a joint output directory holds an evaluation of something else than these members."""
+    if overwrite or not (out / RESULTS).exists():
+        return
+    old = read_results(out)
+    if not old.get("suite") or set(old["set"].get("members", suite.members)) != set(suite.members):
+        raise UserError(
+            f"{out} already holds an evaluation of {old['set']['name']}, this one is of {suite.name}: choose another out=, or "
+            "pass overwrite=true"
+        )
 
 
 def _joint_table(suite: Suite, dirs: Mapping[str, Path]) -> pd.DataFrame:
@@ -327,12 +338,21 @@ def measure_members(
     ``measure``: called with a member's name and the options with its set and output directory; returns the directories of its
     evaluations, which are that directory or subfolders of it; conditions that some members lack are not joined. ``title``:
     printed if there is only one condition; None prints no tables. ``more``: see `aggregate`.
+
+    Raises:
+        UserError: an output directory holds something else, or members were measured with different settings.
     """
+    _check_joint_out(suite, options.out, overwrite=options.overwrite)
     conditions: dict[str, dict[str, Path]] = {}
     for name in suite.members:
         out = options.out / "members" / name
         for done in measure(name, replace(options, set=suite.path / name, out=out)):
-            conditions.setdefault(os.path.relpath(done, out), {})[name] = done
+            condition = os.path.relpath(done, out)
+            dirs = conditions.setdefault(condition, {})
+            dirs[name] = done
+            if join().is_first:  # as early as possible, since every further member may take hours
+                _check_joint_out(suite, options.out / condition, overwrite=options.overwrite)
+                _check_same_settings(next(iter(dirs.values())), done)
     of_all = {condition: dirs for condition, dirs in conditions.items() if len(dirs) == len(suite.members)}
     for condition, dirs in of_all.items() if join().is_first else ():
         shown = title and (title if condition == os.curdir else condition)

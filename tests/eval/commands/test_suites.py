@@ -221,6 +221,50 @@ def test_a_suite_of_a_benchmark_can_be_measured_without_its_protocol(tmp_path, b
     assert [one["metric"] for one in results["headline"]] == ["recall@1", "recall@10", "mrr", "ndcg@10"]
 
 
+def test_another_evaluation_in_out_is_reported_before_members_are_measured(suite, tmp_path):
+    alone = FakeEncoder()
+    run_command(
+        RunOptions(checkpoint="fake", set=suite / "north", out=tmp_path / "alone", report=False),
+        loader(alone),
+    )
+    encoder = FakeEncoder()
+    with pytest.raises(
+        UserError, match="alone already holds an evaluation of north, this one is of compass: choose"
+    ):
+        run_command(
+            RunOptions(checkpoint="fake", set=suite, out=tmp_path / "alone", report=False), loader(encoder)
+        )
+    assert not encoder.calls
+    write_suite(tmp_path, name="half", benchmark="generic", column="side", members={"south": {}})
+    (tmp_path / "south").symlink_to(suite / "south")
+    half = RunOptions(checkpoint="fake", set=tmp_path, out=tmp_path / "half", report=False)
+    run_command(half, loader(encoder))
+    with pytest.raises(UserError, match="half already holds an evaluation of half, this one is of compass"):
+        run_command(replace(half, set=suite), loader(encoder))
+    assert [mode for _, mode, _ in encoder.calls] == ["direct", "reasoning"]
+
+
+def test_members_with_other_prompts_are_reported_before_the_rest_is_measured(tmp_path):
+    names = ("east", "north", "south")
+    for name in names:
+        meta = {"name": name, "report_by": []} | ({"prompts": "plain"} if name == "north" else {})
+        write_tables(tmp_path / name, tables(8, 30), meta)
+    write_suite(
+        tmp_path, name="compass", benchmark="generic", column="side", members={name: {} for name in names}
+    )
+
+    class Worded(FakeEncoder):
+        def reword(self, profile):
+            self.settings = self.settings.but(profile=profile)
+
+    options = RunOptions(checkpoint="fake", set=tmp_path, out=tmp_path / "out", report=False)
+    with pytest.raises(
+        UserError, match="north has settings.profile = 'plain', .*east 'rge': evaluate all members"
+    ):
+        run_command(options, loader(Worded()))
+    assert not (tmp_path / "out/members/south").exists()
+
+
 @pytest.mark.slow
 def test_a_judge_reorders_every_member(suite, tmp_path, monkeypatch):
     options = RunOptions(

@@ -4,7 +4,8 @@ Layouts, as ``src/data/eval_dataset`` of github.com/TIGER-AI-Lab/VLM2Vec (6e1e1d
 
 ``image``   the 36 sets of MMEB with separate instructions (``ziyjiang/MMEB_Test_Instruct``): a folder per set with
             ``qry_inst``, ``qry_text``, ``qry_img_path``, ``tgt_inst``, ``tgt_text`` and ``tgt_img_path`` (lists, the right one first);
-            pictures below ``image-tasks`` of ``TIGER-Lab/MMEB-V2``
+            pictures below ``image-tasks`` of ``TIGER-Lab/MMEB-V2``, whose archive has them in a folder ``MMEB``, which the
+            release's script then removes
 ``visdoc``  24 sets: a folder per set with ``queries``, ``corpus`` and ``qrels`` (``query-id``, ``query``; ``corpus-id``, ``image``; ``score``)
 
 As in the released code, texts are assembled as for MMEB-V1, differently for each kind of task. A candidate is identified by
@@ -151,7 +152,8 @@ def _targets(name: str, row: Row) -> list[tuple[str, str, str]]:
 
 def _import_images(name: str, options: Mmeb2Options, about: dict[str, str]) -> None:
     hint = "unpack image-tasks of TIGER-Lab/MMEB-V2 and pass images=DIR"
-    pictures = Pictures(options.images, options.src / "image-tasks", options.src, hint=hint)
+    folders = [options.images] if options.images else [options.src / "image-tasks", options.src]
+    pictures = Pictures(*(root for folder in folders for root in (folder, folder / "MMEB")), hint=hint)
     draft = OwnCandidates(name, pictures, word_query=plain, word_candidate=plain)
     files = files_of_split(options.src / name, "test")
     for row in read_rows(files, COLUMNS, ". For files of MMEB-eval (V1) use import mmeb"):

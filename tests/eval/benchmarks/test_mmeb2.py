@@ -62,6 +62,18 @@ def test_texts_are_put_together_as_released(release, tmp_path):
         assert found.meta["prompts"] == "plain"
 
 
+@pytest.mark.parametrize("given", [False, True])
+def test_pictures_may_be_in_the_folder_that_their_archive_has(release, tmp_path, given):
+    """The release's script moves the content of ``MMEB`` up after unpacking; `rge eval fetch` leaves it there."""
+    pictures = release / "image-tasks"
+    pictures.rename(tmp_path / "MMEB")
+    pictures = tmp_path / "elsewhere" if given else pictures
+    pictures.mkdir()
+    (tmp_path / "MMEB").rename(pictures / "MMEB")
+    options = Mmeb2Options(release, tmp_path / "out", sets=("CIRR",), images=pictures if given else None)
+    assert import_mmeb2(options) == ["CIRR"]
+
+
 def test_a_picture_s_second_caption_is_never_seen(release, tmp_path):
     """EDIS knows a candidate by its picture alone, RefCOCO-Matching by picture and caption without quotes."""
     import_mmeb2(Mmeb2Options(release, tmp_path / "out", sets=("EDIS", "RefCOCO-Matching")))

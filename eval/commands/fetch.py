@@ -139,7 +139,8 @@ def _release(options: FetchOptions, key: str) -> Release:
         if getattr(options, option) is not None and len(release.repos) > 1:
             raise UserError(f"{option}= is for a release in one repository; {key} is in {len(release.repos)}")
     if options.repo is not None:
-        return replace(release, repos=dict.fromkeys([options.repo], *release.repos.values() or [("", ())]))
+        place = next(iter(release.repos.values()), ("", ()))
+        return replace(release, repos={options.repo: place})
     if not release.repos:
         raise UserError(
             "PinPoint is not on the hub: clone github.com/pinterest/pinpoint-dataset, or pass repo=OWNER/NAME to fetch a copy "

@@ -118,7 +118,11 @@ class _Domain:
     name: str
     options: MmbrightOptions
     unscored: list[str] = field(default_factory=list)
-    broken: list[str] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)  # pictures of documents that cannot be opened
+    left_out: list[str] = field(
+        default_factory=list
+    )  # pictures of queries that are missing or cannot be opened
+    blind: list[str] = field(default_factory=list)  # queries that have no other picture
 
     @cached_property
     def images(self) -> dict[str, bytes]:
@@ -182,13 +186,22 @@ class _Domain:
                 "keys": self.options.keys if self.options.task == "4" else None,
                 "queries_without_positives": self.unscored,
                 "undecodable_pictures": self.broken,
+                "query_pictures_left_out": self.left_out,
                 "num_missing_positives": len(draft.lost),
+                "notes": list(self._notes()),
             },
             queries=draft.queries,
             corpus=self._corpus(),
             qrels=draft.qrels,
             negatives=draft.negatives,
         )
+
+    def _notes(self) -> Iterator[str]:
+        if self.left_out:
+            yield (
+                f"{len(self.left_out)} pictures of queries are missing or cannot be opened, and were left out; {len(self.blind)} "
+                "queries have no other one and are asked by their text (the released code shows CLIP and SigLIP a white picture)"
+            )
 
     def _corpus(self) -> Iterator[Candidate]:
         of_doc: dict[str, list[tuple[str, str]]] = {}
@@ -241,11 +254,10 @@ class _Domain:
         for path in paths:
             try:
                 images.append(_still(pictures[path]))
-            except (KeyError, TypeError, ImageError) as error:
-                raise ReleaseError(
-                    f"{self.name}: picture {path!r} of query {query!r} is missing or cannot be opened ({error!r}). The "
-                    "released code would substitute a white picture; remove it from image_paths to leave it out"
-                ) from None
+            except (KeyError, TypeError, ImageError):
+                self.left_out.append(f"{query}: {path}")
+        if paths and not images:
+            self.blind.append(query)
         if self.options.image_policy == "vconcat" and len(images) > 1:
             return [_stacked(images)]
         return images[:1] if self.options.image_policy == "first" else images

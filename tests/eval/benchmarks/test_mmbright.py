@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -267,9 +268,27 @@ def test_refusals(src, tmp_path):
         1,
         0,
     ]
-    table(other, "examples_images", "biology", [{"path": "a.png", "bytes": picture(9)}])
-    with pytest.raises(UserError, match="picture 'b.gif' of query 'q1' is missing or cannot be opened"):
-        imported(other, tmp_path / "p", allow_missing=True)
+
+
+@pytest.mark.parametrize("policy", ["first", "all", "vconcat"])
+def test_pictures_of_queries_that_cannot_be_opened_are_left_out_as_in_the_released_code(
+    src, tmp_path, policy
+):
+    """The release has some as SVG, and queries that have no other one."""
+    other = shutil.copytree(src, tmp_path / "src")
+    asked = pd.read_parquet(other / "examples_multimodal/biology.parquet")
+    asked["image_paths"] = [["c.svg", "b.gif"], ["gone.png"]]
+    asked.to_parquet(other / "examples_multimodal/biology.parquet")
+    rows = [{"path": "c.svg", "bytes": b"<svg></svg>"}, {"path": "b.gif", "bytes": two_frames()}]
+    table(other, "examples_images", "biology", rows)
+    wanted = imported(other, tmp_path / "o", image_policy=policy)
+    assert [len(query.images) for query in wanted.queries] == [1, 0]
+    assert wanted.meta["query_pictures_left_out"] == ["q1: c.svg", "q2: gone.png"]
+    (note,) = wanted.meta["notes"]
+    assert note.startswith(
+        "2 pictures of queries are missing or cannot be opened, and were left out; 1 queries have"
+    )
+    assert imported(src, tmp_path / "whole").meta["notes"] == []
 
 
 @pytest.mark.parametrize(("task", "models"), [(1, 11), (2, 7), (3, 7), (4, 5)])

@@ -35,6 +35,8 @@ from rge.common.mmeb_prompts import SETS
 from rge.common.options import one_of
 from rge.common.registry import PluginOptions
 
+OF_ONE_SET = ("pinpoint", "top50", "mteb")
+"""Formats that suites do not have."""
 EVALUATION = "## Evaluation"
 _HEAD = ("| set | asked | metric | all queries, with 95 % interval |", "|---|---|---|---|")
 _UNKNOWN = (
@@ -65,6 +67,10 @@ def export(options: ExportOptions) -> Path:
     results = read_results(options.eval)
     for warning in caveats(results):
         print(f"WARNING: {warning}", file=sys.stderr, flush=True)
+    if results.get("suite") and options.format in OF_ONE_SET:
+        raise UserError(
+            f"{options.eval} is of a suite, and format={options.format} of one set: export those in its members/"
+        )
     content = FORMATS[options.format](options, results)
     write = write_text if isinstance(content, str) else write_json
     write(options.out, content)
@@ -72,16 +78,13 @@ def export(options: ExportOptions) -> Path:
     return options.out
 
 
-def _headline(results: dict[str, Any]) -> list[str]:
-    headline = [figure["metric"] for figure in results.get("headline") or []]
-    return [*(headline or Protocol().headline), *results.get("metrics", [])]
-
-
 def _columns(options: ExportOptions, results: dict[str, Any]) -> Sequence[str]:
     """Metrics of a LaTeX table; a UserError if one was not measured."""
     if options.metric:
         one_of("metric", options.metric, tuple(results["macro" if results.get("suite") else "micro"]))
-    return options.metric or _headline(results)
+        return options.metric
+    headline = [figure["metric"] for figure in results.get("headline") or []]
+    return [*(headline or Protocol().headline), *results.get("metrics", [])]
 
 
 def _ranked(options: ExportOptions, results: dict[str, Any]) -> dict[str, list[str]]:
@@ -123,10 +126,6 @@ def _mmeb(options: ExportOptions, results: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mteb(options: ExportOptions, results: dict[str, Any]) -> dict[str, Any]:
-    if results.get("suite"):
-        raise UserError(
-            f"{options.eval} is of a suite, and a TaskResult of one set: export those in its members/"
-        )
     if options.main not in results["micro"]:
         raise UserError(f"main must be one of {', '.join(results['micro'])}, got {options.main!r}")
     values = {name: round(value, 5) for name, value in _values(results["micro"]).items()}

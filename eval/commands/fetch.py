@@ -22,6 +22,7 @@ from typing import Any, Literal
 from eval.benchmarks.published_tables import COUNTED, published
 from eval.benchmarks.release_files import files_of_split, iter_rows
 from eval.benchmarks.releases.mbeir import TASKS, local_pool, query_file
+from eval.benchmarks.releases.mmbright import domains_of
 from eval.benchmarks.releases.mmeb2 import DOCUMENTS
 from eval.benchmarks.releases.pinpoint import INDEX, TABLE
 from rge.common.errors import UserError
@@ -238,12 +239,14 @@ def _count_documents(src: Path) -> dict[str, dict[str, int]]:
 
 
 def _count_mmbright(src: Path) -> dict[str, dict[str, int]]:
-    counts = {}
-    for key, config in (("mmbright1", "examples"), ("mmbright2", "examples_multimodal")):
-        files = sorted((src / config).glob("[!.]*.parquet"))
-        domains = {path.stem.partition("-0")[0] for path in files}
-        counts[key] = {"num_members": len(domains), "num_queries": sum(map(_num_rows, files))}
-    return counts
+    configs = {"mmbright1": src / "examples", "mmbright2": src / "examples_multimodal"}
+    return {
+        key: {
+            "num_members": len(domains_of(folder)),
+            "num_queries": sum(map(_num_rows, folder.glob("[!.]*.parquet"))),
+        }
+        for key, folder in configs.items()
+    }
 
 
 def _count_pinpoint(src: Path) -> dict[str, dict[str, int]]:

@@ -186,6 +186,11 @@ class Session:
     def __init__(
         self, options: RunOptions, conditions: Sequence[Condition], load: Callable[[], Embeds] | None = None
     ):
+        modes = {(condition.mode, options.candidate_mode) for condition in conditions}
+        if options.as_ == "release" and modes != {("reasoning", "direct")}:
+            raise UserError(
+                "as=release: queries write a rationale and candidates do not (query_mode=reasoning candidate_mode=direct)"
+            )
         process_group = join()
         protocol, whole = options.prepared()
         wanted = whole.first(options.limit)

@@ -79,9 +79,7 @@ def import_mmbright(options: MmbrightOptions) -> list[str]:
     if options.task != "4" and options.keys != "chunked":
         raise ReleaseError(f"keys= applies to task 4 only, not to task {options.task}: leave it out")
     config = "examples" if options.task == "1" else "examples_multimodal"
-    domains = sorted(
-        {re.sub(r"-\d{5}-of-\d{5}$", "", path.stem) for path in (options.src / config).glob("[!.]*.parquet")}
-    )
+    domains = domains_of(options.src / config)
     if not domains:
         raise ReleaseError(
             f"{options.src / config} has no DOMAIN.parquet: src must be a snapshot of mm-bright/MM-BRIGHT"
@@ -99,6 +97,12 @@ def import_mmbright(options: MmbrightOptions) -> list[str]:
     )
 
 
+def domains_of(folder: Path) -> list[str]:
+    """Domains of a configuration, sorted."""
+    stems = (path.stem for path in folder.glob("[!.]*.parquet"))
+    return sorted({re.sub(r"-\d{5}-of-\d{5}$", "", stem) for stem in stems})
+
+
 def document_key(name: str, *, legacy: bool) -> str:
     """Key of a document's page: ``biology/fec40b40_1635_4.txt`` -> ``fec40b40``; the name itself if it has none."""
     match = re.search(r"/([0-9a-f]+)_\d+\.txt$" if legacy else r"/([0-9a-f]+)_", name)
@@ -113,20 +117,21 @@ def image_key(path: str, domain: str) -> str:
 
 @dataclass
 class _Domain:
-    """Imports one domain. Texts of its documents (up to 338,000) are read only when the corpus is written."""
+    """Imports one domain. Texts of its documents (up to 338,000) are read only when the corpus is written.
+
+    Pictures that are missing or cannot be opened are left out, as the released loader does, but counted.
+    """
 
     name: str
     options: MmbrightOptions
     unscored: list[str] = field(default_factory=list)
-    broken: list[str] = field(default_factory=list)  # pictures of documents that cannot be opened
-    left_out: list[str] = field(
-        default_factory=list
-    )  # pictures of queries that are missing or cannot be opened
+    broken: list[str] = field(default_factory=list)  # pictures of documents
+    left_out: list[str] = field(default_factory=list)  # pictures of queries
     blind: list[str] = field(default_factory=list)  # queries that have no other picture
 
     @cached_property
     def images(self) -> dict[str, bytes]:
-        """Pictures of documents by path; broken ones are dropped, as the released loader does silently."""
+        """Pictures of documents by path."""
         images: dict[str, bytes] = {}
         for row in (
             self._rows("document_images", ("path", "bytes")) if self.options.task in ("3", "4") else ()

@@ -530,6 +530,16 @@ def test_numbers_must_be_positive(set_dir, tmp_path, word, capsys):
     assert re.search(f"error: {word.partition('=')[0]} must be >=? [01], got 0", capsys.readouterr().err)
 
 
+@pytest.mark.parametrize("modes", [{"query_mode": ("reasoning", "direct")}, {"candidate_mode": "reasoning"}])
+def test_a_mode_that_the_released_evaluation_lacks_is_refused_before_anything_is_embedded(
+    set_dir, tmp_path, modes
+):
+    encoder = FakeEncoder()
+    with pytest.raises(UserError, match="as=release: queries write a rationale and candidates do not"):
+        run(options(set_dir, tmp_path / "out", as_="release", **modes), loader(encoder))
+    assert not encoder.calls
+
+
 def test_collapsed_candidates_stop_the_run(set_dir, tmp_path):
     class Collapsed(FakeEncoder):
         def vector(self, *parts):

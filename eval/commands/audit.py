@@ -100,20 +100,18 @@ def audit_command(options: AuditOptions) -> Any:
     if options.evals or not options.train or options.set is None:
         raise UserError("give either set=DIR train=FILE,... or evals=DIR,...")
     files = [Path(name) for name in options.train]
-    if not is_suite(options.set):
-        audit = audit_training(load_set(options.set), files)
-        _print(audit.content, audit.warnings)
-        return audit
-    members = load_suite(options.set).members
-    audits = {name: audit_training(load_set(options.set / name), files) for name in members}
-    warnings = [f"{name}: {warning}" for name, audit_of in audits.items() for warning in audit_of.warnings]
-    _print({name: audit_of.content for name, audit_of in audits.items()}, warnings)
-    return audits
-
-
-def _print(content: dict[str, Any], warnings: Sequence[str]) -> None:
+    names = load_suite(options.set).members if is_suite(options.set) else [""]
+    audits = {name: audit_training(load_set(options.set / name), files) for name in names}
+    whole = audits.get("")
+    warnings = [
+        warning if whole else f"{name}: {warning}"
+        for name, audit in audits.items()
+        for warning in audit.warnings
+    ]
+    content = whole.content if whole else {name: audit.content for name, audit in audits.items()}
     print(json.dumps(content, indent=1))
     print("\n".join(warnings or ["nothing is shared"]))
+    return whole or audits
 
 
 def _evaluations(options: AuditOptions) -> dict[str, Any]:

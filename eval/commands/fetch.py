@@ -239,14 +239,11 @@ def _count_documents(src: Path) -> dict[str, dict[str, int]]:
 
 
 def _count_mmbright(src: Path) -> dict[str, dict[str, int]]:
-    configs = {"mmbright1": src / "examples", "mmbright2": src / "examples_multimodal"}
-    return {
-        key: {
-            "num_members": len(domains_of(folder)),
-            "num_queries": sum(map(_num_rows, folder.glob("[!.]*.parquet"))),
-        }
-        for key, folder in configs.items()
-    }
+    counts = {}
+    for key, folder in (("mmbright1", src / "examples"), ("mmbright2", src / "examples_multimodal")):
+        num_queries = sum(map(_num_rows, folder.glob("[!.]*.parquet")))
+        counts[key] = {"num_members": len(domains_of(folder)), "num_queries": num_queries}
+    return counts
 
 
 def _count_pinpoint(src: Path) -> dict[str, dict[str, int]]:

@@ -7,7 +7,6 @@ strictly decreasing (`eval.scoring.trec`).
 """
 
 import hashlib
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -39,7 +38,7 @@ def score(options: ScoreOptions) -> Path:
     options.protocol()  # report its errors first
     if is_suite(options.set):
         suite = load_suite(options.set)
-        runs = _runs_of_members(options.run, suite.members)
+        runs = {name: _run_of_member(options.run, name) for name in suite.members}
         measure_members(
             suite,
             options,
@@ -83,14 +82,8 @@ def score(options: ScoreOptions) -> Path:
     return options.out
 
 
-def _runs_of_members(folder: Path, members: Collection[str]) -> dict[str, Path]:
-    def run_of(name: str) -> Path:
-        places = (folder / f"{name}.trec", folder / f"{name}.trec.gz", folder / "members" / name / RUN)
-        for path in places:
-            if path.is_file():
-                return path
-        raise UserError(
-            f"{places[0]} does not exist: a suite needs a run file for each of its {len(members)} members"
-        )
-
-    return {name: run_of(name) for name in members}
+def _run_of_member(folder: Path, name: str) -> Path:
+    places = (folder / f"{name}.trec", folder / f"{name}.trec.gz", folder / "members" / name / RUN)
+    if path := next(filter(Path.is_file, places), None):
+        return path
+    raise UserError(f"{places[0]} does not exist: a suite needs a run file for each of its members")

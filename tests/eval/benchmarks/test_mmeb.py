@@ -192,7 +192,7 @@ def test_a_suite_end_to_end(suite, tmp_path, capsys):
     assert again["macro"]["hit@1"]["value"] == results["macro"]["hit@1"]["value"]
     (runs / "ImageNet-A.trec").unlink()
     assert main(["score", *words, "overwrite=true"]) == 2
-    assert "a suite needs a run file for each of its 3 members" in capsys.readouterr().err
+    assert "a suite needs a run file for each of its members" in capsys.readouterr().err
 
 
 def test_refusals(release, tmp_path):

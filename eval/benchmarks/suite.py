@@ -123,9 +123,9 @@ def aggregate(
     out: Path,
     *,
     seed: int,
-    overwrite: bool = False,
-    more: Callable[[ByMember], Mapping[str, Any]] = lambda _: {},
-    title: str | None = None,
+    overwrite: bool,
+    more: Callable[[ByMember], Mapping[str, Any]],
+    title: str | None,
 ) -> None:
     """Join the evaluations of all members and write the joint output directory.
 

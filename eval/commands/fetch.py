@@ -8,15 +8,15 @@ leaderboards require (`eval.benchmarks.published_tables`); fewer are an error, o
 partial=true.
 """
 
-import io
 import sys
 import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 from eval.benchmarks.published_tables import COUNTED, published
@@ -186,7 +186,7 @@ def _unpack(archive: Path, pieces: Sequence[Path], folder: Path) -> None:
             with zipfile.ZipFile(archive) as file:
                 file.extractall(folder)
         else:  # read sequentially, so that pieces need not be joined on disk
-            with _Joined(pieces) as whole, tarfile.open(fileobj=whole, mode="r|*") as file:
+            with _joined(pieces) as whole, tarfile.open(fileobj=whole, mode="r|*") as file:
                 _extract(file, folder)
     except (OSError, EOFError, zlib.error, zipfile.BadZipFile, tarfile.TarError) as error:
         raise UserError(f"{archive} cannot be unpacked into {folder}: {error}") from None
@@ -203,25 +203,16 @@ def _extract(file: tarfile.TarFile, folder: Path) -> None:
         file.extract(member, folder)
 
 
-class _Joined(io.RawIOBase):
-    """Reads the pieces of a file as one stream."""
+@contextmanager
+def _joined(pieces: Sequence[Path]) -> Iterator[Any]:
+    """The pieces of a file as one stream that can be read."""
+    with ExitStack() as stack:
+        files = [stack.enter_context(path.open("rb")) for path in pieces]
 
-    def __init__(self, pieces: Sequence[Path]):
-        self._files = [path.open("rb") for path in pieces]
+        def read(size: int) -> bytes:
+            return next(filter(None, (file.read(size) for file in files)), b"")
 
-    def readinto(self, buffer: Any) -> int:
-        """Read the next bytes into the buffer; returns 0 at the end."""
-        while self._files:
-            if num := self._files[0].readinto(buffer):
-                return num
-            self._files.pop(0).close()
-        return 0
-
-    def close(self) -> None:
-        """Close the remaining pieces."""
-        while self._files:
-            self._files.pop().close()
-        super().close()
+        yield SimpleNamespace(read=read)
 
 
 def _count_mmeb(src: Path) -> dict[str, dict[str, int]]:

@@ -201,12 +201,8 @@ def _joint_table(suite: Suite, dirs: Mapping[str, Path]) -> pd.DataFrame:
     frames = []
     for name, path in dirs.items():
         frame = pd.read_parquet(path / PER_QUERY)
-        for column in ("query_id", "group"):
-            frame[column] = [f"{name}/{one}" for one in frame[column]]
-        frame["category"] = name
-        for column, value in suite.members[name].items():
-            frame[column] = value
-        frames.append(frame)
+        within = {column: f"{name}/" + frame[column] for column in ("query_id", "group")}
+        frames.append(frame.assign(**within | {"category": name} | suite.members[name]))
     return pd.concat(frames, ignore_index=True)
 
 

@@ -21,8 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from eval.benchmarks.published_tables import published
 from eval.pages.evaluations import caveats, ways_of
 from eval.scoring.output_files import RUN, read_results
@@ -201,26 +199,23 @@ def _interval(figure: dict[str, Any]) -> str:
 
 def _indexed(card: str, name: str, condition: str, figures: list[dict[str, Any]]) -> str:
     """Add the figures to the card's front matter as the hub's ``model-index``."""
-    _, mark, rest = card.partition("---\n")
-    front, _, body = rest.partition("\n---\n")
-    about = (yaml.safe_load(front) if mark else None) or {}
-    title = next((line[2:] for line in body.splitlines() if line.startswith("# ")), "this model")
-    entry = (about.get("model-index") or [{"name": title, "results": []}])[0]
-    entry["results"] = [
-        one
-        for one in entry["results"]
-        if (one["dataset"]["name"], one["dataset"].get("config")) != (name, condition)
-    ]
-    metrics = [
-        {"type": one["metric"].replace("@", "_at_"), "name": one["metric"], "value": one["value"]}
+    from huggingface_hub import EvalResult, ModelCard
+
+    read = ModelCard(card)
+    data: Any = read.data  # of ModelCardData, which the library's types do not declare
+    title = next((line[2:] for line in read.text.splitlines() if line.startswith("# ")), "this model")
+    data.model_name = data.model_name or title
+    known = data.eval_results or []
+    others = [one for one in known if (one.dataset_name, one.dataset_config) != (name, condition)]
+    data.eval_results = others + [
+        EvalResult(
+            task_type="image-text-retrieval", task_name="Retrieval",
+            dataset_type=name, dataset_name=name, dataset_config=condition,
+            metric_type=one["metric"].replace("@", "_at_"), metric_name=one["metric"], metric_value=one["value"],
+        )
         for one in figures
-    ]
-    task = {"type": "image-text-retrieval", "name": "Retrieval"}
-    dataset = {"name": name, "type": name, "config": condition}
-    entry["results"].append({"task": task, "dataset": dataset, "metrics": metrics})
-    about["model-index"] = [entry]
-    front = yaml.safe_dump(about, sort_keys=False, allow_unicode=True, width=120)
-    return f"---\n{front}---\n{body if mark else card}"
+    ]  # fmt: skip
+    return str(read)
 
 
 def _now() -> str:

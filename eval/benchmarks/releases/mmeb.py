@@ -138,7 +138,7 @@ def _import_one(name: str, files: Sequence[Path], pictures: Pictures, options: M
                 f"column {separate[0]!r} holds the instruction separately, as in MMEB-V2 (MMEB_Test_Instruct), so the "
                 "texts alone would be embedded without it: use the files of MMEB-eval"
             )
-        targets = [(clean(text), path) for text, path in _targets(row)]
+        targets = [(clean(text), path) for text, path in targets_of(row)]
         known = [(content_id(*content), *content) for content in targets]
         draft.add(clean(row.text("qry_text")), row.text("qry_img_path"), known, row)
     options.write(
@@ -158,11 +158,9 @@ def _import_one(name: str, files: Sequence[Path], pictures: Pictures, options: M
     )
 
 
-def _targets(row: Row) -> list[tuple[str, str]]:
+def targets_of(row: Row) -> list[tuple[str, str]]:
     """(text, picture path) of each candidate; a set without pictures (or texts) may leave that list empty."""
-    texts, paths = (
-        [""] if row[column] == "" else row.texts(column) for column in ("tgt_text", "tgt_img_path")
-    )
+    texts, paths = row.texts("tgt_text"), row.texts("tgt_img_path")
     size = max(len(texts), len(paths))
     if size == 0:
         raise row.error("no candidates")

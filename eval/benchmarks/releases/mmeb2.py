@@ -16,6 +16,7 @@ picture's second caption is never used. Judgements of 0 are ignored; of two judg
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import starmap
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,7 +32,7 @@ from eval.benchmarks.release_files import (
     read_qrels,
     read_rows,
 )
-from eval.benchmarks.releases.mmeb import OwnCandidates, refuse_lacking
+from eval.benchmarks.releases.mmeb import OwnCandidates, refuse_lacking, targets_of
 from eval.scoring.output_files import Scored
 from eval.scoring.protocol import Protocol
 from eval.scoring.search import Ranking
@@ -142,12 +143,9 @@ def _target(name: str, instruction: str, caption: str, path: str, *, captioned: 
 
 def _targets(name: str, row: Row) -> list[tuple[str, str, str]]:
     """The candidates of a row, the right one first."""
-    texts = row.texts("tgt_text") or [""]
-    paths = row.texts("tgt_img_path") or [""] * len(texts)
-    if len(paths) != len(texts):
-        raise row.error(f"{len(texts)} texts and {len(paths)} pictures for the candidates")
-    target = partial(_target, name, row.text("tgt_inst"), captioned=bool(texts[0].strip()))
-    return list(map(target, texts, paths))
+    content = targets_of(row)
+    target = partial(_target, name, row.text("tgt_inst"), captioned=bool(content[0][0].strip()))
+    return list(starmap(target, content))
 
 
 def _import_images(name: str, options: Mmeb2Options, about: dict[str, str]) -> None:

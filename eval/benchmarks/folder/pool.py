@@ -36,18 +36,15 @@ class Pool:
         self._copies = 0
         id_of: dict[bytes, str] = {}
         every = sorted(Path(folder, name) for folder, names in visible_files(root) for name in names)
+        pictures = (path for path in every if path.suffix.lower() in (*PICTURES, *OTHERS) and path.is_file())
         out = exclude.resolve()
-        paths = [path for path in every if self._is_picture(path, out)]
+        paths = [path for path in pictures if out not in path.resolve().parents]
         for path in progress_bar(paths, desc="pictures", unit="picture", delay=2):
             self._add(path, id_of)
         if not self.files:
             raise ReleaseError(
                 f"no picture below {root} can be opened; supported formats: {', '.join(PICTURES)}"
             )
-
-    def _is_picture(self, path: Path, out: Path) -> bool:
-        known = path.suffix.lower() in (*PICTURES, *OTHERS)
-        return known and path.is_file() and out not in path.resolve().parents
 
     def _add(self, path: Path, id_of: dict[bytes, str]) -> None:
         inside = path.relative_to(self.root).as_posix()

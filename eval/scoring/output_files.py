@@ -47,7 +47,8 @@ ASSUMED = {"benchmark": "generic", "profile": "clean", "seed": 0, "depth": DEPTH
 NOT_ALWAYS_RECORDED = ("dtype", "exact", "set.content", "set.report_by")
 """Keys that older results did not record and that may have had any value."""
 MADE_WITH = (
-    "instructions", "verbatim", "image_policy", "task", "keys", "gains", "layout", "pool", "exclude_query_image",
+    "instructions", "verbatim", "image_policy", "query_images", "task", "keys", "gains", "layout", "pool",
+    "exclude_query_image",
 )  # fmt: skip
 """Import options that affect a set's content or counts; they explain differences between sets with the same ids."""
 OF_ENCODED = {

@@ -11,6 +11,7 @@ from eval.__main__ import main
 from eval.benchmarks.registry import protocol_for
 from eval.benchmarks.releases.mrmr import DISCIPLINES, INSTRUCTIONS, MrmrOptions, import_mrmr
 from eval.commands.run import RunOptions, run_command
+from eval.scoring.output_files import set_figures
 from eval.scoring.search import Ranking
 from eval.sets.retrieval_set import load_set
 from rge.common.errors import UserError
@@ -84,9 +85,12 @@ def test_items_show_what_their_modality_says(release, tmp_path):
 
 def test_numbered_pictures_on_request(release, tmp_path):
     import_mrmr(MrmrOptions(release, tmp_path / "out", tasks=("design",), query_images="numbered"))
-    first, second = load_set(tmp_path / "out/design").query_items("both")
+    found = load_set(tmp_path / "out/design")
+    first, second = found.query_items("both")
     assert first.images == (picture(2), picture(3))
     assert second.images == ()
+    # named where two sets with the same ids differ, and in the rows of a board
+    assert set_figures(found)["made_with"] == {"query_images": "numbered", "task": "design"}
 
 
 def test_main_scores_and_ties(release, tmp_path):

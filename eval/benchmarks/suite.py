@@ -45,7 +45,7 @@ SUITE = "suite.json"
 SHARED = (
     "benchmark", "profile", "protocol", "query_mode", "query_modality", "candidate_mode", "model", "checkpoint",
     "checkpoint_hash", "prompts", "rewrite", "settings", "decoding", "dtype", "batch_size", "embedding_dims", "depth",
-    "seed", "tag", "exact", "asked_as_released", "plugins", "metrics",
+    "seed", "tag", "exact", "asked_as_released", "plugins", "metrics", "ranked_with",
 )  # fmt: skip
 """Keys of results.json that are the same for all members."""
 PER_MEMBER = ("set.", "embedder.run", "asked.depth", "machine.")

@@ -299,6 +299,22 @@ def test_a_judge_reorders_every_member(suite, tmp_path, monkeypatch):
         rerank_command(RerankOptions(of=before, out=tmp_path / "x", judge="x"))
 
 
+def test_a_reranked_suite_says_that_its_ranking_was_made_by_other_software(suite, tmp_path, monkeypatch):
+    options = RunOptions(
+        checkpoint="fake", set=suite, out=tmp_path / "run", query_mode=("direct",), report=False
+    )
+    (before,) = run_command(options, loader(FakeEncoder()))
+    for name in SIZES:
+        results = results_of(path := before / "members" / name)
+        results["identity"]["software"]["packages"]["numpy"] = "0.1"
+        (path / "results.json").write_text(json.dumps(results))
+    monkeypatch.setattr(rerank_module, "DescriptionJudge", Judge)
+    judged = rerank_command(RerankOptions(of=before, out=tmp_path / "judged", judge="x", top_n=2))
+    of_member = results_of(judged / "members/north")["identity"]["asked"]["ranked_with"]
+    assert list(of_member.values()) == ["0.1"]
+    assert results_of(judged)["identity"]["asked"]["ranked_with"] == of_member
+
+
 @pytest.mark.slow
 def test_bm25_ranks_every_member(suite, tmp_path, capsys):
     pytest.importorskip("bm25s")

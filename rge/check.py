@@ -34,8 +34,9 @@ from rge.distributed import collectives as dist
 from rge.distributed import launch
 from rge.distributed.failure_detection import CoordinatedExit, after_main
 from rge.losses import CONTRASTIVE_LOSSES
-from rge.model.adapter_files import find_base, is_adapter_checkpoint
-from rge.model.backbone import check_sizes, read_config
+from rge.model.adapter_files import check_form, find_base, is_adapter_checkpoint
+from rge.model.adapters import add_adapters
+from rge.model.backbone import check_sizes, collapsed_ids, read_config, skeleton
 from rge.model.embedding_model import Kept
 from rge.model.hub_model import HubModel
 from rge.objective import Objective
@@ -44,7 +45,7 @@ from rge.plan.costs import num_parameters
 from rge.plan.estimate import Plans, banner
 from rge.plan.known_models import outline
 from rge.rl import reference, rewards
-from rge.rl.pool import check_pool
+from rge.rl.pool import check_pool, unusable
 from rge.rollout import writer
 from rge.scratch.starting_point import check_backbone, processor_of, tokenizer_sources
 
@@ -136,7 +137,7 @@ def examine(
         run.check_sources()
         model = run.attempt(_outline, recipe)
         if model is not None:
-            run.lay_out_sources()
+            run.lay_out_sources(decode=decode)
         run.check_records()
         if model is not None:
             run.check_model(model)
@@ -246,8 +247,8 @@ class Preflight:
         self.problems += machine.problems(recipe)
         self.found.summary += machine.warnings(self.accelerator)
 
-    def lay_out_sources(self) -> None:
-        """Compute the lengths of all records in the open sources, except streams."""
+    def lay_out_sources(self, *, decode: bool) -> None:
+        """Compute the lengths of all records in the open sources, except streams, and of the pool's candidates."""
         try:
             builder = collate.prompt_builder(processor_of(self.recipe, self.found.records), self.recipe)
             for key, file in self.found.records.items():
@@ -261,6 +262,8 @@ class Preflight:
                 more = len(laid.faults) - MAX_REPORTED
                 faults = [*laid.faults.values()][:MAX_REPORTED] + [f"... and {more:,} more"] * (more > 0)
                 self.tell(faults, held_out=wanted.held_out)
+            if "rl" in self.found.stages:
+                self.problems += unusable(self.recipe, builder, decode=decode)
         except (UserError, OSError) as error:
             # A missing source of the tokenizer's texts was reported already.
             if str(error) not in self.problems:
@@ -308,6 +311,11 @@ class Preflight:
         self.attempt(check_sizes, recipe.loss.matryoshka_dims, model)
         if self.attempt(num_parameters, model, recipe.model) is None:  # model.lora has unknown names
             return
+        self.attempt(_check_continued_adapters, recipe, model)
+        if recipe.rollout.backend == "vllm" and any(
+            Objective.of(recipe, name).needs_rollout for name in found.stages
+        ):
+            self.attempt(collapsed_ids, model, [])  # an unsupported family
         self.problems += machine.disk_problems(recipe, num_steps, model, self.accelerator)
         plans = self.attempt(Plans, recipe, num_steps, found.records, self.layouts, model, self.accelerator)
         if not self.problems:
@@ -378,6 +386,16 @@ def _outline(recipe: Recipe) -> HubModel:
     elif recipe.model.path is not None:
         read_config(recipe.model.path, recipe.model.revision)
     return outline(recipe.model, recipe.init)[0]
+
+
+def _check_continued_adapters(recipe: Recipe, model: HubModel) -> None:
+    """Raise AdapterError if training is to continue the adapters of `init`, and they have another form than `model.lora`."""
+    if recipe.init is None or recipe.model.lora is None or not recipe.export.adapters_only:
+        return
+    if is_adapter_checkpoint(start := checkpoint_folder(Path(recipe.init))):
+        adapted = skeleton(model.config)
+        add_adapters(adapted, recipe.model.lora, emb_id=0)
+        check_form(adapted, start)
 
 
 if __name__ == "__main__":

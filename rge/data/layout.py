@@ -9,12 +9,13 @@ import json
 import os
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache, partial
 from itertools import combinations
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -28,6 +29,8 @@ from rge.data.verdicts import Verdicts, forked
 from rge.identity.run_identity import version_of
 from rge.model import backbone, families, prompts
 from rge.model.prompts import Measured, PromptBuilder
+
+T = TypeVar("T")
 
 FEW = 2000
 """Up to this number of records, starting processes takes longer than the layout."""
@@ -73,19 +76,25 @@ def lay_out(file: Records, builder: PromptBuilder, *, need_oracle: bool, need_ca
     measure = partial(_sizes, file, builder, need_oracle, need_candidates)
     rows, numbers = array("q"), array("q")
     faults: dict[int, str] = {}
-    few = len(file) <= FEW
-    with ExitStack() as stack:
-        bar = stack.enter_context(progress_bar(total=len(file), desc="lengths", unit="record", disable=few))
-        each = partial(map, measure) if few else stack.enter_context(forked(measure, chunksize=64))
-        for number, found in enumerate(each(range(len(file)))):
-            bar.update(1)
-            if isinstance(found, str):
-                faults[number] = found
-            else:
-                rows.extend(found)
-                numbers.append(number)
+    for number, found in enumerate(on_all_cores(measure, range(len(file)))):
+        if isinstance(found, str):
+            faults[number] = found
+        else:
+            rows.extend(found)
+            numbers.append(number)
     sizes_NK = np.array(rows, dtype=np.int64).reshape(-1, len(COLUMNS))
     return Layout(sizes_NK, np.array(numbers, dtype=np.int64), faults)
+
+
+def on_all_cores(measure: Callable[[Any], T], items: Sequence[Any]) -> Iterator[T]:
+    """`measure` of each item, in order; of few in this process."""
+    few = len(items) <= FEW
+    with ExitStack() as stack:
+        bar = stack.enter_context(progress_bar(total=len(items), desc="lengths", unit="record", disable=few))
+        each = partial(map, measure) if few else stack.enter_context(forked(measure, chunksize=64))
+        for found in each(items):
+            bar.update(1)
+            yield found
 
 
 def settings_of(builder: PromptBuilder, *asked: object) -> str:
@@ -133,11 +142,14 @@ def _sizes(
         return f"record {name} of {file.name}: {error}"
 
 
-def _measured(record: Record, builder: PromptBuilder, need_oracle: bool, need_candidates: bool) -> list[int]:
-    def measure(item: Item, side: str) -> Measured:
-        sizes = [picture_size(ref) if isinstance(ref, bytes) else _size_of_file(ref) for ref in item.images]
-        return builder.measure(item, side, sizes)
+def measured(builder: PromptBuilder, item: Item, side: str) -> Measured:
+    """The size of an item's prompt, from the headers of its pictures; errors as of `PromptBuilder.build`."""
+    sizes = [picture_size(ref) if isinstance(ref, bytes) else _size_of_file(ref) for ref in item.images]
+    return builder.measure(item, side, sizes)
 
+
+def _measured(record: Record, builder: PromptBuilder, need_oracle: bool, need_candidates: bool) -> list[int]:
+    measure = partial(measured, builder)
     query = measure(query_item(record), "query")
     targets = (*record.positives, *record.negatives) if need_candidates else ()
     candidates = [measure(target_item(target), "candidate") for target in targets]

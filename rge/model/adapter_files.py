@@ -72,9 +72,8 @@ def write_adapters(model: HubModel, folder: Path, base: dict[str, Any], weights:
     save_file(on_cpu, folder / WEIGHTS, metadata={"format": "pt"})
 
 
-@torch.no_grad()
-def load_trainable_adapters(model: HubModel, folder: Path) -> None:
-    """Load a checkpoint's adapters into those of its base `model`, in place; AdapterError if they have another form."""
+def check_form(model: HubModel, folder: Path) -> None:
+    """Raise AdapterError if a checkpoint's adapters have another form than those of `model`, which may be on `meta`."""
     then = json.loads((folder / CONFIG).read_text())
     now = model.peft_config[ADAPTER].to_dict() | {"target_modules": _targets(model)}
     if apart := [ours for theirs, ours in FORM.items() if then.get(theirs) != now[theirs]]:
@@ -83,13 +82,20 @@ def load_trainable_adapters(model: HubModel, folder: Path) -> None:
             f"ones ({', '.join(apart)}): set model.lora as it was, or export.adapters_only=false, which merges those and "
             "starts new ones"
         )
+
+
+@torch.no_grad()
+def load_trainable_adapters(model: HubModel, folder: Path) -> None:
+    """Load a checkpoint's adapters into those of its base `model`, in place; AdapterError if they have another form."""
+    check_form(model, folder)
+    ids_of = json.loads((folder / CONFIG).read_text())["trainable_token_indices"]
     saved = load_file(folder / WEIGHTS)
     for name, parameter in model.named_parameters():
         if _is_adapter(model, name):
             with dist.whole([parameter]):
                 parameter.copy_(saved[_in_peft(name)])
     for matrix, rows in trained_rows(model).items():
-        ids = then["trainable_token_indices"][matrix.removesuffix(".weight")]
+        ids = ids_of[matrix.removesuffix(".weight")]
         row_of = dict(zip(ids, saved[_rows_in_peft(matrix)], strict=True))
         for row in rows.values():
             if row.token_id in row_of:  # the checkpoint may have fewer think tokens

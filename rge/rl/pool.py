@@ -7,6 +7,7 @@ Shape suffixes: B = queries of this rank, P = pool, D = hidden size.
 """
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ import torch
 from torch import Tensor
 
 from rge.common.errors import UserError
+from rge.common.images import load_image
 from rge.common.schema import Record, Target
 from rge.config import Recipe
 from rge.data.collate import Batch, target_item
-from rge.data.sources import RecordFile, Records, identity, located
+from rge.data.layout import measured, on_all_cores
+from rge.data.sources import MAX_REPORTED, RecordFile, Records, identity, located
 from rge.distributed import collectives as dist
 from rge.model.embedding_model import EmbeddingModel, eval_mode
 from rge.model.packing import Branch
@@ -142,6 +145,27 @@ def _of_corpus(folder: Path) -> Iterator[Target]:
             inside = image["bytes"] is not None
             image = f"{file}#{row['id']}" if inside else located(image["path"], folder)
         yield Target(id=row["id"], text=row.get("text"), image=image, identity=row.get("identity"))
+
+
+def unusable(recipe: Recipe, builder: PromptBuilder, *, decode: bool) -> list[str]:
+    """Candidates of the pool, if there is one, that cannot be embedded; `decode` as in `rge.check.examine`."""
+    if recipe.rl.candidates == "batch":
+        return []
+    path = pool_path(recipe)
+    found = on_all_cores(partial(_fault, builder, decode), read_pool(path))
+    faults = [f"rl.candidates: {path}: {fault}" for fault in found if fault is not None]
+    more = len(faults) - MAX_REPORTED
+    return faults[:MAX_REPORTED] + [f"... and {more:,} more candidates of the pool"] * (more > 0)
+
+
+def _fault(builder: PromptBuilder, decode: bool, target: Target) -> str | None:
+    try:
+        measured(builder, target_item(target), "candidate")
+        if decode and target.image is not None:
+            load_image(target.image)
+    except ValueError as error:
+        return f"candidate {target.id!r}: {error}"
+    return None
 
 
 def check_pool(recipe: Recipe, sources: Mapping[str, Records]) -> str | None:

@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from PIL import Image
 
 from rge import check
-from rge.checkpoints.export import settings_of
+from rge.checkpoints.export import export, settings_of
 from rge.checkpoints.manifest import DONE, write_manifest
 from rge.checkpoints.settings import RGE_JSON
 from rge.common.files import DEMO_CHECKPOINT, raise_descriptor_limit
@@ -30,8 +30,11 @@ from rge.data.mixture import Draw
 from rge.data.sources import RecordFile
 from rge.distributed import launch
 from rge.identity.run_identity import IDENTITY
+from rge.model.adapter_files import Base
+from rge.model.embedding_model import embedder_to_train
 from rge.plan import estimate, machine
 from rge.plan.report import FasterWay
+from rge.rollout import vllm_writer
 from rge.scratch.starting_point import blueprint, processor_of, starting_point
 
 SIZES = (
@@ -636,3 +639,52 @@ def test_the_command_says_all_and_ends_with_one(home):
     assert "Traceback" not in done.stderr
     done = forked.run("-m", "rge.check", f"recipe={home / 'tiny.yaml'}", "pictures=perhaps")
     assert (done.returncode, done.stderr) == (2, "error: pictures must be true or false, got 'perhaps'\n")
+
+
+def test_candidates_of_a_pool_that_cannot_be_embedded_are_found_before_the_first_stage(home, accelerator):
+    """The stage rl comes last, after hours."""
+    others = [{"id": "gone", "image": "gone.png"}, {"id": "half", "image": "half.png"}]
+    pool = write(home / "pool.jsonl", record("a"), record("b", positives=others))
+    (home / "half.png").write_bytes((home / "egg.png").read_bytes()[:-500])
+    overrides = [f"rl.sources=[{{path: {home / 'records.jsonl'}}}]", f"rl.candidates=pool:{pool}"]
+    gone = f"rl.candidates: {pool}: candidate 'gone': picture {home / 'gone.png'} cannot be read: No such file or directory"
+    assert problems_of(home, accelerator, *overrides) == [gone]
+    found = problems_of(home, accelerator, *overrides, decode=True)
+    assert found[0] == gone
+    assert len(found) == 2
+    assert found[1].startswith(f"rl.candidates: {pool}: candidate 'half': picture {home / 'half.png'}")
+    assert problems_of(home, accelerator, *overrides, "stage=joint", "rl.sources=[]") == []
+    lengths = problems_of(home, accelerator, *overrides, "data.max_prompt_tokens=4")
+    assert any("candidate 'ta'" in one and "alone exceed max_prompt_tokens=4" in one for one in lengths)
+
+
+def test_adapters_that_cannot_be_continued_are_found_before_any_weights_are_loaded(
+    home, accelerator, tiny_path
+):
+    asked = ["export.adapters_only=true", "model.lora={rank: 2, targets: [q_proj, v_proj]}"]
+    embedder = embedder_to_train(str(tiny_path), recipe_of(home, *asked).model)
+    base = Base.of(str(tiny_path), None, embedder.rows_of_base).as_recorded_in(home / "adapters")
+    settings = settings_of(
+        emb_id=embedder.emb_id, profile="rge", max_prompt_tokens=2048, min_pixels=784, max_pixels=3136, max_new_tokens=12,
+        reasons="query", recipe=to_dict(recipe_of(home, *asked)), stage="cold_start", step=1,
+    )  # fmt: skip
+    export(embedder, home / "adapters", settings | {"base": base})
+    asked += ["stage=joint", f"init={home / 'adapters'}"]
+    assert problems_of(home, accelerator, *asked) == []
+    found = problems_of(home, accelerator, *asked, "model.lora.rank=4", "model.lora.targets=[]")
+    assert len(found) == 1
+    assert "model.lora asks for different ones (rank, targets)" in found[0]
+    others = ["model.lora.rank=4", "export.adapters_only=false"]  # merged, and new ones started
+    assert problems_of(home, accelerator, *asked, *others) == []
+
+
+def test_a_family_that_vllm_cannot_write_for_is_found_before_the_cold_start(
+    home, accelerator, lively_paths, monkeypatch
+):
+    monkeypatch.setattr(vllm_writer, "find_spec", lambda name: True)  # it is installed
+    asked = ["rollout.backend=vllm", f"model.path={lively_paths('idefics3')}"]
+    found = problems_of(home, accelerator, *asked)
+    assert len(found) == 1
+    assert "how vLLM takes the pictures of a idefics3" in found[0]
+    assert problems_of(home, accelerator, *asked, "stage=cold_start") == []
+    assert problems_of(home, accelerator, "rollout.backend=vllm") == []

@@ -195,13 +195,13 @@ class Inference:
     @torch.no_grad()
     def direct_probabilities(self, prompts: Sequence[Prompt], batch_size: int) -> np.ndarray:
         """See `rge.embedder.Embedder.direct_probabilities`."""
-        head, suppressed = self.model.model.get_output_embeddings(), torch.tensor(self.model.suppressed_ids)
         probabilities = np.empty(len(prompts), np.float32)
+        direct = [Branch([self.model.emb_id], sampled=True)]
         with self._computing:
             for rows in by_length([*map(len, prompts)], batch_size):
-                logit_BV = head(self.model.states_before_answer([prompts[row] for row in rows])).float()
-                logit_BV = logit_BV.index_fill(1, suppressed.to(logit_BV.device), -torch.inf)
-                probabilities[rows] = logit_BV.softmax(dim=1)[:, self.model.emb_id].cpu().numpy()
+                packed = self.model.pack([prompts[row] for row in rows], [direct] * len(rows))
+                log_prob_B = cast(Tensor, self.model(packed)[0].log_prob_L)
+                probabilities[rows] = log_prob_B.exp().cpu().numpy()
         return probabilities
 
     def _in_batches(

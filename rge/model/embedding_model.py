@@ -144,14 +144,6 @@ class EmbeddingModel(nn.Module):
         """
         return [packed if isinstance(packed, Readout) else self._read(packed) for packed in packs]
 
-    def states_before_answer(self, prompts: Sequence[Prompt]) -> Tensor:
-        """The state (B, D), not normalised, that predicts the first token after each prompt."""
-        # Without branches a tail is the prompt's last token.
-        tails = pack_tails(prompts, [[]] * len(prompts), read_prompts=True)
-        part, tails = to_device(self._prompts(prompts), tails, device=self.device)
-        hidden_TD, plan = self._run(Packed(part, tails, owners=prompts))
-        return hidden_TD[plan.num_prompt_tokens :]
-
     def _run(self, packed: Packed) -> tuple[Tensor, Pass]:
         """Last-layer states of all tokens, valid for those that are read, and the plan."""
         prompts, tails = packed.prompts, packed.tails

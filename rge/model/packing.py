@@ -145,13 +145,8 @@ def pack_prompts(
     )
 
 
-def pack_tails(
-    prompts: Sequence[Prompt], branches: Sequence[Sequence[Branch]], *, read_prompts: bool = False
-) -> TailPart:
-    """Lay out the continuations of prompts, any number per prompt and of any lengths; ValueError for one without tokens.
-
-    With `read_prompts`, the state at each prompt's last token is read too, before those of its branches.
-    """
+def pack_tails(prompts: Sequence[Prompt], branches: Sequence[Sequence[Branch]]) -> TailPart:
+    """Lay out the continuations of prompts, any number per prompt and of any lengths; ValueError for one without tokens."""
     ids, segments, places, states, predicts, labels, lengths = [], [], [], [], [], [], []
     samples, sampled = [], []
     offset = 0
@@ -162,8 +157,6 @@ def pack_tails(
         places.append(prompt.position_3T[:, -1:])
         after_prompt = int(prompt.position_3T.max()) + 1
         offset += 1
-        if read_prompts:
-            states.append(first)
         for number, branch in enumerate(continuations, start=1):
             length = len(branch.ids)
             if length == 0:

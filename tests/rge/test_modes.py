@@ -33,6 +33,7 @@ from rge.config import (
     StatesConfig,
     load_recipe,
 )
+from rge.inference import Inference
 from rge.losses import alignment, lead_over_negatives
 from rge.model.adapters import add_adapters, merge, without_adapters
 from rge.model.backbone import BackboneError, add_tokens, load_backbone, skeleton
@@ -322,14 +323,26 @@ def test_weights_of_states_are_shares():
 # ------------------------------------------------------------------------------------------------------------ mode=auto
 
 
+@torch.no_grad()
+def likely_direct(embedder, prompts):
+    """Probabilities of <emb> as the first token, by a stock pass, without tokens that are never written."""
+    emb, barred = embedder.emb_id, torch.tensor(embedder.suppressed_ids)
+    _, logits, starts = stock_forward(embedder, prompts, [[emb]] * len(prompts), "right")
+    last = [start + len(prompt) - 1 for start, prompt in zip(starts, prompts, strict=True)]
+    return logits[range(len(last)), last].index_fill(1, barred, -math.inf).softmax(dim=1)[:, emb]
+
+
+def test_probabilities_of_a_direct_answer_are_those_of_a_stock_pass(lively, make_batch):
+    prompts = make_batch(builder := PromptBuilder(lively.processor)).queries
+    found = Inference(lively, builder).direct_probabilities(prompts, 2)
+    torch.testing.assert_close(torch.from_numpy(found), likely_direct(lively, prompts), rtol=1e-4, atol=1e-6)
+
+
 def test_the_first_tokens_probability_decides(lively, make_batch):
     """At a threshold between the queries' own probabilities, those above it write nothing and the others do."""
     batch = make_batch(PromptBuilder(lively.processor))
     asked = {"max_new_tokens": 6, "batch_size": 8}
-    with torch.no_grad():
-        head, barred = lively.model.get_output_embeddings(), torch.tensor(lively.suppressed_ids)
-        logits = head(lively.states_before_answer(batch.queries)).index_fill(1, barred, -math.inf)
-    likely = logits.softmax(dim=1)[:, lively.emb_id]
+    likely = likely_direct(lively, batch.queries)
     middle = float(likely.sort().values[2:4].mean())
     found = generate(lively, batch.queries, direct_above=middle, **asked)
     assert [not one.ids for one in found] == (likely >= middle).tolist()
@@ -347,10 +360,7 @@ def test_a_decision_holds_for_samples_too_and_counts_as_close_near_the_threshold
 ):
     batch = make_batch(PromptBuilder(lively.processor))
     asked = {"max_new_tokens": 6, "batch_size": 8, "temperature": temperature, "seeds": batch.seeds}
-    with torch.no_grad():
-        head, barred = lively.model.get_output_embeddings(), torch.tensor(lively.suppressed_ids)
-        logits = head(lively.states_before_answer(batch.queries)).index_fill(1, barred, -math.inf)
-    likely = logits.softmax(dim=1)[:, lively.emb_id]
+    likely = likely_direct(lively, batch.queries)
     order = likely.argsort().tolist()
     threshold = float(likely[order[2]]) * (1 - 1e-3)
     found = generate(lively, batch.queries, direct_above=threshold, margins=True, **asked)

@@ -163,12 +163,13 @@ def test_every_tile_counts(lively, picture):
         text=[lively.processor.image_token], images=[picture(84, 84)], return_tensors="pt"
     )
     assert len(prompt.pixels) == stock["pixel_values"].flatten(0, -4).shape[0] > 4
-    states = [lively.states_before_answer([prompt])[0]]
+    shown = [prompt]
     for tile in range(len(prompt.pixels)):
         pixels = prompt.pixels.clone()
         pixels[tile] = 255 - pixels[tile]
-        states.append(lively.states_before_answer([replace(prompt, pixels=pixels)])[0])
-    assert torch.pdist(torch.stack(states)).min() > 1e-3
+        shown.append(replace(prompt, pixels=pixels))
+    direct = [[Branch([lively.emb_id], read_state=True)]] * len(shown)
+    assert torch.pdist(lively(lively.pack(shown, direct))[0].state_ND).min() > 1e-4
 
 
 @pytest.mark.parametrize("lively_path", PLUGINS, indirect=True)

@@ -44,7 +44,8 @@ def num_records(file: Records, recipe: Recipe) -> int:
     count = min(recipe.validation.max_records, len(file))
     if count < dist.world_size():
         raise RecordError(
-            f"validation.path {file.name} has {count} records for {dist.world_size()} processes; add some"
+            f"validation uses {count} of the {len(file)} records of {file.name}, fewer than the {dist.world_size()} processes: raise "
+            "validation.max_records, or add some"
         )
     return count
 

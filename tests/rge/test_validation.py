@@ -169,5 +169,7 @@ def test_only_the_first_records_are_used_and_too_few_are_an_error(lively, record
     few = make(records, lively, objective, max_records=2).measure(lively)
     assert few["val_hit_at_1"] in (0.0, 0.5, 1.0)
     monkeypatch.setattr("rge.distributed.collectives.world_size", lambda: 8)
-    with pytest.raises(RecordError, match=r"held_out\.jsonl has 7 records for 8 processes"):
-        make(records, lively, objective)
+    for most, used in ((512, 7), (2, 2)):
+        said = rf"validation uses {used} of the 7 records of .*held_out\.jsonl, fewer than the 8 processes: raise validation.max_records"
+        with pytest.raises(RecordError, match=said):
+            make(records, lively, objective, max_records=most)

@@ -22,9 +22,6 @@ from rge.distributed import collectives as dist
 POLL_S = 1.0
 """Polling interval."""
 
-SILENCE_S = 45.0
-"""A process without a heartbeat for this long counts as dead: killed, out of memory, or its machine is gone."""
-
 GRACE_S = 5.0
 """Time for a process to end with its own message after another one has failed."""
 
@@ -42,8 +39,8 @@ class CoordinatedExit(SystemExit):
 
 
 @contextmanager
-def watch_other_ranks(silence_s: float = SILENCE_S) -> Iterator[None]:
-    """End processes together: one that fails publishes its reason, and the others exit with it.
+def watch_other_ranks(silence_s: float) -> Iterator[None]:
+    """End processes together: one that fails publishes its reason, and the others exit with it; `silence_s` is the recipe's.
 
     Raises:
         RankError: another process failed first, and this one only as a consequence, e.g. of a broken connection.

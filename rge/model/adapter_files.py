@@ -18,7 +18,7 @@ from rge.common.errors import UserError
 from rge.common.files import read_json, relative
 from rge.distributed import collectives as dist
 from rge.identity.run_identity import content_of
-from rge.model.adapters import ADAPTER, AdapterError, Weights, modules_to_save, trained_rows
+from rge.model.adapters import ADAPTER, AdapterError, Weights, trained_rows
 from rge.model.hub_model import HubModel
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -249,7 +249,8 @@ def _hash_of(base: Path) -> str:
 
 def _is_adapter(model: HubModel, name: str) -> bool:
     """Whether a weight is one of an adapter, or of a module that is trained whole."""
-    return ".lora_" in name or name.startswith(tuple(f"{whole}." for whole in modules_to_save(model)))
+    whole = model.peft_config[ADAPTER].modules_to_save or []
+    return ".lora_" in name or name.startswith(tuple(f"{each}." for each in whole))
 
 
 def _targets(model: HubModel) -> list[str]:

@@ -122,11 +122,6 @@ def _named_modules(model: HubModel, last_parts: Sequence[str]) -> dict[str, nn.M
     return named
 
 
-def modules_to_save(model: HubModel) -> list[str]:
-    """Names of the modules that are trained whole besides adapters."""
-    return model.peft_config[ADAPTER].modules_to_save or []
-
-
 def _train_row(model: HubModel, name: str, token_id: int, tied: bool) -> None:
     words, head = model.get_input_embeddings(), model.get_output_embeddings()
     with dist.whole([words.weight, head.weight]):

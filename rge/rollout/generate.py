@@ -231,9 +231,10 @@ def generate(
     with _ready_to_write(embedder) as captured:
         for chosen in by_length([*map(len, prompts)], max(1, batch_size // num_each)):
             rows = [index * num_rows + number for index in chosen for number in range(num_rows)]
-            own_seeds = None
+            own_seeds: list[int | None] | None = None
             if seeds is not None and temperature > 0:
-                own_seeds = _seeds_of(chosen, seeds, num_each, num_rows)
+                of_prompt = [seeds[index * num_each : (index + 1) * num_each] for index in chosen]
+                own_seeds = [seed for own in of_prompt for seed in (*own, *[None] * len(given))]
             read = [*[None] * num_each, *given] * len(chosen) if given else None
             began = time.perf_counter()
             known, known_at = encoded, [index if places is None else places[index] for index in chosen]
@@ -269,12 +270,6 @@ def _ready_to_write(embedder: EmbeddingModel) -> Iterator[_Captured | None]:
     finally:
         if captured is not None:
             captured.in_use.release()
-
-
-def _seeds_of(chosen: Sequence[int], seeds: Sequence[int], num_each: int, num_rows: int) -> list[int | None]:
-    """Seeds of the chosen prompts' rows; given ones have none."""
-    of_prompt = [seeds[index * num_each : (index + 1) * num_each] for index in chosen]
-    return [seed for own in of_prompt for seed in (*own, *[None] * (num_rows - num_each))]
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,11 @@ import torch
 from paths import WORKERS
 from ports import free_port
 
+from rge.config import TrainConfig
 from rge.distributed import collectives as dist
 from rge.distributed import failure_detection as watch
+
+SILENCE_S = TrainConfig().silence_s
 
 WORKER = WORKERS / "fellow.py"
 CASES = {
@@ -51,7 +54,7 @@ def test_the_other_process_ends_with_the_reason(pairs, case):
 
 def test_nobody_is_waited_for_longer_than_a_minute():
     """What the watch adds up to where the machine does not delay it: missed, told, seen, and time for a last word."""
-    assert watch.SILENCE_S + 2 * watch.POLL_S + watch.GRACE_S < 60
+    assert SILENCE_S + 2 * watch.POLL_S + watch.GRACE_S < 60
 
 
 class Fellows:
@@ -88,15 +91,15 @@ def test_the_first_failure_is_everybodys_reason(monkeypatch):
     fellows = Fellows(monkeypatch)
     with (
         pytest.raises(ValueError, match="record 7 is broken"),
-        watch.watch_other_ranks(),
+        watch.watch_other_ranks(SILENCE_S),
     ):  # its own, unchanged
         raise ValueError("record 7 is broken")
     fellows.rank = 1
     with pytest.raises(watch.RankError, match=r"rank 0 \(.*\) failed: ValueError: record 7 is broken"):
-        with watch.watch_other_ranks():
+        with watch.watch_other_ranks(SILENCE_S):
             raise KeyError("something that followed from it")
     # A mistake that all make, such as one in the recipe, is shown as what it is.
-    with pytest.raises(ValueError, match="^record 7 is broken$"), watch.watch_other_ranks():
+    with pytest.raises(ValueError, match="^record 7 is broken$"), watch.watch_other_ranks(SILENCE_S):
         raise ValueError("record 7 is broken")
 
 
@@ -112,7 +115,7 @@ def test_who_leaves_in_peace_is_not_missed(monkeypatch):
 @pytest.mark.parametrize("code", [0, 2])
 def test_an_end_of_all_is_nobodys_failure(monkeypatch, code):
     fellows = Fellows(monkeypatch)
-    with pytest.raises(SystemExit), watch.watch_other_ranks():
+    with pytest.raises(SystemExit), watch.watch_other_ranks(SILENCE_S):
         raise watch.CoordinatedExit(code)
     assert not fellows.store.check(["failed"])
     assert fellows.store.get("alive/0") == b"left"
@@ -124,7 +127,7 @@ def test_an_end_of_all_is_nobodys_failure(monkeypatch, code):
 )
 def test_an_end_of_one_is_told_to_the_others(monkeypatch, ended, code):
     fellows = Fellows(monkeypatch)
-    with pytest.raises(type(ended)), watch.watch_other_ranks():
+    with pytest.raises(type(ended)), watch.watch_other_ranks(SILENCE_S):
         raise ended
     told = json.loads(fellows.store.get("failed"))
     assert (told["rank"], told["code"]) == (0, code)
@@ -156,6 +159,6 @@ def test_silence_ends_this_process(monkeypatch, capfd):
 
 
 def test_alone_there_is_nobody_to_watch():
-    with pytest.raises(ValueError, match="mine"), watch.watch_other_ranks():
+    with pytest.raises(ValueError, match="mine"), watch.watch_other_ranks(SILENCE_S):
         raise ValueError("mine")
     assert not [thread for thread in watch.threading.enumerate() if thread.name == "fellow ranks"]

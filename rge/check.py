@@ -259,8 +259,10 @@ class Preflight:
                 laid = self.layouts[key] = layout.lay_out_once(
                     file, builder, self.verdicts, need_oracle=wanted.oracle, need_candidates=wanted.candidates
                 )
-                more = len(laid.faults) - MAX_REPORTED
-                faults = [*laid.faults.values()][:MAX_REPORTED] + [f"... and {more:,} more"] * (more > 0)
+                used = self.recipe.validation.max_records if wanted.held_out else len(file)
+                faults = [fault for number, fault in laid.faults.items() if number < used]
+                more = len(faults) - MAX_REPORTED
+                faults[MAX_REPORTED:] = [f"... and {more:,} more"] * (more > 0)
                 self.tell(faults, held_out=wanted.held_out)
             if "rl" in self.found.stages:
                 self.problems += unusable(self.recipe, builder, decode=decode)

@@ -688,3 +688,12 @@ def test_a_family_that_vllm_cannot_write_for_is_found_before_the_cold_start(
     assert "how vLLM takes the pictures of a idefics3" in found[0]
     assert problems_of(home, accelerator, *asked, "stage=cold_start") == []
     assert problems_of(home, accelerator, "rollout.backend=vllm") == []
+
+
+def test_held_out_records_that_are_not_used_may_be_too_long(home, accelerator):
+    positives = [{"id": "t", "text": "an egg", "rationale": "it is an egg " * 300}]
+    path = write(home / "held_out.jsonl", record("x"), record("y"), record("z", positives=positives))
+    asked = [f"validation.path={path}", "data.max_rationale_tokens=100"]
+    [problem] = problems_of(home, accelerator, *asked)
+    assert "record 'z': the rationale has" in problem
+    assert problems_of(home, accelerator, *asked, "validation.max_records=2") == []

@@ -27,6 +27,7 @@ from arms import (
     Slice,
     Study,
     Table,
+    check_evaluation,
     in_table,
     made_with,
     markdown,
@@ -38,6 +39,7 @@ from eval.benchmarks.suite import is_suite, load_suite
 from eval.pages.charts import STYLES, Mark, interval_chart
 from eval.scoring.metrics import names_of as names_of_metrics
 from eval.scoring.tables import latex
+from rge.checkpoints.settings import RGE_JSON
 from rge.common.commands import start
 from rge.common.errors import UserError
 from rge.common.files import checkpoint_folder, find_shipped, read_json, write_text
@@ -116,7 +118,7 @@ def read_options(arguments: list[str]) -> tuple[Options, dict[str, list[str]], l
         if name in names_of(Options):
             own.append(argument)
         elif name.startswith("with."):
-            arms[name.removeprefix("with.")] = shlex.split(value)
+            arms.setdefault(name.removeprefix("with."), []).extend(shlex.split(value))
         else:
             extra.append(argument)
     return parse_options(Options, own), arms, extra
@@ -240,16 +242,30 @@ def slices_of(frame: pd.DataFrame, options: Options) -> tuple[dict[str, Slice], 
     return shown, values("category")
 
 
+def check_run(study: Study, arm: Arm, seed: int) -> None:
+    """Refuse a finished run of other settings, of another set, or of other records or another start than the arm's first seed."""
+    folder = study.folder(arm, seed)
+    then, now = read_json(folder / NOTE), {"recipe": made_with(study, arm, seed)["recipe"]}
+    # Older notes are the command alone.
+    if isinstance(then, dict) and (other := in_words(differences({"recipe": then["recipe"]}, now))):
+        raise UserError(f"{folder} was trained with other settings: {'; '.join(other)}")
+    check_evaluation(study, arm, seed, "")
+    inputs = [
+        {part: (about.get("identity") or {}).get(part) for part in ("records", "start")}
+        for about in (read_json(study.checkpoint(arm, one) / RGE_JSON) or {} for one in (0, seed))
+    ]
+    if other := in_words(differences(*inputs)):
+        raise UserError(
+            f"{folder} was not trained from what {study.folder(arm, 0)} was: {'; '.join(other)}. Delete the older one, and run it again"
+        )
+
+
 def write_tables(study: Study, key: str, values: list[str], options: Options) -> None:
     """Write every table and the plot, and print them."""
     results = Results(study)
     for arm in study.arms:
         for seed in range(study.seeds):
-            folder = study.folder(arm, seed)
-            then, now = read_json(folder / NOTE), {"recipe": made_with(study, arm, seed)["recipe"]}
-            # Older notes are the command alone.
-            if isinstance(then, dict) and (other := in_words(differences({"recipe": then["recipe"]}, now))):
-                raise UserError(f"{folder} was trained with other settings: {'; '.join(other)}")
+            check_run(study, arm, seed)
             _, frame = results.of(arm.name, seed, "")  # type: ignore[misc]  # every run is finished
             if missing := [metric for metric in options.metrics if metric not in frame]:
                 raise UserError(

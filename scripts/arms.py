@@ -28,6 +28,7 @@ import numpy as np
 import pandas as pd
 
 from eval.benchmarks.suite import mean_of, member_bootstraps
+from rge.checkpoints.settings import RGE_JSON
 from rge.common.errors import SIGNALLED, UserError
 from rge.common.files import read_json, write_text
 from rge.config import Recipe, load_recipe, to_dict
@@ -256,15 +257,9 @@ def _train(study: Study, arm: Arm, seed: int, folder: Path) -> None:
 
 def _evaluate(study: Study, arm: Arm, seed: int, name: str, path: Path) -> None:
     out, checkpoint = study.evaluation(arm, seed, name), study.checkpoint(arm, seed)
-    note, about = out.with_name(f"{out.name}.set"), checkpoint / "rge.json"
+    note, about = _note_of_set(out), checkpoint / RGE_JSON
     if (out / "results.json").is_file():
-        then, _, of = note.read_text().partition("\n") if note.is_file() else (str(path), "", "")
-        if then != str(path):
-            raise UserError(
-                f"{out} is an evaluation on {then}, now set={path}: use another out=, or delete it"
-            )
-        if of and about.is_file() and of != _hash(about):  # the checkpoint may have been deleted since
-            raise UserError(f"{out} is an evaluation of another checkpoint than {checkpoint}: delete it")
+        check_evaluation(study, arm, seed, name)
         return
     words = [f"checkpoint={checkpoint}", f"set={path}", f"out={out.parent if arm.point else out}"]
     if not arm.point:
@@ -276,6 +271,25 @@ def _evaluate(study: Study, arm: Arm, seed: int, name: str, path: Path) -> None:
     command = [sys.executable, "-m", "rge", "eval", "budget" if arm.point else "run", *words]
     run([*command, *study.ask, *arm.ask, "report=false"])
     write_text(note, f"{path}\n{_hash(about)}")
+
+
+def check_evaluation(study: Study, arm: Arm, seed: int, name: str) -> None:
+    """Refuse a finished evaluation on another set, or of an older checkpoint of that run."""
+    out, path, checkpoint = (
+        study.evaluation(arm, seed, name),
+        study.sets_of(arm)[name],
+        study.checkpoint(arm, seed),
+    )
+    note, about = _note_of_set(out), checkpoint / RGE_JSON
+    then, _, of = note.read_text().partition("\n") if note.is_file() else (str(path), "", "")
+    if then != str(path):
+        raise UserError(f"{out} is an evaluation on {then}, now set={path}: use another out=, or delete it")
+    if of and about.is_file() and of != _hash(about):  # the checkpoint may have been deleted since
+        raise UserError(f"{out} is an evaluation of another checkpoint than {checkpoint}: delete it")
+
+
+def _note_of_set(out: Path) -> Path:
+    return out.with_name(f"{out.name}.set")
 
 
 def _hash(path: Path) -> str:

@@ -159,6 +159,36 @@ def test_a_table_is_of_the_settings_that_were_asked_for(ablate):
         ablate.main([*ablate.given, "collect=true", "joint.lr=1e-4"])
 
 
+def test_a_table_is_of_the_set_that_was_asked_for(ablate, tmp_path):
+    ablate.main(ablate.given)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "queries.parquet").touch()
+    with pytest.raises(UserError, match=r"is an evaluation on data_prep/demo/data/test, now set=.*other"):
+        ablate.main([*ablate.given, "collect=true", f"set={other}"])
+
+
+def test_seeds_from_another_start_or_other_records_make_no_table(ablate, tmp_path):
+    """The cold start was trained again between two calls of the sweep, or a file of records was edited."""
+    ablate.main(ablate.given)
+    for seed, start in ((0, "a"), (1, "b")):
+        path = tmp_path / "out" / "oracle" / f"seed_{seed}" / "joint" / "final" / "rge.json"
+        records = {"train.jsonl": {"sha256": "c"}}
+        identity = {"records": records, "start": {"sha256": start}, "machine": {"cpu": start}}
+        path.write_text(json.dumps({"reasons": "query", "identity": identity}))
+    expected = (
+        r'oracle/seed_1 was not trained from what .*oracle/seed_0 was: start: sha256 "a" and "b"\. Delete'
+    )
+    with pytest.raises(UserError, match=expected):
+        ablate.main([*ablate.given, "collect=true"])
+
+
+def test_an_arm_s_overrides_may_be_given_one_by_one(ablate):
+    words = ["sweep=loss.anchor=[none]", "with.none=loss.ratio=none", "with.none=joint.lr=2e-3"]
+    _, arms, _ = ablate.read_options(["recipe=demo", *words])
+    assert arms == {"none": ["loss.ratio=none", "joint.lr=2e-3"]}
+
+
 def test_a_sweep_does_not_lock_what_training_locks(ablate, tmp_path):
     """On NFS, flock and the record locks of `run_lock.held` exclude one another: every training would be refused."""
     with ablate.arms._held(tmp_path / "run", wait=False) as ours:

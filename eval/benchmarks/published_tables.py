@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import BaseModel, Field, field_validator
 
 from eval.benchmarks.registry import BENCHMARKS
+from eval.scoring.metrics import lower_is_better
 from rge.common.errors import UserError
 
 COUNTED = {"num_members": "sets", "num_queries": "queries", "num_candidates": "candidates"}
@@ -26,6 +27,11 @@ class Column(BaseModel):
     """Path of the figure in results.json, such as ``("by_category", "causal", "recall@20")``."""
     official: tuple[str, ...] | None = None
     """The same under ``profile=official``, if that is a different figure."""
+
+    @property
+    def lower_wins(self) -> bool:
+        """Whether its lowest figure is the best: a metric's own property, or an arrow in the published name."""
+        return "↓" in self.name or lower_is_better(self.path[-1])
 
 
 class Row(BaseModel):

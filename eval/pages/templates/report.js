@@ -77,6 +77,7 @@
     });
     const heads = [...table.tHead.rows[0].cells];
     const shown = form.querySelector("output");
+    const startsLow = (column) => column < 2 || "lower" in heads[column].dataset;
     const filter = () => {
       const words = form.elements.model.value.toLowerCase().split(/\s+/).filter(Boolean);
       const kind = form.elements.kind.value;
@@ -89,7 +90,7 @@
       }
       shown.textContent = count === all ? "" : `${count} of ${all} rows`;
     };
-    // The first click sorts best first (ranks and names: ascending), the second one reverses the order.
+    // The first click sorts best first (ranks, names and errors: ascending), the second one reverses the order.
     const sort = (column, ascending) => {
       const key = (row) => {
         const cell = row.cells[column];
@@ -115,11 +116,11 @@
       head.append(button);
       button.addEventListener("click", () => {
         const was = head.getAttribute("aria-sort");
-        sort(column, was ? was === "descending" : column < 2);
+        sort(column, was ? was === "descending" : startsLow(column));
       });
     });
     form.addEventListener("input", (event) => {
-      if (event.target.name === "by") sort(Number(event.target.value), event.target.value === "0");
+      if (event.target.name === "by") sort(Number(event.target.value), startsLow(Number(event.target.value)));
       else filter();
     });
     form.addEventListener("submit", (event) => event.preventDefault());

@@ -286,6 +286,15 @@ def test_in_a_browser(world, tmp_path):
         assert found == sorted(found, reverse=True)
         browser.js(f"{head}.querySelector('button').click()")
         assert browser.js(mrr) == sorted(found)
+        board = "[...document.querySelectorAll('.boardtable')].find(t => t.tHead.textContent.includes('NegRecall'))"
+        browser.js(f"window.board = {board}")
+        browser.js("window.heads = [...board.tHead.rows[0].cells]")
+        browser.js("window.at = heads.findIndex(h => h.textContent.includes('NegRecall'))")
+        negatives = "[...board.tBodies[0].rows].map(r => r.cells[at].textContent.trim())"
+        browser.js("heads[at].querySelector('button').click()")
+        shown = [float(text) for text in browser.js(negatives) if text != "–"]
+        assert shown == sorted(shown)  # lower is better: best first
+        assert browser.js("heads[at].getAttribute('aria-sort')") == "ascending"
         fill = "(f => {{ f.value = '{}'; f.dispatchEvent(new Event('input', {{bubbles: true}})) }})(document.querySelector('{}'))"
         browser.js(fill.format("JOINT direct", ".rowfilter [name=model]"))
         assert [("joint" in name, "direct" in name) for name in browser.js(names)] == [(True, True)]

@@ -181,6 +181,12 @@ def split_word(word: str) -> tuple[str, str]:
         raise UserError(f"arguments must be key=value, got {word!r}")
     if not value:
         raise UserError(f"{key} needs a value: {key}=...")
+    try:
+        word.encode()
+    except UnicodeEncodeError:
+        raise UserError(
+            f"{word!a} is not UTF-8: rename the file or folder, or change the terminal's encoding"
+        ) from None
     return key, value
 
 

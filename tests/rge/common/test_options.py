@@ -54,6 +54,7 @@ def test_only_one_whole_quoted_text_is_read_without_its_quotes():
         (["out=o", "rate=high"], "rate must be a number, got 'high'"),
         (["out=o", "deep=maybe"], "deep must be true or false, got 'maybe'"),
         (["out="], "out needs a value: out=..."),
+        (["out=Bilder_f\udcfcr"], r"'out=Bilder_f\\udcfcr' is not UTF-8: rename"),
     ],
 )
 def test_wrong_words_are_refused(words, message):

@@ -217,7 +217,7 @@ def run_arm(study: Study, arm: Arm, seed: int, *, wait: bool = True) -> bool:
         if not run_arm(study, study.by_name[arm.after], seed, wait=wait):
             return False
     folder = study.folder(study.by_name[arm.after] if arm.point else arm, seed)
-    with _held(folder, wait) as ours:
+    with held(folder, wait=wait) as ours:
         if ours:
             if arm.stage:
                 _train(study, arm, seed, folder)
@@ -227,7 +227,8 @@ def run_arm(study: Study, arm: Arm, seed: int, *, wait: bool = True) -> bool:
 
 
 @contextmanager
-def _held(folder: Path, wait: bool) -> Iterator[bool]:
+def held(folder: Path, *, wait: bool) -> Iterator[bool]:
+    """Hold a folder against other processes of a study; gives False if one has it and this one does not wait."""
     folder.mkdir(parents=True, exist_ok=True)
     # Not training's own lock: on NFS, flock and record locks exclude one another.
     with (folder / ".arm_lock").open("w") as file:

@@ -32,6 +32,7 @@ from arms import (
     Study,
     Table,
     flops_per_step,
+    held,
     in_table,
     markdown,
     mean_over_seeds,
@@ -116,8 +117,9 @@ def train(findings: Mapping[str, Finding], options: Options) -> None:
     """Make the missing runs, seed by seed, and last those that another process is making."""
     for finding in findings.values():
         for path, make in finding.needs.items():
-            if not path.exists():
-                make()
+            with held(finding.study.out, wait=True):  # a second process must not build at the same time
+                if not path.exists():
+                    make()
     for seed in range(options.seeds):
         for name, finding in findings.items():
             run_all(finding.study, runs_of(finding, options, [seed]), wait=False)
@@ -557,8 +559,7 @@ def default_weights(options: Options) -> Finding:
 
     Nothing here is trained on these families, the base included.
     """
-    out = options.out / "rotated"
-    data, recipe = out / "data", load_recipe(["recipe=demo"])
+    data, recipe = options.out / "rotated" / "data", load_recipe(["recipe=demo"])
     records = [f"model.scratch.naming={data}/train/naming.jsonl"]
     for stage in ("cold_start", "joint"):
         sources = getattr(recipe, stage).sources
@@ -572,18 +573,17 @@ def default_weights(options: Options) -> Finding:
     ]
     deciding = {"mixed_adaptive_longest": MIXED["mixed_adaptive_longest"]}
     mixed = mixed_arms(deciding, dict.fromkeys(MIXED_WEIGHTS, data / "train"), {"mixed": data / "mixed"})
-    study = Study(
-        out, [*arms, *mixed], ("recipe=demo", *records), {"valid": data / "valid"}, options.seeds, options.launcher,
-        metrics=("hit@1", "rationale_tokens"), columns=("pair", "kind"), steps=options.steps,
-    )  # fmt: skip
     rows = "\n".join(f"{ratio} = {name}" for ratio, name in names.items())
     rows += "".join(f"\n{ratio} over 1:1 = {name} - 1_1" for ratio, name in names.items() if ratio != "1:1")
     rows += "".join(f"\n{name}\n{name} over its start = {name} - 10_1" for name in RL_WEIGHTS)
     slices = {title: replace(which, set_name="valid") for title, which in PAIRS.items()}
-    return Finding(
-        study,
-        [*names.values(), *RL_WEIGHTS, *(arm.name for arm in mixed)],
-        [Table("hit@1, % and points", rows_of(rows), slices)],
+    needed = [*names.values(), *RL_WEIGHTS, *(arm.name for arm in mixed)]
+    finding = on_demo(options, "rotated", [*arms, *mixed], needed, rows)
+    [hits] = finding.tables
+    return replace(
+        finding,
+        study=replace(finding.study, recipe=("recipe=demo", *records), sets={"valid": data / "valid"}),
+        tables=[replace(hits, slices=slices)],
         needs={data / "mixed" / "meta.json": partial(write_rotated, data)},
         extra=lambda results: decided(results, deciding, "mixed"),
     )

@@ -562,6 +562,19 @@ def test_a_run_that_another_process_makes_comes_last(study, monkeypatch):
     assert [name for name, _ in trained(study)] == ["both", "equal"]
 
 
+def test_two_processes_do_not_build_the_data_at_once(study, monkeypatch):
+    build = study.build
+
+    def alone(folder, doses):
+        with study.held(study.folder, wait=False) as ours:
+            assert not ours  # what builds, holds the study's folder
+        build(folder, doses)
+
+    monkeypatch.setattr(study, "build", alone)
+    study.main(["i", *study.given, "seeds=1", "arms=none_hidden_100"])
+    assert len(study.built) == 1
+
+
 def test_a_process_whose_cold_start_another_makes_goes_on_to_the_next_seed(study):
     import fcntl
 

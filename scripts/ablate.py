@@ -36,7 +36,7 @@ from arms import (
 )
 
 from eval.benchmarks.suite import is_suite, load_suite
-from eval.pages.charts import STYLES, Mark, interval_chart
+from eval.pages.charts import STYLES, interval_chart
 from eval.scoring.metrics import names_of as names_of_metrics
 from eval.scoring.tables import latex
 from rge.checkpoints.settings import RGE_JSON
@@ -293,11 +293,7 @@ def write_tables(study: Study, key: str, values: list[str], options: Options) ->
     write_text(out / "table.csv", table[columns].join(seeds).to_csv(index=False))
     write_text(out / "table.tex", "\n".join(tex))
     write_text(out / "table.json", json.dumps(data, indent=1))
-    marks = [
-        Mark(row["row"], row["slice"], row["metric"], row["mean"], row["low"], row["high"], row["seeds"])
-        for row in data
-        if row["row"] in arms and row["slice"] in list(shown)[:STYLES]
-    ]
+    marks = [row for row in data if row["row"] in arms and row["slice"] in list(shown)[:STYLES]]
     title = f"{key}: mean of {study.seeds} seeds, 95 % interval over seeds and groups of queries"
     write_text(out / "plot.svg", interval_chart(marks, title=title))
     print(f"\n{text}\n{json.dumps(data)}")

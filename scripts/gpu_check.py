@@ -27,7 +27,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -105,17 +105,6 @@ class Options:
 
 class NotRun(Exception):
     """The machine lacks something that a check needs."""
-
-
-@dataclass
-class Result:
-    """Result of a check; ``state`` is ``passed``, ``failed`` or ``not run``."""
-
-    name: str
-    state: str
-    seconds: float
-    says: str
-    figures: dict[str, Any]
 
 
 class Machine:
@@ -598,9 +587,9 @@ CHECKS: dict[str, Callable[[Machine], Figures]] = {
 }
 
 
-def run_checks(machine: Machine, write: Callable[[list[Result]], None]) -> list[Result]:
-    """Every requested check, in order; the results so far are written after each."""
-    asked, results = machine.options.checks, []
+def run_checks(machine: Machine) -> Iterator[dict[str, Any]]:
+    """Result of every requested check, in order; ``state`` is ``passed``, ``failed`` or ``not run``."""
+    asked = machine.options.checks
     for name, check in CHECKS.items():
         if name not in asked and "all" not in asked:
             continue
@@ -616,13 +605,12 @@ def run_checks(machine: Machine, write: Callable[[list[Result]], None]) -> list[
             figures = {"trace": traceback.format_exc()[-4000:]}
         if machine.on_gpu:
             torch.cuda.empty_cache()
-        results.append(Result(name, state, time.perf_counter() - began, says, figures))
         print(f"{name}: {state}: {says}", flush=True)
-        write(results)
-    return results
+        seconds = time.perf_counter() - began
+        yield {"name": name, "state": state, "seconds": seconds, "says": says, "figures": figures}
 
 
-def page(machine: dict[str, Any], results: list[Result]) -> str:
+def page(machine: dict[str, Any], results: list[dict[str, Any]]) -> str:
     """The report in Markdown, as an issue shows it."""
 
     def listed(values: dict[str, Any]) -> list[str]:
@@ -636,8 +624,8 @@ def page(machine: dict[str, Any], results: list[Result]) -> str:
     if machine["rehearsal"]:
         lines += ["**A rehearsal on a CPU with a tiny model. No figure here is a GPU's.**", ""]
     for result in results:
-        lines += [f"## {result.name}: {result.state}", "", f"{result.says} ({result.seconds:.0f} s)", ""]
-        lines += listed(result.figures)
+        lines += ["## {name}: {state}".format(**result), "", "{says} ({seconds:.0f} s)".format(**result), ""]
+        lines += listed(result["figures"])
     return "\n".join(lines)
 
 
@@ -650,20 +638,14 @@ def main(argv: list[str]) -> int:
         raise UserError(
             "torch sees no GPU here; rehearse=true goes through the checks on the CPU with a tiny model"
         )
-    described = machine.describe()
-
-    def write(results: list[Result]) -> None:
-        found = {
-            "machine": described,
-            "options": asdict(options),
-            "results": [asdict(result) for result in results],
-        }
+    described, results = machine.describe(), []
+    for result in run_checks(machine):  # the results so far are written after each
+        results.append(result)
+        found = {"machine": described, "options": asdict(options), "results": results}
         write_text(options.out / "gpu_check.json", json.dumps(found, indent=1, default=str))
         write_text(options.out / "gpu_check.md", page(described, results))
-
-    results = run_checks(machine, write)
     print(f"attach to an issue: {options.out / 'gpu_check.md'} and {options.out / 'gpu_check.json'}")
-    return int(any(result.state == "failed" for result in results))
+    return int(any(result["state"] == "failed" for result in results))
 
 
 if __name__ == "__main__":

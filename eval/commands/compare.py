@@ -20,7 +20,7 @@ import pandas as pd
 from eval.benchmarks.suite import mean_over
 from eval.embedding.identity import differences, versions
 from eval.pages.boards.comparison import write_comparison
-from eval.pages.charts import Mark, interval_chart
+from eval.pages.charts import interval_chart
 from eval.pages.evaluations import Evaluation, check_one_set, read_evaluation, warnings_of
 from eval.scoring.output_files import FORMAT, statistics_settings
 from eval.scoring.stats import POWER, effect_size, holm, minimum_detectable, sign_flip_p
@@ -116,7 +116,20 @@ def _write(
         "versions": versions(),
     }
     first = rows[0].metric
-    write_text(out / PLOT, plot([row for row in rows if row.metric == first], first))
+    marks = [
+        {
+            "row": f"{row.slice} ({row.num_queries})",
+            "slice": first,
+            "metric": "",
+            "mean": row.difference,
+            "low": row.low,
+            "high": row.high,
+        }
+        for row in rows
+        if row.metric == first
+    ]
+    title = f"{first}, a - b, percentage points, 95 % intervals"
+    write_text(out / PLOT, interval_chart(marks, title=title))
     write_text(out / COMPARE, json.dumps(content, indent=1, allow_nan=False) + "\n")
     tables = write_tables(out / TABLE, pd.DataFrame(content["rows"]), _formatted(rows))
     print("", out / COMPARE, out / PLOT, *tables, sep="\n")
@@ -211,15 +224,6 @@ def _slice(
     # drop means over members that some member does not define
     table = table[np.isfinite(table["difference"])].astype(object)
     return [Row(label, **row) for row in table.where(table.notna(), None).to_dict("records")]
-
-
-def plot(rows: list[Row], metric: str) -> str:
-    """One metric's differences with intervals as SVG, one line per slice."""
-    marks = [
-        Mark(f"{row.slice} ({row.num_queries})", metric, "", row.difference, row.low, row.high)
-        for row in rows
-    ]
-    return interval_chart(marks, title=f"{metric}, a - b, percentage points, 95 % intervals")
 
 
 def _warnings(a: Evaluation, b: Evaluation) -> list[str]:

@@ -18,6 +18,7 @@ import vl_convert
 from markupsafe import Markup, escape
 
 from eval.pages.wording import number
+from rge.stats.intervals import in_words
 
 WIDTH, HEIGHT = 352, 236
 LEFT, RIGHT, TOP, BOTTOM = 46, 18, 26, 44
@@ -63,33 +64,8 @@ class Band:
     end: float
 
 
-@dataclass(frozen=True)
-class Point:
-    """A point over a cost: ``y`` with its interval, as fractions; the bounds may be None."""
-
-    label: str
-    x: float
-    y: float
-    low: float | None
-    high: float | None
-    number: int | None = None  # shown beside the point by `scatter`
-
-
-Curves = Mapping[str, Sequence[Point]]
-"""Name of a curve -> its points, by ascending cost."""
-
-
-@dataclass(frozen=True)
-class Mark:
-    """A mean with its interval, as fractions; the bounds may be None."""
-
-    arm: str  # row
-    group: str  # slice, shown by colour
-    panel: str  # metric
-    mean: float
-    low: float | None
-    high: float | None
-    seeds: Sequence[float] = ()  # means of single seeds
+Rows = Sequence[Mapping[str, Any]]
+"""Figures with their intervals (``low``, ``high``), as fractions; the bounds may be None."""
 
 
 def line_chart(
@@ -159,99 +135,92 @@ def smoothed(steps: Sequence[float], values: Sequence[float], bands: Sequence[Ba
     return out.assign(last=out.index == len(out) - 1)
 
 
-def scatter(points: Sequence[Point], *, name: str, x_label: str) -> Markup:
-    """Numbered points with vertical intervals, in per cent over a cost; the x axis is logarithmic if costs differ tenfold."""
-    costs = [point.x for point in points]
+def scatter(points: Rows, *, name: str, x_label: str) -> Markup:
+    """Points in per cent over a cost, with vertical intervals; the x axis is logarithmic if costs differ tenfold.
+
+    Each has a ``name``, a ``number``, a ``cost`` and a ``value``.
+    """
+    costs = [point["cost"] for point in points]
     log = min(costs) > 0 and max(costs) >= 10 * min(costs)
-    spec = _over_cost({f"{p.number} {p.label}": [p] for p in points}, x_label, log=log, zero=True)
+    alone = [{**point, "curve": f"{point['number']} {point['name']}"} for point in points]
+    spec = _over_cost(alone, "cost", x_label, log=log, zero=True)
     spec["layer"].append(
         {
             "mark": {"type": "text", "dx": 8, "dy": 1, "align": "left", "fontWeight": 600},
             "encoding": {"text": {"field": "number"}},
         }
     )
-    spoken = "; ".join(f"{p.label} {100 * p.y:.1f} % at {number(p.x)}" for p in points)
+    spoken = "; ".join(f"{p['name']} {100 * p['value']:.1f} % at {number(p['cost'])}" for p in points)
     return _on_page(spec, f"{name} over {x_label}: {spoken}")
 
 
 def budget_on_page(budget: Mapping[str, Any]) -> dict[str, Any]:
     """Charts and table of a budget.json for a page: curves of accuracy over each cost, each point with its interval."""
-    metric, curves_of = budget["metric"], _curves_of(budget)
+    metric, points = budget["metric"], budget["points"]
+    labels = list(dict.fromkeys(point["curve"] for point in points))
     charts = []
-    for x_label, curves in curves_of.items():
-        ends = (
-            f"{name}: {100 * points[-1].y:.1f} % at {number(points[-1].x)}" for name, points in curves.items()
-        )
-        charts.append(_on_page(_over_cost(curves, x_label), f"{metric} against {x_label}. {'; '.join(ends)}"))
-    return {
-        "charts": charts,
-        "labels": list(next(iter(curves_of.values()))),
-        "rows": budget["points"],
-        "metric": metric,
-        "costs": budget["costs"],
-    }
+    for cost, x_label in X_LABELS.items():
+        last = {point["curve"]: point for point in sorted(points, key=lambda point: point[cost])}
+        ends = (f"{name}: {100 * last[name]['value']:.1f} % at {number(last[name][cost])}" for name in labels)
+        spec = _over_cost(points, cost, x_label)
+        charts.append(_on_page(spec, f"{metric} against {x_label}. {'; '.join(ends)}"))
+    return {"charts": charts, "labels": labels, "rows": points, "metric": metric, "costs": budget["costs"]}
 
 
 def budget_file(budget: Mapping[str, Any]) -> str:
     """The same charts with a legend as one file."""
     panels = [
-        _over_cost(curves, x_label, legend={}) | {"width": 400, "height": 220}
-        for x_label, curves in _curves_of(budget).items()
+        _over_cost(budget["points"], cost, x_label, legend={}) | {"width": 400, "height": 220}
+        for cost, x_label in X_LABELS.items()
     ]
     return as_file({"vconcat": panels}, f"{budget['metric']} against cost, 95 % intervals")
 
 
-def _curves_of(budget: Mapping[str, Any]) -> dict[str, Curves]:
-    """The points of a budget.json as curves, by the label of each cost; colours follow their order."""
-    out: dict[str, Curves] = {}
-    for cost, label in X_LABELS.items():
-        points: dict[str, list[Point]] = {row["curve"]: [] for row in budget["points"]}
-        for row in sorted(budget["points"], key=lambda row: row[cost]):
-            points[row["curve"]].append(Point(row["name"], row[cost], row["value"], row["low"], row["high"]))
-        out[label] = points
-    return out
+def interval_chart(marks: Rows, *, title: str) -> str:
+    """Means with intervals as a file: a line for each ``row``, a panel for each ``metric``, colours for slices, rings for seeds.
 
-
-def interval_chart(marks: Sequence[Mark], *, title: str) -> str:
-    """Means with intervals as a file: rows are arms, panels metrics, colours slices, and rings seeds.
-
-    Arms, slices and panels keep the order of the marks. More slices than colours, or no marks, are a ValueError.
+    Each has a ``mean``, and maybe ``seeds``, the means of single seeds. Lines, slices and panels keep the order of the marks. More
+    slices than colours, or no marks, are a ValueError.
     """
     if not marks:
         raise ValueError(f"plot {title!r} has nothing to show")
-    groups = list(dict.fromkeys(mark.group for mark in marks))
-    if len(groups) > STYLES:
-        raise ValueError(f"plot {title!r} has {len(groups)} slices, but there are only {STYLES} colours")
+    slices = list(dict.fromkeys(mark["slice"] for mark in marks))
+    if len(slices) > STYLES:
+        raise ValueError(f"plot {title!r} has {len(slices)} slices, but there are only {STYLES} colours")
     y_axis = {"domain": False, "ticks": False, "title": None, "labelFontSize": 13, "labelColor": "var(--ink)",
               "labelLimit": 200}  # fmt: skip
-    arms = list(dict.fromkeys(mark.arm for mark in marks))
+    rows = list(dict.fromkeys(mark["row"] for mark in marks))
     place = {
-        "y": _by("arm", sort=arms, axis=y_axis, scale={"padding": 0.25}),
-        "yOffset": _by("group", sort=groups),
-        "color": _by("group", scale={"domain": groups, "range": COLOURS}, legend={} if len(groups) > 1 else None),
+        "y": _by("row", sort=rows, axis=y_axis, scale={"padding": 0.25}),
+        "yOffset": _by("slice", sort=slices),
+        "color": _by("slice", scale={"domain": slices, "range": COLOURS}, legend={} if len(slices) > 1 else None),
     }  # fmt: skip
     panels = [
-        _interval_panel([mark for mark in marks if mark.panel == panel], place)
-        for panel in dict.fromkeys(mark.panel for mark in marks)
+        _interval_panel([mark for mark in marks if mark["metric"] == metric], place)
+        for metric in dict.fromkeys(mark["metric"] for mark in marks)
     ]
     return as_file({"vconcat": panels}, title)
 
 
-def _interval_panel(marks: Sequence[Mark], place: Mapping[str, Any]) -> dict[str, Any]:
-    """The marks of one panel: a rule for each interval, a ring for each seed, a dot for each mean."""
-    panel = marks[0].panel
+def _interval_panel(marks: Rows, place: Mapping[str, Any]) -> dict[str, Any]:
+    """The marks of one metric: a rule for each interval, a ring for each seed, a dot for each mean."""
+    metric = marks[0]["metric"]
     rows = [
-        {"arm": m.arm, "group": m.group, "mean": 100 * m.mean,
-         "low": 100 * (m.mean if m.low is None else m.low), "high": 100 * (m.mean if m.high is None else m.high),
-         "words": f"{m.arm}, {m.group}, {panel}: {100 * m.mean:.1f}%{_interval(m) or ' –'}"}
+        {"row": m["row"], "slice": m["slice"], "mean": 100 * m["mean"],
+         **{end: 100 * (m["mean"] if m[end] is None else m[end]) for end in ("low", "high")},
+         "words": f"{m['row']}, {m['slice']}, {metric}: {100 * m['mean']:.1f}%{_interval(m) or ' –'}"}
         for m in marks
     ]  # fmt: skip
-    seeds = [{"arm": m.arm, "group": m.group, "seed": 100 * seed} for m in marks for seed in m.seeds]
+    seeds = [
+        {"row": m["row"], "slice": m["slice"], "seed": 100 * seed}
+        for m in marks
+        for seed in m.get("seeds", ())
+    ]
     axis = {"grid": True, "domain": False, "labelExpr": "datum.label + '%'"}
     x = {"title": None, "axis": axis, "scale": {"zero": False, "padding": 8}}
     words = {"description": {"field": "words"}}
     return {
-        "title": {"text": panel, "fontSize": 13, "offset": 4},
+        "title": {"text": metric, "fontSize": 13, "offset": 4},
         "width": 360,
         "height": {"step": 17},
         "data": {"values": rows},
@@ -314,29 +283,29 @@ def _fixed(domain: Sequence[float]) -> dict[str, Any]:
     return {"domain": list(domain), "nice": False}
 
 
-def _interval(of: Mark | Point) -> str:
-    return "" if of.low is None or of.high is None else f" [{100 * of.low:.1f}, {100 * of.high:.1f}]"
+def _interval(of: Mapping[str, Any]) -> str:
+    return "" if of["low"] is None or of["high"] is None else f" {in_words(of['low'], of['high'])}"
 
 
 def _over_cost(
-    curves: Curves,
+    points: Rows,
+    cost: str,
     x_label: str,
     *,
     log: bool = False,
     zero: bool = False,
     legend: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    points = [(name, point) for name, own in curves.items() for point in own]
     rows = [
-        {"curve": name, "number": str(point.number), "x": point.x, "y": 100 * point.y,
-         "low": point.low and 100 * point.low, "high": point.high and 100 * point.high,
-         "words": f"{point.label}: {100 * point.y:.1f} %{_interval(point)} at {number(point.x)}"}
-        for name, point in points
+        {"curve": p["curve"], "number": str(p.get("number")), "x": p[cost], "y": 100 * p["value"],
+         "low": p["low"] and 100 * p["low"], "high": p["high"] and 100 * p["high"],
+         "words": f"{p['name']}: {100 * p['value']:.1f} %{_interval(p)} at {number(p[cost])}"}
+        for p in points
     ]  # fmt: skip
     y_scale: dict[str, Any] = {"zero": zero}
-    if max(point.y if point.high is None else point.high for _, point in points) <= 0:
+    if max(p["value"] if p["high"] is None else p["high"] for p in points) <= 0:
         y_scale["domain"] = [0, 1]
-    names = list(curves)
+    names = list(dict.fromkeys(p["curve"] for p in points))
     return {
         "data": {"values": rows},
         "encoding": {

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,24 +28,13 @@ BUDGET = "budget.json"
 BASES: tuple[Mode, ...] = ("direct", "reasoning")
 """The two base points of an output of `budget`, which are evaluations of one checkpoint as a whole."""
 QUERY_COLUMN, TOP_COLUMN, RANK_COLUMN = "query_id", "top10", "first_hit_rank"
-_NAMES = {  # (query_mode, query_modality) -> order in the table, label, explanation
-    ("reasoning", "text"): (1, "Question only", "picture withheld"),
-    ("reasoning", "image"): (2, "Image only", "question withheld"),
-    ("direct", "text"): (3, "Question only, direct", "picture withheld, no rationale"),
-    ("direct", "image"): (4, "Image only, direct", "question withheld, no rationale"),
-    ("direct", "both"): (5, "Direct", "no rationale, same checkpoint"),
-    ("auto", "text"): (3, "Question only, auto", "picture withheld, a rationale where the model wants one"),
-    ("auto", "image"): (4, "Image only, auto", "question withheld, a rationale where the model wants one"),
-    ("latent", "text"): (
-        3,
-        "Question only, latent",
-        "picture withheld, think tokens in place of a rationale",
-    ),
-    ("latent", "image"): (4, "Image only, latent", "question withheld, think tokens in place of a rationale"),
-    ("latent", "both"): (8, "Latent", "think tokens in place of a rationale, same checkpoint"),
-    ("auto", "both"): (8, "Auto", "a rationale where the model wants one, same checkpoint"),
-    ("reasoning", "both"): (9, "Reasoning", "writes a rationale first"),
+_MODES = {  # query_mode -> order in the table, explanation
+    "direct": (5, "no rationale"),
+    "auto": (8, "a rationale where the model wants one"),
+    "latent": (8, "think tokens in place of a rationale"),
+    "reasoning": (9, "writes a rationale first"),
 }
+_WITHHELD = {"text": ("Question only", "picture withheld"), "image": ("Image only", "question withheld")}
 _FOREIGN_ORDER, _BASELINE_ORDER = 6, 7
 
 
@@ -105,7 +94,7 @@ class Evaluation:
         return Figure(entry["value"], **bounds)
 
 
-def read_evaluations(dirs: Sequence[Path], baselines: Mapping[str, Path]) -> list[Evaluation]:
+def read_evaluations(dirs: Sequence[Path], baselines: Iterable[tuple[str, Path]]) -> list[Evaluation]:
     """Read evaluation directories, or those in them, in the order of the table: ablations, direct, baselines, reasoning.
 
     Evaluations of another checkpoint than the featured one are baselines too.
@@ -126,7 +115,7 @@ def read_evaluations(dirs: Sequence[Path], baselines: Mapping[str, Path]) -> lis
         else _as_baseline(one, one.label)
         for one in evaluations
     ]
-    for label, directory in baselines.items():
+    for label, directory in baselines:
         inner = expand(directory)
         one = read_evaluation(
             inner[0] if len(inner) == 1 else directory
@@ -171,9 +160,7 @@ def read_evaluation(directory: Path) -> Evaluation:
     mode = results.get("query_mode")
     order, label, note = _FOREIGN_ORDER, str(results.get("tag") or directory.name), "external ranking"
     if mode is not None:
-        condition = (str(mode), str(results.get("query_modality") or "both"))
-        unknown = (_FOREIGN_ORDER, " · ".join(condition), "see the end of the page")
-        order, label, note = _NAMES.get(condition, unknown)
+        order, label, note = _condition(str(mode), str(results.get("query_modality") or "both"))
     way, *more = ways_of(results)
     if mode is not None and way != mode:
         note = f"point {way} of a budget"
@@ -183,6 +170,18 @@ def read_evaluation(directory: Path) -> Evaluation:
     note = ", ".join(filter(None, [note, *more]))
     per_query = _per_query(directory / PER_QUERY)
     return Evaluation(directory, label, note, order, False, results, per_query)
+
+
+def _condition(mode: str, modality: str) -> tuple[int, str, str]:
+    """Order in the table, label and explanation of an evaluation of our own."""
+    if mode not in _MODES or modality not in (*_WITHHELD, "both"):
+        return _FOREIGN_ORDER, f"{mode} · {modality}", "see the end of the page"
+    (order, note), writes = _MODES[mode], mode == "reasoning"
+    if modality == "both":
+        return order, mode.capitalize(), note if writes else f"{note}, same checkpoint"
+    label, withheld = _WITHHELD[modality]
+    order = (1 if writes else 3) + (modality == "image")
+    return (order, label, withheld) if writes else (order, f"{label}, {mode}", f"{withheld}, {note}")
 
 
 def _per_query(path: Path) -> pd.DataFrame:

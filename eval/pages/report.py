@@ -13,7 +13,7 @@ of different sets, numbers that are not finite, missing pictures.
 
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -112,7 +112,7 @@ def _write_report(options: ReportOptions, dirs: list[Path]) -> Path:
     The output is deterministic: examples are drawn by a seeded hash of the query id, and the page has no dates.
     """
     metric, budget = options.metric, read_json(dirs[0] / BUDGET) if len(dirs) == 1 else None
-    evaluations = read_evaluations(dirs, _baselines(options.baseline))
+    evaluations = read_evaluations(dirs, list(_baselines(options.baseline)))
     check_one_set(evaluations)
     main = featured(evaluations)
     if main.figure("micro", metric) is None:
@@ -150,14 +150,12 @@ def _write_report(options: ReportOptions, dirs: list[Path]) -> Path:
     return write_page(options.out, "report.html.j2", ["report.css"], content)
 
 
-def _baselines(words: Sequence[str]) -> dict[str, Path]:
-    baselines = {}
+def _baselines(words: Sequence[str]) -> Iterator[tuple[str, Path]]:
     for word in filter(None, words):
         label, _, directory = word.partition(":")
         if not (label and directory):
             raise UserError(f"baseline must be LABEL:DIR, got {word!r}")
-        baselines[label] = Path(directory)
-    return baselines
+        yield label, Path(directory)
 
 
 def provenance_of(evaluations: Sequence[Evaluation]) -> list[dict[str, Any]]:

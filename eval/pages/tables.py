@@ -43,29 +43,11 @@ class Table:
 
 @dataclass(frozen=True)
 class _Column:
-    """A figure of results.json and its queries in per_query.parquet (None: unknown)."""
+    """A figure of results.json, and its queries in per_query.parquet (None: unknown)."""
 
     heading: str
-    block: str
-    name: str | None
+    path: tuple[str, ...]  # in results.json, up to the metric
     rows_Q: np.ndarray | None
-
-    @classmethod
-    def of(cls, main: Evaluation, heading: str, block: str, name: str | None = None) -> "_Column":
-        column = main.per_query.get(block.removeprefix("by_"))
-        if name is None:
-            return cls(heading, block, name, np.ones(len(main.per_query), bool))
-        return cls(heading, block, name, None if column is None else (column == name).to_numpy())
-
-    @property
-    def path(self) -> tuple[str, ...]:
-        """Path of its figures in results.json, up to the metric."""
-        return (self.block,) if self.name is None else (self.block, self.name)
-
-    @property
-    def by(self) -> str:
-        """Label of the query column; "" for all queries."""
-        return self.block.removeprefix("by_").replace("_", " ") if self.name else ""
 
     @property
     def num_queries(self) -> int | None:
@@ -89,7 +71,9 @@ def _table(
         Row(one.label, one.note, figures, featured=one is main)
         for one, figures in zip(evaluations, grid, strict=True)
     ]
-    return Table(columns[-1].by, [(c.heading, c.num_queries) for c in columns], rows, scale)
+    block, *value = columns[-1].path
+    by = block.removeprefix("by_").replace("_", " ") if value else ""
+    return Table(by, [(c.heading, c.num_queries) for c in columns], rows, scale)
 
 
 def _chance(
@@ -102,7 +86,7 @@ def _chance(
     figures = [
         Figure(float(values.mean())) if values is not None and len(values) else None for values in of_column
     ]
-    if columns[0].name is None:  # recorded in results.json, unlike those of slices
+    if len(columns[0].path) == 1:  # recorded in results.json, unlike those of slices
         figures[0] = main.figure("random", metric)
     return figures
 
@@ -113,7 +97,8 @@ def main_table(
     """The main table (all queries, then pairs, or categories of a set without pairs), and one for each other slice."""
     sliced = _slices(evaluations, main)
     lead = next((block for block in sliced if len(sliced[block]) <= MAX_MAIN_SLICES), "")
-    columns = [_Column.of(main, "All queries", "micro"), *sliced.pop(lead, [])]
+    every_Q = np.ones(len(main.per_query), bool)
+    columns = [_Column("All queries", ("micro",), every_Q), *sliced.pop(lead, [])]
     others = [_table(evaluations, main, metric, rest, floor) for rest in sliced.values()]
     table = _table(evaluations, main, metric, columns, floor)
     return replace(table, gains=_gains(evaluations, main, metric, columns)), others
@@ -125,8 +110,14 @@ def _slices(evaluations: Sequence[Evaluation], main: Evaluation) -> dict[str, li
     out = {}
     for block in sorted(blocks, key=lambda b: (b != "by_pair", b != "by_category", b)):
         names = sorted(set().union(*(one.names(block) for one in evaluations)), key=slice_order)
+        column = main.per_query.get(block.removeprefix("by_"))
         if len(names) > 1:
-            out[block] = [_Column.of(main, slice_label(name), block, name) for name in names]
+            out[block] = [
+                _Column(
+                    slice_label(name), (block, name), None if column is None else (column == name).to_numpy()
+                )
+                for name in names
+            ]
     return out
 
 

@@ -308,11 +308,6 @@ def our_full_step(setting: Setting) -> dict[str, float]:
     return our_step(setting, our_rollout(setting, encoded), encoded)
 
 
-def their_full_step(setting: Setting) -> dict[str, float]:
-    """Own rationales and gradients of one step, in three passes and a rollout."""
-    return three_pass_step(setting, their_rollout(setting))
-
-
 def our_step(
     setting: Setting, rationales: Sequence[Rationale], encoded: EncodedParts | None = None
 ) -> dict[str, float]:

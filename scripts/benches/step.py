@@ -49,7 +49,11 @@ def measure(options: Options) -> dict[str, Rows]:
     if options.form == "recipe":
         options = replace(options, batch=2)
         found = forms.measure_settings(options, _work_of_recipe, prepare=_checkpointed)
-        tables = {name: _of_a_query(kinds["GFLOP"]) for name, kinds in found.items()}
+        column = "TFLOP of a query, with its candidates"
+        tables = {
+            name: {form: {column: count / 2e3} for form, count in kinds["GFLOP"].items()}
+            for name, kinds in found.items()
+        }
     else:
         found = forms.measure_settings(options, _work, repeats=options.repeats)
         tables = {name: _ratios(kinds) for name, kinds in found.items()}
@@ -75,12 +79,8 @@ def _work_of_recipe(setting: Setting) -> Work:
         "ours, twice": lambda: forms.our_step_in_chunks(setting, 1, "none"),
         "ours, once and kept": lambda: forms.our_step_in_chunks(setting, 1, "device"),
         "gradient caching": cached,
-        "three passes": lambda: forms.their_full_step(setting),
+        "three passes": lambda: forms.three_pass_step(setting, their_rollout(setting)),
     }
-
-
-def _of_a_query(gflop: dict[str, float]) -> Rows:
-    return {form: {"TFLOP of a query, with its candidates": count / 2e3} for form, count in gflop.items()}
 
 
 def _work(setting: Setting) -> Work:
@@ -95,7 +95,7 @@ def _work(setting: Setting) -> Work:
         "ours step": lambda: forms.our_step(setting, rationales),
         "theirs step": lambda: forms.three_pass_step(setting, own_ids),
         "ours full": lambda: forms.our_full_step(setting),
-        "theirs full": lambda: forms.their_full_step(setting),
+        "theirs full": lambda: forms.three_pass_step(setting, their_rollout(setting)),
     }
 
 

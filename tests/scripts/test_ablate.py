@@ -16,7 +16,7 @@ from eval_fakes import write_set
 from paths import ROOT
 
 from eval.benchmarks.suite import write_suite
-from eval.pages.charts import STYLES, Mark, interval_chart, palette
+from eval.pages.charts import STYLES, interval_chart, palette
 from rge.checkpoints.run_lock import LOCK
 from rge.common.errors import UserError
 from rge.config import Recipe, load_recipe
@@ -191,7 +191,7 @@ def test_an_arm_s_overrides_may_be_given_one_by_one(ablate):
 
 def test_a_sweep_does_not_lock_what_training_locks(ablate, tmp_path):
     """On NFS, flock and the record locks of `run_lock.held` exclude one another: every training would be refused."""
-    with ablate.arms._held(tmp_path / "run", wait=False) as ours:
+    with ablate.arms.held(tmp_path / "run", wait=False) as ours:
         assert ours
         assert not (tmp_path / "run" / LOCK).exists()
 
@@ -371,10 +371,14 @@ def test_commas_inside_a_value(ablate):
     )
 
 
+def mark(row, which, metric, mean, low, high, **more):
+    return {"row": row, "slice": which, "metric": metric, "mean": mean, "low": low, "high": high, **more}
+
+
 def test_plot_places_means_intervals_and_seeds():
     marks = [
-        Mark("1:1", "seen", "hit@1", 0.2, 0.1, 0.4, (0.15, 0.25)),
-        Mark("1:10 <b>", "seen", "hit@1", 0.3, 0.2, 0.4),
+        mark("1:1", "seen", "hit@1", 0.2, 0.1, 0.4, seeds=(0.15, 0.25)),
+        mark("1:10 <b>", "seen", "hit@1", 0.3, 0.2, 0.4),
     ]
     text = interval_chart(marks, title="a & b")
     svg = ElementTree.fromstring(text)
@@ -403,7 +407,7 @@ def test_plot_places_means_intervals_and_seeds():
 
 
 def test_a_chart_that_stands_alone_has_both_schemes_and_no_variables():
-    text = interval_chart([Mark("a", "s", "m", 0.2, 0.1, 0.4)], title="t")
+    text = interval_chart([mark("a", "s", "m", 0.2, 0.1, 0.4)], title="t")
     assert "var(" not in text
     light, dark = palette()
     assert f'stroke="{light["series-0"]}"' in text
@@ -414,7 +418,7 @@ def test_a_chart_that_stands_alone_has_both_schemes_and_no_variables():
 def test_plot_refuses_nothing_and_too_much():
     with pytest.raises(ValueError, match="has nothing to show"):
         interval_chart([], title="empty")
-    marks = [Mark("a", f"slice {number}", "m", 0.1, 0, 1) for number in range(STYLES + 1)]
+    marks = [mark("a", f"slice {number}", "m", 0.1, 0, 1) for number in range(STYLES + 1)]
     with pytest.raises(ValueError, match="has 7 slices, but there are only 6 colours"):
         interval_chart(marks, title="many")
 

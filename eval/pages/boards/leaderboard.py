@@ -9,7 +9,7 @@ Suites (MMEB, MM-BRIGHT) and single sets are handled alike.
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import pandas as pd
 from markupsafe import Markup
 
-from eval.benchmarks.published_tables import Column, Published, published, table_of
+from eval.benchmarks.published_tables import Published, published, table_of
 from eval.embedding.identity import identity_of
 from eval.pages.boards.comparison import side_by_side
 from eval.pages.boards.rows import (
@@ -34,7 +34,7 @@ from eval.pages.boards.rows import (
     published_rows,
     why_unranked,
 )
-from eval.pages.charts import Point, budget_on_page, scatter
+from eval.pages.charts import budget_on_page, scatter
 from eval.pages.evaluations import BUDGET, Evaluation, expand, read_evaluation, warnings_of
 from eval.pages.examples import Gallery
 from eval.pages.single_file import write_page
@@ -49,29 +49,6 @@ _Budget = tuple[str, dict[str, Any]]
 """Label, curves."""
 _Cost = tuple[int, Row, dict[str, Any]]
 """Number in the chart and of the row in the heat map, row, mean costs of a query."""
-
-
-@dataclass(frozen=True)
-class Board:
-    """Content of one section of the page."""
-
-    id: str
-    title: str
-    facts: str
-    protocol: Sequence[str]
-    source: Published | None
-    apart: Sequence[str]  # why published rows are not ranked on it
-    columns: Sequence[Column]
-    main: int  # the column that rows are sorted by
-    rows: Sequence[Row]
-    foreign: Sequence[Row]
-    warnings: Sequence[str]
-    heat: dict[str, Any] | None
-    differs: Sequence[tuple[str, dict[str, str]]]
-    costs: Sequence[_Cost]
-    cost_chart: Markup | None
-    examples: dict[str, Any] | None = None
-    budgets: Sequence[_Budget] = ()
 
 
 def write_leaderboard(
@@ -91,36 +68,36 @@ def write_leaderboard(
     groups, budgets = _groups(runs)
     if set_dir is not None and len(groups) > 1:
         raise UserError(f"set=DIR is for evaluations of one set, but these are of {len(groups)}")
-    gallery, boards, unused = Gallery(), list[Board](), dict(published())
+    gallery, boards, unused = Gallery(), list[dict[str, Any]](), dict(published())
     for key, members in groups.items():
         first = members[0].results
         table = None if which == "none" else table_of(first.get("benchmark"), str(first["set"]["name"]))
         board = _board(f"board{len(boards)}", members, table)
-        measured = {_name(row): row.evaluation for row in board.rows if row.evaluation}
+        measured = {_name(row): row.evaluation for row in board["rows"] if row.evaluation}
         shown = side_by_side(measured, gallery, num_examples, set_dir, seed) if num_examples else None
-        boards.append(replace(board, examples=shown, budgets=budgets[key]))
+        boards.append(board | {"examples": shown, "budgets": budgets[key]})
         unused.pop(table.key if table else "", None)
     for table in unused.values() if which == "all" else ():
         boards.append(_board(f"board{len(boards)}", [], table))
     for board in boards:
-        name = out.stem if len(boards) == 1 else f"{out.stem}-{board.id}"
+        name = out.stem if len(boards) == 1 else f"{out.stem}-{board['id']}"
         write_tables(out.with_name(name), *board_tables(board))
     content = dict(
-        title=title or (boards[0].title if len(boards) == 1 else "Leaderboard"),
+        title=title or (boards[0]["title"] if len(boards) == 1 else "Leaderboard"),
         boards=boards,
-        warnings=[(board.title, warning) for board in boards for warning in board.warnings],
+        warnings=[(board["title"], warning) for board in boards for warning in board["warnings"]],
         pictures=gallery.pictures,
         max_columns=MAX_COLUMNS,
     )
     return write_page(out, "leaderboard.html.j2", ["report.css", "leaderboard.css"], content)
 
 
-def board_tables(board: Board) -> tuple[pd.DataFrame, pd.DataFrame]:
+def board_tables(board: Mapping[str, Any]) -> tuple[pd.DataFrame, pd.DataFrame]:
     """The rows of a board as numbers (fractions), and formatted in per cent."""
     values, formatted_rows = [], []
-    for row in [*board.rows, *board.foreign]:
+    for row in [*board["rows"], *board["foreign"]]:
         model = {"model": row.label, "note": row.note}
-        cells = {column.name: cell for column, cell in zip(board.columns, row.figures, strict=True)}
+        cells = {column.name: cell for column, cell in zip(board["columns"], row.figures, strict=True)}
         values.append(
             {"place": row.place, **model, "published": row.published}
             | {
@@ -190,8 +167,11 @@ def _join_unrecorded(*tables: dict[_Key, list[Any]]) -> None:
                 groups[same[0]] = [*groups.get(same[0], []), *groups.pop(key)]
 
 
-def _board(name: str, members: Sequence[Evaluation], table: Published | None) -> Board:
-    """A board of measured rows, published ones, or both."""
+def _board(name: str, members: Sequence[Evaluation], table: Published | None) -> dict[str, Any]:
+    """Content of one section of the page: a board of measured rows, published ones, or both.
+
+    Rows are sorted by the column ``main``. Those of ``foreign`` are not ranked, ``apart`` says why.
+    """
     first = members[0].results if members else {}
     columns, main = (table.columns, table.main) if table else generic_columns(first)
     known = any(one.results["set"].get("content") for one in members)
@@ -205,7 +185,7 @@ def _board(name: str, members: Sequence[Evaluation], table: Published | None) ->
     costs = _costs(rows, main)
     rest = [row for row in copied if apart or not row.comparable]
     foreign = sorted(rest, key=lambda row: order(row.figures[main], metric))
-    return Board(
+    return dict(
         id=name,
         title=str(first["set"]["name"]) if members or table is None else table.title,
         facts=_facts(first) if members else "published figures only",
@@ -221,6 +201,8 @@ def _board(name: str, members: Sequence[Evaluation], table: Published | None) ->
         differs=_what_differs(members),
         costs=costs,
         cost_chart=_cost_chart(costs, main, columns[main].name),
+        examples=None,
+        budgets=(),
     )
 
 
@@ -266,14 +248,8 @@ def _costs(rows: Sequence[Row], main: int) -> list[_Cost]:
 def _cost_chart(costs: Sequence[_Cost], main: int, name: str) -> Markup | None:
     """Chart of the main figure over the time of a query."""
     points = [
-        Point(
-            _name(row),
-            cost["embed_ms"] + (cost["generate_ms"] or 0.0),
-            figure.value,
-            figure.low,
-            figure.high,
-            number,
-        )
+        {"name": _name(row), "number": number, "cost": cost["embed_ms"] + (cost["generate_ms"] or 0.0)}
+        | vars(figure)
         for number, row, cost in costs
         if (figure := row.figures[main]) is not None
     ]

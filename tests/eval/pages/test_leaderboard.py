@@ -16,7 +16,7 @@ from eval.benchmarks.releases.mmeb import MmebOptions, import_mmeb
 from eval.commands.run import RunOptions, run_command
 from eval.pages.boards.comparison import who_wins
 from eval.pages.boards.leaderboard import write_leaderboard
-from eval.pages.charts import PLOT_WIDTH, Point, scatter
+from eval.pages.charts import PLOT_WIDTH, scatter
 from eval.pages.wording import percent
 from rge.common.errors import UserError
 
@@ -203,7 +203,10 @@ def places(svg: str) -> list[float]:
 
 
 def test_scatter_places_points_and_speaks():
-    points = [Point("a", 10.0, 0.5, 0.4, 0.6), Point("b", 1000.0, 0.25, None, None)]
+    def point(name, cost, value, low=None, high=None):
+        return {"name": name, "number": 1, "cost": cost, "value": value, "low": low, "high": high}
+
+    points = [point("a", 10.0, 0.5, 0.4, 0.6), point("b", 1000.0, 0.25)]
     drawn = scatter(points, name="recall@1", x_label="ms")
     assert "recall@1 over ms: a 50.0 % at 10; b 25.0 % at 1,000" in drawn
     xs = places(drawn)
@@ -211,11 +214,7 @@ def test_scatter_places_points_and_speaks():
     assert len(re.findall(r'<line [^>]*stroke-width="1.5"', drawn)) == 1  # the other has no interval
     assert "<title>a: 50.0 % [40.0, 60.0] at 10</title>" in drawn
     assert "<title>b: 25.0 % at 1,000</title>" in drawn
-    linear = scatter(
-        [points[0], Point("c", 20.0, 0.1, None, None), Point("d", 0.0, 0.1, None, None)],
-        name="y",
-        x_label="ms",
-    )
+    linear = scatter([points[0], point("c", 20.0, 0.1), point("d", 0.0, 0.1)], name="y", x_label="ms")
     at = places(linear)
     assert at[1] - at[2] == pytest.approx(2 * (at[0] - at[2]), abs=0.5)
     assert all(0 <= x <= PLOT_WIDTH for x in at)

@@ -933,6 +933,8 @@ def test_a_baseline_is_one_evaluation(world):
         written(world, baseline=(f"other:{world / 'out'}",))
     with pytest.raises(UserError, match="must be unique, got 'Direct' twice"):
         written(world, baseline=(f"Direct:{world / 'none'}",))
+    with pytest.raises(UserError, match="labels of evaluations must be unique, got 'mine' twice"):
+        written(world, baseline=(f"mine:{world / 'none'}", f"mine:{world / 'out' / 'direct-both'}"))
 
 
 def test_two_checkpoints_among_the_runs_are_told_apart(world):

@@ -185,7 +185,8 @@ def main(arguments: list[str]) -> int:
             print(f"{title}: stopped (exit code {code}); the same command continues", file=sys.stderr)
             return code if code > 0 else SIGNALLED - code
         print(f"{title}: {seconds / 60:.1f} min", flush=True)
-    progress.lead_to(page)
+    leads_there = f'<meta charset="utf-8"><meta http-equiv="refresh" content="0; url={page.name}">'
+    write_text(progress.path, leads_there)
     minutes = {step.name: round(record[step.name]["seconds"] / 60, 2) for step in todo}
     cpu_minutes = sum(record[step.name].get("cpu_seconds", 0.0) for step in todo) / 60
     rows = figures(options.baseline, run)
@@ -238,12 +239,6 @@ class Progress:
             f'<p><progress max="1" value="{done / whole:.3f}"></progress></p><p>{done / whole:.0%}, {left}</p><ol>{rows}</ol>'
             "<p>A small model learns to say what a picture shows, to reason to what is needed, and to find it. "
             "This page reloads itself and leads to the report.</p></html>",
-        )
-
-    def lead_to(self, page: Path) -> None:
-        """Redirect from the progress page to the report."""
-        write_text(
-            self.path, f'<meta charset="utf-8"><meta http-equiv="refresh" content="0; url={page.name}">'
         )
 
     def _trained(self) -> float:

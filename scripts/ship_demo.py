@@ -42,7 +42,10 @@ def ship(trained: Path, folder: Path) -> int:
         name: weight.to(torch.bfloat16) if weight.is_floating_point() else weight
         for name, weight in load_file(trained / "model.safetensors").items()
     }
-    config = json.loads((trained / "config.json").read_text(encoding="utf-8"), object_hook=_in_bfloat16)
+    config = json.loads(
+        (trained / "config.json").read_text(encoding="utf-8"),
+        object_hook=lambda part: part | ({"dtype": "bfloat16"} if "dtype" in part else {}),
+    )
     waiting = folder.with_name(f"tmp_{folder.name}")
     shutil.rmtree(waiting, ignore_errors=True)
     shutil.copytree(trained, waiting, ignore=shutil.ignore_patterns("*.safetensors", "README.md", DONE))
@@ -63,10 +66,6 @@ def ship(trained: Path, folder: Path) -> int:
     shutil.rmtree(folder, ignore_errors=True)
     waiting.rename(folder)
     return size
-
-
-def _in_bfloat16(config: dict) -> dict:
-    return config | ({"dtype": "bfloat16"} if "dtype" in config else {})
 
 
 def main(words: list[str]) -> int:

@@ -36,6 +36,7 @@ from eval.pages.evaluations import (
 from eval.pages.examples import Gallery, cards_of
 from eval.pages.single_file import write_page
 from eval.pages.training_log import curves_of
+from eval.pages.wording import slice_label, slice_order
 from eval.scoring.metrics import metric_words
 from rge.common.errors import UserError
 from rge.common.files import read_json
@@ -126,6 +127,7 @@ def _write_report(options: ReportOptions, dirs: list[Path]) -> Path:
     num_examples = 48 if options.examples is None else options.examples
     examples = cards_of(rows, main, loaded, metric, num_examples, options.seed, gallery)
     table, other_tables = tables.main_table(rows, main, metric, tables.random_floors(main, loaded, metric))
+    notes = loaded.meta.get("slice_notes", {}).get(table.by, {})
     content = dict(
         title=options.title or f"What reasoning gained on {main.results['set']['name']}",
         set=main.results["set"],
@@ -139,7 +141,7 @@ def _write_report(options: ReportOptions, dirs: list[Path]) -> Path:
         metrics_table=tables.metrics_table(evaluations, main),
         health=tables.cost_and_ties(evaluations, metric),
         warnings=warnings_of(evaluations),
-        slice_notes=tables.notes_of(loaded, table.by),
+        slice_notes=[(slice_label(name), notes[name]) for name in sorted(notes, key=slice_order)],
         examples=examples,
         pictures=gallery.pictures,
         curves=curves_of([Path(name) for name in options.log if name]),

@@ -211,12 +211,6 @@ def verdict_of(evaluations: Sequence[Evaluation], main: Evaluation, metric: str)
     return parts if floor is None else [*parts, ("by chance", floor)]
 
 
-def notes_of(loaded: RetrievalSet, by: str) -> list[tuple[str, str]]:
-    """(heading, explanation) of the main table's slices, from ``slice_notes`` in the set's meta.json."""
-    notes = loaded.meta.get("slice_notes", {}).get(by, {})
-    return [(slice_label(name), notes[name]) for name in sorted(notes, key=slice_order)]
-
-
 def cost_and_ties(evaluations: Sequence[Evaluation], metric: str) -> dict[str, Any]:
     """Costs and reliability: rationale length, forced stops, time, and spread by ties.
 

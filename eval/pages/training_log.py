@@ -29,17 +29,15 @@ def curves_of(paths: Sequence[Path]) -> list[dict[str, Any]]:
     """Charts of training logs for a page."""
     if not paths:
         return []
-    training = read_training_logs(paths)
+    training, charts = read_training_logs(paths), []
     keys = [key for key in CURVE_NAMES if key in training.curves]
-    return [_chart(key, training) for key in (*keys, *sorted(set(training.curves) - set(keys)))]
-
-
-def _chart(key: str, training: "Training") -> dict[str, Any]:
-    name, percent = CURVE_NAMES.get(key, (key.replace("_", " ").capitalize(), False))
-    steps, values = training.curves[key]
-    last = f"ends at {number(values[-1] * (100 if percent else 1))}{'%' if percent else ''}"
-    svg = line_chart(steps, values, name=name, bands=training.stages, percent=percent)
-    return {"name": name, "last": last, "svg": svg}
+    for key in (*keys, *sorted(set(training.curves) - set(keys))):
+        name, percent = CURVE_NAMES.get(key, (key.replace("_", " ").capitalize(), False))
+        steps, values = training.curves[key]
+        last = f"ends at {number(values[-1] * (100 if percent else 1))}{'%' if percent else ''}"
+        svg = line_chart(steps, values, name=name, bands=training.stages, percent=percent)
+        charts.append({"name": name, "last": last, "svg": svg})
+    return charts
 
 
 @dataclass

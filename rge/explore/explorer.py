@@ -21,7 +21,7 @@ from rge.common.images import WEB, load_image, picture_bytes
 from rge.common.schema import Item
 from rge.embedder import Embedder
 from rge.index.reading import Reader
-from rge.index.rows import Hit, Row
+from rge.index.rows import Row
 from rge.index.sources import Unreadable, read_source
 from rge.index.store import Index, SearchIndexError
 from rge.model.prompts import Prompt
@@ -215,13 +215,11 @@ class Explorer:
         query_ND = self.embedder.cut(query_ND, self.index.about["dimensions"])
         words = [query.question] if query.hybrid else None
         [hits] = self.index.search(query_ND, k, where=(query.where or "").strip() or None, words=words)
-        return [_for_page(hit) for hit in hits]
-
-
-def _for_page(hit: Hit) -> dict[str, Any]:
-    keys = ("source", "id", "score", "text", "metadata", "gone")
-    about = {"folder": Path(hit.source).name, "has_picture": hit.image is not None}
-    return {key: getattr(hit, key) for key in keys} | about
+        return [
+            {key: getattr(hit, key) for key in ("source", "id", "score", "text", "metadata", "gone")}
+            | {"folder": Path(hit.source).name, "has_picture": hit.image is not None}
+            for hit in hits
+        ]
 
 
 def demo_gallery(embedder: Embedder) -> Index:

@@ -50,7 +50,10 @@ def measure(options: Options) -> Rows:
     }
     if options.others:
         work["numpy"] = lambda: [_with_numpy(block_BD, candidate_CD, depth) for block_BD in blocks]
-        work["torch"] = lambda: [_with_torch(block_BD, candidate_CD, depth) for block_BD in blocks]
+        candidate_DC = torch.from_numpy(candidate_CD).T
+        work["torch"] = lambda: [
+            torch.topk(torch.from_numpy(block_BD) @ candidate_DC, depth, dim=1).indices for block_BD in blocks
+        ]
     ranking: Any = work["search"]()
     positives = [
         (np.sort(rng.choice(options.candidates, 12, replace=False)).astype(np.int32), np.ones(12))
@@ -66,10 +69,6 @@ def _with_numpy(query_BD: np.ndarray, candidate_CD: np.ndarray, depth: int) -> n
     top_BK = np.argpartition(-score_BC, depth - 1, axis=1)[:, :depth]
     order_BK = np.argsort(-np.take_along_axis(score_BC, top_BK, axis=1), axis=1)
     return np.take_along_axis(top_BK, order_BK, axis=1)
-
-
-def _with_torch(query_BD: np.ndarray, candidate_CD: np.ndarray, depth: int) -> torch.Tensor:
-    return torch.topk(torch.from_numpy(query_BD) @ torch.from_numpy(candidate_CD).T, depth, dim=1).indices
 
 
 def _score(ranking: Ranking, positives: list[tuple[np.ndarray, np.ndarray]], candidates: int) -> None:

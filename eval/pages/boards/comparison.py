@@ -82,7 +82,11 @@ def side_by_side(
     winners = [name for name in (*names, TIE, "several", "none") if name in counts]
     columns = examples.varying(frame, list(dict.fromkeys(("category", *first.reported_by))))
     frame[columns] = frame[columns].fillna(UNCATEGORISED)  # members of a suite may lack a column
-    drawn = frame if not first.results.get("suite") else _of_some_members(frame, seed)
+    drawn = frame
+    if first.results.get("suite"):
+        of_query = frame["category"].astype(str)
+        order = sorted(set(of_query), key=lambda name: hashlib.sha256(f"{seed}{name}".encode()).hexdigest())
+        drawn = frame[of_query.isin(order[:MAX_MEMBERS])]
     chosen = examples.choose_examples(
         drawn, success_rank=1, num=num, strata=["category", "winner"], seed=seed
     )
@@ -136,12 +140,6 @@ def who_wins(values: np.ndarray, names: Sequence[str]) -> str:
     if len(best) == 1 and len(names) > 1:
         return names[int(best[0])]
     return TIE if len(best) == len(names) else "several"
-
-
-def _of_some_members(frame: pd.DataFrame, seed: int) -> pd.DataFrame:
-    members = sorted({str(name) for name in frame["category"]})
-    order = sorted(members, key=lambda name: hashlib.sha256(f"{seed}{name}".encode()).hexdigest())
-    return frame[frame["category"].astype(str).isin(order[:MAX_MEMBERS])]
 
 
 def _sets_of(

@@ -13,6 +13,7 @@ import torch
 
 from rge.checkpoints.settings import read_settings
 from rge.common.commands import progress_bar
+from rge.common.errors import UserError
 from rge.config import DataConfig
 from rge.data.collate import Batch, StepBatches
 from rge.data.mixture import Mixture
@@ -70,6 +71,11 @@ def leakage(
                 values.append(report[name])
             if kind == "right":
                 chances.append(chance(batch))
+        if not any(chances):
+            raise UserError(
+                f"{data}: no batch had more than one target, so there was nothing to tell apart; leakage needs records with "
+                "different positives, or a larger batch_size"
+            )
     return judge(curves, float(np.mean(chances)))
 
 

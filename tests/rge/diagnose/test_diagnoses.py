@@ -447,6 +447,13 @@ def test_no_verdict_without_learning():
 
 
 @pytest.mark.slow
+def test_leakage_needs_targets_to_tell_apart(checkpoint, records):
+    few = records.with_name("few.jsonl")
+    few.write_text(records.read_text().splitlines()[0] + "\n")
+    with pytest.raises(UserError, match="few.jsonl: no batch had more than one target"):
+        leakage.leakage(checkpoint, few, steps=1, batch_size=2, lr=1e-3)
+
+
 def test_leakage_writes_table_and_curves(checkpoint, records, capsys):
     arguments = [f"checkpoint={checkpoint}", f"data={records}", "steps=2", "batch_size=4"]
     assert command.main(["leakage", *arguments, f"out={checkpoint.parent / 'here'}"]) == 0

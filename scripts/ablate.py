@@ -38,6 +38,7 @@ from arms import (
 from eval.benchmarks.suite import is_suite, load_suite
 from eval.pages.charts import STYLES, interval_chart
 from eval.scoring.metrics import names_of as names_of_metrics
+from eval.scoring.metrics import parse_name
 from eval.scoring.tables import latex
 from rge.checkpoints.settings import RGE_JSON
 from rge.common.commands import start
@@ -160,6 +161,8 @@ def plan(
     """The options with defaults filled in, and a study with one arm per value; an error if the recipe refuses one of them."""
     if unknown := [value for value in arms if value not in values]:
         raise UserError(f"with.{unknown[0]} names no value of the sweep: {', '.join(values)}")
+    for metric in options.metrics:  # now, and not after the first training
+        parse_name(metric)
     overrides = {value: (f"{key}={value}", *extra, *arms.get(value, [])) for value in values}
     for word in (word for words in overrides.values() for word in words):
         if split_word(word)[0] == "train.seed":
@@ -234,6 +237,10 @@ def slices_of(frame: pd.DataFrame, options: Options) -> tuple[dict[str, Slice], 
         return {v: Slice("", column, v, of_members) for v in sorted(set(frame[column].astype(str)))}
 
     if not is_suite(Path(options.set)):
+        if options.by not in frame and options.by != Options.by:
+            raise UserError(
+                f"by={options.by}: evaluations have no such column; report_by in the set's meta.json names theirs"
+            )
         return {"all": Slice()} | (values(options.by) if options.by in frame else {}), {}
     shown = {"all": Slice(of_members=True)}
     members = load_suite(Path(options.set)).members.values()

@@ -295,6 +295,8 @@ def test_runs_of_different_queries_make_no_table(ablate, tmp_path):
     pd.read_parquet(path).iloc[:-1].to_parquet(path)
     with pytest.raises(UserError, match="was evaluated on other queries than the runs before it"):
         ablate.main([*ablate.given, "collect=true"])
+    with pytest.raises(UserError, match="by=pairs: evaluations have no such column"):
+        ablate.main([*ablate.given, "collect=true", "by=pairs"])
     given = [word for word in ablate.given if not word.startswith("metrics=")]
     with pytest.raises(UserError, match=r"was not evaluated for ndcg@7; there are: .*hit@1"):
         ablate.main([*given, "collect=true", "metrics=ndcg@7"])
@@ -320,6 +322,7 @@ def test_runs_of_different_queries_make_no_table(ablate, tmp_path):
             r"index must be 0 to 5, since the sweep has 6 runs \(a Slurm array: --array=0-5\); got 6",
         ),
         (["collect=perhaps"], "collect must be true or false, got 'perhaps'"),
+        (["metrics=hit@1,recal@1"], r"no metric 'recal@1'; there are .*recall@k"),
         (["train.seed=5"], "train.seed=5 would make every seed of an arm the same run"),
         (["with.none=train.seed=5"], "train.seed=5 would make every seed of an arm the same run"),
         (["sweep=train.seed=[0,1]"], "train.seed=0 would make every seed of an arm the same run"),

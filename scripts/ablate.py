@@ -161,8 +161,6 @@ def plan(
     """The options with defaults filled in, and a study with one arm per value; an error if the recipe refuses one of them."""
     if unknown := [value for value in arms if value not in values]:
         raise UserError(f"with.{unknown[0]} names no value of the sweep: {', '.join(values)}")
-    for metric in options.metrics:  # now, and not after the first training
-        parse_name(metric)
     overrides = {value: (f"{key}={value}", *extra, *arms.get(value, [])) for value in values}
     for word in (word for words in overrides.values() for word in words):
         if split_word(word)[0] == "train.seed":
@@ -173,8 +171,11 @@ def plan(
     recipe = (f"recipe={options.recipe}", f"init={options.init}")
     runs = []
     for value, words in overrides.items():
-        load_recipe([*recipe, f"stage={options.stage}", f"out={options.out}", *words])
-        runs.append(Arm(folder_name(value), options.stage, overrides=words))
+        plugins = load_recipe([*recipe, f"stage={options.stage}", f"out={options.out}", *words]).plugins
+        asked = (f"plugins={','.join(plugins)}",) if plugins else ()
+        runs.append(Arm(folder_name(value), options.stage, overrides=words, ask=asked))
+    for metric in options.metrics:  # now, and not after the first training
+        parse_name(metric)
     ask = [f"benchmark={load_suite(Path(options.set)).benchmark}"] if is_suite(Path(options.set)) else []
     if more := [name for name in options.metrics if name not in names_of_metrics(negatives=True)]:
         ask.append(f"metrics={','.join(more)}")

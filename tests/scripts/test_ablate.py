@@ -6,6 +6,7 @@ import re
 import shlex
 import sys
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from pathlib import Path
 
 import forked
@@ -181,6 +182,19 @@ def test_seeds_from_another_start_or_other_records_make_no_table(ablate, tmp_pat
     )
     with pytest.raises(UserError, match=expected):
         ablate.main([*ablate.given, "collect=true"])
+
+
+def test_a_run_is_evaluated_with_the_plugins_of_its_recipe(ablate, monkeypatch):
+    """They may define its prompts or its family."""
+    load = ablate.load_recipe
+
+    def load_with_plugins(words) -> Recipe:
+        return replace(load(words), plugins=("my_prompts", "my_families"))
+
+    monkeypatch.setattr(ablate, "load_recipe", load_with_plugins)
+    ablate.main([*ablate.given, "index=0"])
+    _, evaluation = ablate.commands
+    assert "plugins=my_prompts,my_families" in evaluation
 
 
 def test_an_arm_s_overrides_may_be_given_one_by_one(ablate):

@@ -266,8 +266,9 @@ def _evaluate(study: Study, arm: Arm, seed: int, name: str, path: Path) -> None:
     if not arm.point:
         mode = arm.query_mode
         if mode == TRAINED:
-            reasons = json.loads(about.read_text())["reasons"]
-            mode = "direct" if reasons == "none" else "reasoning"
+            settings = json.loads(about.read_text())
+            silent = "latent" if settings.get("think_tokens") else "direct"
+            mode = silent if settings["reasons"] == "none" else "reasoning"
         words.append(f"query_mode={mode}")
     command = [sys.executable, "-m", "rge", "eval", "budget" if arm.point else "run", *words]
     run([*command, *study.ask, *arm.ask, "report=false"])

@@ -197,6 +197,25 @@ def test_a_run_is_evaluated_with_the_plugins_of_its_recipe(ablate, monkeypatch):
     assert "plugins=my_prompts,my_families" in evaluation
 
 
+@pytest.mark.parametrize(
+    ("settings", "mode"),
+    [
+        ({"reasons": "query"}, "reasoning"),
+        ({"reasons": "query", "think_tokens": 4}, "reasoning"),
+        ({"reasons": "none"}, "direct"),
+        ({"reasons": "none", "think_tokens": 4}, "latent"),
+    ],
+)
+def test_a_run_is_asked_as_its_queries_were_trained(ablate, tmp_path, monkeypatch, settings, mode):
+    arm = ablate.Arm("self", "joint")
+    study, commands = ablate.Study(tmp_path, [arm], (), {"": Path("set")}, 1), []
+    monkeypatch.setattr(ablate.arms, "run", commands.append)
+    study.checkpoint(arm, 0).mkdir(parents=True)
+    (study.checkpoint(arm, 0) / "rge.json").write_text(json.dumps(settings))
+    ablate.arms._evaluate(study, arm, 0, "", Path("set"))
+    assert f"query_mode={mode}" in commands[0]
+
+
 def test_an_arm_s_overrides_may_be_given_one_by_one(ablate):
     words = ["sweep=loss.anchor=[none]", "with.none=loss.ratio=none", "with.none=joint.lr=2e-3"]
     _, arms, _ = ablate.read_options(["recipe=demo", *words])

@@ -257,7 +257,6 @@ def check_run(study: Study, arm: Arm, seed: int) -> None:
     # Older notes are the command alone.
     if isinstance(then, dict) and (other := in_words(differences({"recipe": then["recipe"]}, now))):
         raise UserError(f"{folder} was trained with other settings: {'; '.join(other)}")
-    check_evaluation(study, arm, seed, "")
     inputs = [
         {part: (about.get("identity") or {}).get(part) for part in ("records", "start")}
         for about in (read_json(study.checkpoint(arm, one) / RGE_JSON) or {} for one in (0, seed))
@@ -266,6 +265,7 @@ def check_run(study: Study, arm: Arm, seed: int) -> None:
         raise UserError(
             f"{folder} was not trained from what {study.folder(arm, 0)} was: {'; '.join(other)}. Delete the older one, and run it again"
         )
+    check_evaluation(study, arm, seed, "")
 
 
 def write_tables(study: Study, key: str, values: list[str], options: Options) -> None:

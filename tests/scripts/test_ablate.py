@@ -177,6 +177,7 @@ def test_seeds_from_another_start_or_other_records_make_no_table(ablate, tmp_pat
         records = {"train.jsonl": {"sha256": "c"}}
         identity = {"records": records, "start": {"sha256": start}, "machine": {"cpu": start}}
         path.write_text(json.dumps({"reasons": "query", "identity": identity}))
+        (path.parents[2] / "eval.set").unlink()  # which says that the evaluation is of the checkpoint before
     expected = (
         r'oracle/seed_1 was not trained from what .*oracle/seed_0 was: start: sha256 "a" and "b"\. Delete'
     )

@@ -5,8 +5,7 @@
 VENV := .venv
 PY := $(VENV)/bin/python
 
-# Nothing here contacts a hub or a tracker. Each process gets one thread: several test processes that spin on two cores are
-# many times slower than one thread each. The demo is one process and keeps all cores.
+# Nothing here contacts a hub or a tracker.
 OFFLINE := HF_HUB_OFFLINE=1 WANDB_MODE=offline WANDB_SILENT=true TOKENIZERS_PARALLELISM=false
 ifeq ($(shell command -v nvidia-smi 2>/dev/null),)
 OFFLINE += DS_ACCELERATOR=cpu
@@ -14,6 +13,7 @@ endif
 # The demo and the tests start many processes, and each imports torch. Where writing bytecode is disabled, as in many container
 # images, each would compile all of it again; here, the first one keeps it for the others.
 BYTECODE := PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX="$$PWD/$(VENV)/pycache"
+# Several test processes whose threads spin on two cores are many times slower than one thread each.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 # Each test file runs in one of two processes, so that whatever its tests share is made once.
 TWO_PROCESSES := -n 2 --dist loadfile --no-loadscope-reorder

@@ -227,6 +227,6 @@ def _types(embedder: Any) -> Rows:
             np.mean([len(own & {*row[:k]}) / min(len(own), k) for own, row in judged]) for k in (1, 10)
         ]
         kept = np.mean([len({*a} & {*b}) / 10 for a, b in zip(ranked, nearest, strict=True)])
-        found[kind] = {"recall@1": float(recalls[0]), "recall@10": float(recalls[1]), "kept": float(kept)}
+        found[kind] = {"hit@1": float(recalls[0]), "recall@10": float(recalls[1]), "kept": float(kept)}
         found[kind]["bytes"] = size * pool.shape[1]
     return show(found)

@@ -472,6 +472,8 @@ STATES = {
     "latent_long": (WITH_LATENT, ("model.think_tokens=4", *LATENT, "joint.lr=2e-3", *TWICE)),
 }  # fmt: skip
 """By arm: the query modes of its evaluations, and the settings of its training at 1:1; `equal` trains the reasoned state only."""
+WIDE = "model.scratch.text={hidden_size: 256, intermediate_size: 768}"
+"""A text model of twice the width, and a base of its own."""
 MIXED = {
     "mixed_words": (),
     "mixed_both": ("loss.states.direct=1",),
@@ -678,7 +680,26 @@ def modes(options: Options) -> Finding:
     for name, ((first, *others), settings) in STATES.items():
         arms.append(Arm(name, "joint", "cold", (EQUAL, *settings), query_mode=first))
         arms += [Arm(f"{name}, {mode}", "", name, query_mode=mode) for mode in others]
+    both = STATES["both"][1]
+    arms += [
+        Arm("wide_equal", "joint", "wide_cold", (EQUAL,)),
+        Arm("wide_none", "joint", "wide_cold", ANCHORS["none"]),
+        Arm("wide_both", "joint", "wide_cold", (EQUAL, *both)),
+        Arm("wide_both, direct", "", "wide_both", query_mode="direct"),
+    ]
     names = ["equal", "none", *(arm.name for arm in arms)]
+    arms += [
+        Arm(
+            "wide_base",
+            "cold_start",
+            "",
+            (WIDE, "cold_start.steps=1"),
+            shared=True,
+            query_mode="",
+            ends_with="backbone",
+        ),
+        Arm("wide_cold", "cold_start", "wide_base", query_mode=""),
+    ]
     text = """
         both - equal
         both - both, direct
@@ -690,6 +711,11 @@ def modes(options: Options) -> Finding:
         aligned_long - both_long
         aligned_long, direct - both_long, direct
         aligned_long - aligned_long, direct
+        wide_both - wide_equal
+        wide_both - wide_both, direct
+        wide_both, direct - wide_none
+        wide_equal - equal
+        wide_both, direct - both, direct
         both_quarter - equal
         both_quarter, direct - none
         adaptive - equal

@@ -20,7 +20,6 @@ from typing import Literal
 import pandas as pd
 from arms import (
     DEMO_SET,
-    NOTE,
     Arm,
     Results,
     Row,
@@ -29,7 +28,6 @@ from arms import (
     Table,
     check_evaluation,
     in_table,
-    made_with,
     markdown,
     refuse_launcher,
     run_all,
@@ -174,8 +172,9 @@ def plan(
         plugins = load_recipe([*recipe, f"stage={options.stage}", f"out={options.out}", *words]).plugins
         asked = (f"plugins={','.join(plugins)}",) if plugins else ()
         runs.append(Arm(folder_name(value), options.stage, overrides=words, ask=asked))
-    for metric in options.metrics:  # now, and not after the first training
-        parse_name(metric)
+    if not options.collect:  # now, and not after the first training
+        for metric in options.metrics:
+            parse_name(metric)
     ask = [f"benchmark={load_suite(Path(options.set)).benchmark}"] if is_suite(Path(options.set)) else []
     if more := [name for name in options.metrics if name not in names_of_metrics(negatives=True)]:
         ask.append(f"metrics={','.join(more)}")
@@ -253,10 +252,8 @@ def slices_of(frame: pd.DataFrame, options: Options) -> tuple[dict[str, Slice], 
 def check_run(study: Study, arm: Arm, seed: int) -> None:
     """Refuse a finished run of other settings, of another set, or of other records or another start than the arm's first seed."""
     folder = study.folder(arm, seed)
-    then, now = read_json(folder / NOTE), {"recipe": made_with(study, arm, seed)["recipe"]}
-    # Older notes are the command alone.
-    if isinstance(then, dict) and (other := in_words(differences({"recipe": then["recipe"]}, now))):
-        raise UserError(f"{folder} was trained with other settings: {'; '.join(other)}")
+    if other := study.changed(arm, seed):
+        raise UserError(f"{folder} was trained with other settings: {', '.join(other)}")
     inputs = [
         {part: (about.get("identity") or {}).get(part) for part in ("records", "start")}
         for about in (read_json(study.checkpoint(arm, one) / RGE_JSON) or {} for one in (0, seed))

@@ -19,8 +19,8 @@ import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import asdict, dataclass, field
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,12 @@ import numpy as np
 import pandas as pd
 
 from eval.benchmarks.suite import mean_of, member_bootstraps
+from rge.checkpoints.resume import NOT_OF, ROUNDING, result_keys
 from rge.checkpoints.settings import RGE_JSON
 from rge.common.errors import SIGNALLED, UserError
 from rge.common.files import read_json, write_text
-from rge.config import Recipe, load_recipe, to_dict
-from rge.identity.run_identity import digest
+from rge.config import Recipe, ScratchConfig, load_recipe, to_dict
+from rge.identity.run_identity import digest, flattened
 from rge.stats.intervals import Bootstrap, cluster_bootstrap, figures, in_words, index_of, over_seeds
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,7 +41,7 @@ DEMO_SET = Path("data_prep/demo/data/test")
 TRAINED = "as trained"
 KEPT, DIAGNOSES = "kept.json", "diagnoses"
 NOTE = "arm.json"
-"""What a finished training was made with, in its folder; see `made_with`."""
+"""What a finished training was made with, in its folder: its command, and the recipe, whose file may be edited between two runs."""
 COUNTED_STEPS = 3
 """Steps over which FLOPs are counted."""
 
@@ -120,25 +121,36 @@ class Study:
         return all(path.is_file() for path in made)
 
     def settings(self, arm: Arm) -> str:
-        """Digest of what an arm's results depend on, whatever the seed and the study's folder: recipe, earlier stages, evaluation.
-
-        Only values that differ from their defaults count, so that a new key of the recipe changes nothing.
-        """
+        """Digest of what an arm's results depend on, whatever the seed and the study's folder: recipe, earlier stages, evaluation."""
         if arm.name not in self._settings:
-            own: Any = _without_defaults(to_dict(load_recipe(self.words(arm, 0)))) if arm.stage else {}
-            used = {"rl": ("rl", "joint")}.get(
-                arm.stage, (arm.stage,)
-            )  # the stage rl reads the joint stage's records
-            unused = {"out", "cold_start", "joint", "rl"} - {*used}
+            own = given(to_dict(load_recipe(self.words(arm, 0))), arm.stage) if arm.stage else {}
+            parts: list[Any] = [arm.query_mode, arm.point, *self.ask, *arm.ask]
             if arm.after:
-                unused.add("init")
-                own.get("model", {}).pop("scratch", None)
-            own = {name: value for name, value in own.items() if name not in unused}
-            earlier = self.settings(self.by_name[arm.after]) if arm.after else ""
-            asked = [arm.query_mode, arm.point, *self.ask, *arm.ask]
-            text = json.dumps([own, arm.flops_of, earlier, asked]).replace(f"{self.out}/", "")
-            self._settings[arm.name] = digest(text)[:16]
+                before = self.by_name[arm.after]
+                parts += [self.settings(before), before.ends_with]
+                other = ("init", "model.scratch", *(f"{stage}." for stage in NOT_OF if stage != arm.stage))
+                own = {key: value for key, value in own.items() if not key.startswith(other)}
+            if arm.flops_of:
+                parts.append(self.settings(self.by_name[arm.flops_of]))
+            text = json.dumps([own, *parts], sort_keys=True, ensure_ascii=False)
+            self._settings[arm.name] = digest(text.replace(f"{self.out}/", ""))[:16]
         return self._settings[arm.name]
+
+    def changed(self, arm: Arm, seed: int) -> list[str]:
+        """How the settings that a finished run was trained with differ from the arm's: ``key (there ..., now ...)``."""
+        then: Any = read_json(self.folder(arm, seed) / NOTE)
+        if then is None:
+            return []
+        words, free = self.words(arm, seed), f"{arm.stage}.steps" if arm.flops_of else None
+        if isinstance(then, list):  # an older note: the command alone
+            apart = {*words, f"out={self.folder(arm, seed)}"}.symmetric_difference(then)
+            return sorted(word for word in apart if word.partition("=")[0] != free)
+        theirs, ours = (given(recipe, arm.stage) for recipe in (then["recipe"], to_dict(load_recipe(words))))
+        return [
+            f"{key} (there {theirs.get(key, 'the default')!r}, now {ours.get(key, 'the default')!r})"
+            for key in sorted(theirs.keys() | ours.keys())
+            if theirs.get(key) != ours.get(key) and key != free
+        ]
 
     def words(self, arm: Arm, seed: int) -> list[str]:
         """Arguments of ``rge/train.py``, without output folder and matched steps."""
@@ -152,16 +164,22 @@ class Study:
         return words
 
 
-def _without_defaults(settings: dict[str, Any], default: dict[str, Any] | None = None) -> dict[str, Any]:
-    default = to_dict(Recipe(recipe="")) if default is None else default
-    found = {}
-    for name, value in settings.items():
-        usual = default.get(name)
-        if isinstance(value, dict) and isinstance(usual, dict):
-            value, usual = _without_defaults(value, usual), {}
-        if value != usual:
-            found[name] = value
-    return found
+@cache
+def _defaults() -> dict[str, Any]:
+    return flattened({**to_dict(Recipe(recipe="")), "model.scratch": asdict(ScratchConfig())})
+
+
+def given(recipe: dict[str, Any], stage: str) -> dict[str, Any]:
+    """The keys of a recipe that a stage's result depends on by more than rounding, without those at their default.
+
+    So a new key of the recipe changes nothing for earlier runs; neither does a default that has changed since.
+    """
+    usual = _defaults()
+    return {
+        key: value
+        for key, value in result_keys(recipe, stage).items()
+        if key not in ROUNDING and (key not in usual or value != usual[key])
+    }
 
 
 # --- running
@@ -240,25 +258,20 @@ def held(folder: Path, *, wait: bool) -> Iterator[bool]:
         yield True
 
 
-def made_with(study: Study, arm: Arm, seed: int) -> dict[str, Any]:
-    """The command of a training, and the recipe that it reads, whose file may be edited between two runs."""
-    steps = [f"{arm.stage}.steps={steps_of(study, arm)}"] if arm.flops_of else []
-    train = [*study.words(arm, seed), f"out={study.folder(arm, seed)}", *steps]
-    return {"command": train, "recipe": to_dict(load_recipe(train))}
-
-
 def _train(study: Study, arm: Arm, seed: int, folder: Path) -> None:
-    note, made = folder / NOTE, made_with(study, arm, seed)
-    if read_json(note) != made:
-        print(f"{study.run_name(arm, seed)}: {shlex.join(made['command'])}", flush=True)
-        # rge/train.py refuses a checkpoint of other settings.
-        run([*shlex.split(study.launcher or default_launcher()), in_clone("rge/train.py"), *made["command"]])
-        write_text(note, json.dumps(made, indent=1))
+    if (folder / NOTE).is_file() and not study.changed(arm, seed):
+        return
+    steps = [f"{arm.stage}.steps={steps_of(study, arm)}"] if arm.flops_of else []
+    train = [*study.words(arm, seed), f"out={folder}", *steps]
+    print(f"{study.run_name(arm, seed)}: {shlex.join(train)}", flush=True)
+    # rge/train.py refuses a checkpoint of other settings.
+    run([*shlex.split(study.launcher or default_launcher()), in_clone("rge/train.py"), *train])
+    write_text(folder / NOTE, json.dumps({"command": train, "recipe": to_dict(load_recipe(train))}, indent=1))
 
 
 def _evaluate(study: Study, arm: Arm, seed: int, name: str, path: Path) -> None:
     out, checkpoint = study.evaluation(arm, seed, name), study.checkpoint(arm, seed)
-    note, about = _note_of_set(out), checkpoint / RGE_JSON
+    about = checkpoint / RGE_JSON
     if (out / "results.json").is_file():
         check_evaluation(study, arm, seed, name)
         return
@@ -272,7 +285,13 @@ def _evaluate(study: Study, arm: Arm, seed: int, name: str, path: Path) -> None:
         words.append(f"query_mode={mode}")
     command = [sys.executable, "-m", "rge", "eval", "budget" if arm.point else "run", *words]
     run([*command, *study.ask, *arm.ask, "report=false"])
-    write_text(note, f"{path}\n{_hash(about)}")
+    of_this_command = [arm]
+    if arm.point:
+        of_this_command = [
+            one for one in study.arms if one.point and one.after == arm.after and name in study.sets_of(one)
+        ]
+    for one in of_this_command:
+        write_text(_note_of_set(study.evaluation(one, seed, name)), f"{path}\n{_hash(about)}")
 
 
 def check_evaluation(study: Study, arm: Arm, seed: int, name: str) -> None:
@@ -339,14 +358,17 @@ class Results:
         self.kept: dict[str, dict[str, Any]] = {"queries": {}, "runs": {}, "diagnoses": {}}
         for file in filter(None, (kept, study.out / KEPT)):
             for part, found in (read_json(file) or {}).items():
-                self.kept[part] |= found
+                for name, content in found.items():
+                    # Of two copies of a run, that with today's settings.
+                    if part != "runs" or name not in self.kept[part] or self._is_todays(name, content):
+                        self.kept[part][name] = content
         for file in sorted((study.out / DIAGNOSES).glob("*/*.json")):
             report: Any = read_json(file)
             report.pop("curves", None)  # of every step, and not shown
             self.kept["diagnoses"][file.parent.name] = report
         self.read: dict[tuple[str, int, str], tuple[str, pd.DataFrame] | None] = {}
         self.other: set[str] = set()
-        """Runs that were kept with other settings than the arm has now, and are therefore not used."""
+        """Runs that were trained with other settings than the arm has now, and are therefore not used."""
 
     def of(self, name: str, seed: int, set_name: str) -> tuple[str, pd.DataFrame] | None:
         """Hash of the query ids, and a row per query (``group``, metrics, slices); None if the run is missing."""
@@ -355,11 +377,19 @@ class Results:
             self.read[key] = self._evaluated(*key) or self._as_kept(*key)
         return self.read[key]
 
+    def _is_todays(self, run: str, content: Mapping[str, Any]) -> bool:
+        arm = self.study.by_name.get(run.rsplit("/", 2)[0])
+        return arm is not None and content.get("settings") == self.study.settings(arm)
+
     def _evaluated(self, name: str, seed: int, set_name: str) -> tuple[str, pd.DataFrame] | None:
         arm = self.study.by_name[name]
         folder = self.study.evaluation(arm, seed, set_name)
         if set_name not in self.study.sets_of(arm) or not (folder / "results.json").is_file():
             return None
+        if self.study.changed(arm if arm.stage else self.study.by_name[arm.after], seed):
+            self.other.add(self.study.run_name(arm, seed))
+            return None
+        check_evaluation(self.study, arm, seed, set_name)
         frame = pd.read_parquet(folder / "per_query.parquet").sort_values("query_id").reset_index(drop=True)
         frame = self.study.derive(frame, self.study.sets_of(arm)[set_name])
         return hashlib.sha256("\n".join(frame["query_id"]).encode()).hexdigest()[:16], frame
@@ -370,7 +400,7 @@ class Results:
         found = self.kept["runs"].get(f"{run_name}/{set_name}")
         if found is None:
             return None
-        if found["settings"] != self.study.settings(arm):
+        if not self._is_todays(f"{run_name}/{set_name}", found):
             self.other.add(run_name)
             return None
         about = self.kept["queries"][found["queries"]]
@@ -390,7 +420,9 @@ class Results:
         for arm, seed, set_name in every:
             if not (study.evaluation(arm, seed, set_name) / "results.json").is_file():
                 continue
-            key, frame = self.of(arm.name, seed, set_name)  # type: ignore[misc]  # it is finished
+            if (found := self.of(arm.name, seed, set_name)) is None:  # of other settings
+                continue
+            key, frame = found
             self.kept["queries"][key] = _packed_queries(frame, study.columns)
             metrics = {name: pack(frame[name]) for name in study.metrics if name in frame}
             run = f"{study.run_name(arm, seed)}/{set_name}"

@@ -996,7 +996,7 @@ def write_page(name: str, finding: Finding, options: Options) -> str:
     if results.other:
         lines += [
             "",
-            f"Kept with other settings than today's, and not used: {', '.join(sorted(results.other))}.",
+            f"Trained with other settings than today's, and not used: {', '.join(sorted(results.other))}.",
         ]
     results.keep()
     text = "\n".join(lines) + "\n"

@@ -182,25 +182,29 @@ def check_start(recipe: Recipe) -> None:
             )
 
 
+def result_keys(recipe: dict[str, Any], name: str) -> dict[str, Any]:
+    """The keys of a recipe that a stage's result depends on, and those of `ROUNDING`: ``loss.temperature`` -> value."""
+    keys = flattened(without_unused(recipe))
+    if name == "cold_start":  # the loss settings that it uses
+        keys |= {f"cold_start {key}": keys.get(key) for key in ("loss.lm_on_candidates", "loss.think_lm")}
+    ignored = MAY_DIFFER + NOT_OF[name]
+    return {key: value for key, value in keys.items() if not key.startswith(ignored)}
+
+
 def check_same_recipe(found: dict[str, Any], recipe: Recipe, name: str, path: Path) -> list[str]:
     """Refuse to continue or reuse another recipe's result; CheckpointError names the differing keys.
 
     Returns:
         Differing keys that affect only rounding (`ROUNDING`), with both values.
     """
-    ignored = MAY_DIFFER + NOT_OF[name]
-    ours, theirs = flattened(to_dict(recipe)), flattened(without_unused(found))
-    run_alone = not ours["stage"] == theirs["stage"] == "all"
-    for keys in (ours, theirs):
-        if name == "cold_start":  # the loss settings that it uses
-            for key in ("loss.lm_on_candidates", "loss.think_lm"):
-                keys[f"cold_start {key}"] = keys.get(key)
-        if run_alone:
-            keys["init"] = _start(keys, name, recipe.out)
+    own = to_dict(recipe)
+    ours, theirs = result_keys(own, name), result_keys(found, name)
+    if not own["stage"] == found["stage"] == "all":
+        ours["init"], theirs["init"] = _start(own, name, recipe.out), _start(found, name, recipe.out)
     different = {
         key: f"{key} (there {theirs.get(key)!r}, now {ours.get(key)!r})"
         for key in sorted(ours.keys() | theirs.keys())
-        if ours.get(key) != theirs.get(key) and not key.startswith(ignored)
+        if ours.get(key) != theirs.get(key)
     }
     rounding = [different.pop(key) for key in ROUNDING if key in different]
     if different:
@@ -210,11 +214,11 @@ def check_same_recipe(found: dict[str, Any], recipe: Recipe, name: str, path: Pa
     return rounding
 
 
-def _start(keys: dict[str, Any], name: str, out: str) -> str | None:
+def _start(recipe: dict[str, Any], name: str, out: str) -> str | None:
     """A recipe's start of a stage: `init`, or the previous stage in its own folder, which is now `out`."""
-    stages, init = list(NOT_OF), keys["init"]
+    stages, init = list(NOT_OF), recipe["init"]
     if name == stages[0]:
         return init
     before = Path(stages[stages.index(name) - 1], "final")
-    own = init is not None and Path(init).absolute() == Path(keys["out"], before).absolute()
-    return str(Path(out, before)) if own or keys["stage"] == "all" else init
+    own = init is not None and Path(init).absolute() == Path(recipe["out"], before).absolute()
+    return str(Path(out, before)) if own or recipe["stage"] == "all" else init

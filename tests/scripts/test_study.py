@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -213,46 +214,93 @@ def test_every_table_is_recomputed_from_what_was_kept(study, tmp_path):
     assert (study.folder / "page_a.md").read_text() == text
 
 
-def test_results_kept_with_other_settings_are_not_used(study, tmp_path):
-    recipe = tmp_path / "mine.yaml"
-    recipe.write_text("base: demo\n")
-    arms = (study.Arm("cold", "cold_start", query_mode=""), study.Arm("self", "joint", "cold"))
+def recipe_study(study, tmp_path, text, seeds=1):
+    """A cold start, a joint stage and two evaluations of it, from a recipe of its own."""
+    (tmp_path / "mine.yaml").write_text(f"base: demo\n{text}")
+    arms = (
+        study.Arm("cold", "cold_start", query_mode=""), study.Arm("self", "joint", "cold"),
+        study.Arm("self, direct", "", "self", query_mode="direct"),
+    )  # fmt: skip
+    recipe = (f"recipe={tmp_path / 'mine.yaml'}",)
+    return study.arms.Study(study.folder, arms, recipe, {"test": tmp_path}, seeds, "launch")
+
+
+OTHER = "joint:\n  lr: 1.0e-4\n"
+
+
+def test_results_of_other_settings_are_not_used(study, tmp_path):
+    given = recipe_study(study, tmp_path, "")
+    study.arms.run_all(given, [(arm, 0) for arm in given.arms[1:]])
+    study.arms.Results(given).keep()
     kept = study.folder / "kept.json"
+    mine, content = tmp_path / "kept" / "study.json", kept.read_text()
+    mine.parent.mkdir()
 
-    def results(run=True):
-        given = study.arms.Study(study.folder, arms, (f"recipe={recipe}",), {"test": tmp_path}, 1, "launch")
-        if run:
-            study.arms.run_all(given, [(arms[1], 0)])
-        return study.arms.Results(given)
+    def found(text, name="self"):
+        results = study.arms.Results(recipe_study(study, tmp_path, text), mine if mine.is_file() else None)
+        return results.of(name, 0, "test") is not None, results.other
 
-    results().keep()
-    study.commands.clear()
-    found = results()
-    assert study.commands == []
-    assert found.of("self", 0, "test") is not None
-    shutil.rmtree(study.folder / "self")
-    recipe.write_text("base: demo\nrl:\n  std_floor: 0.3\n")  # the joint stage does not read it
-    assert results(run=False).of("self", 0, "test") is not None
+    for folder in (study.folder / "self", None):  # finished runs, then kept ones
+        assert (
+            found("") == found("rl:\n  std_floor: 0.3\n") == (True, set())
+        )  # the joint stage does not read it
+        assert found("train:\n  micro_batch_size: 8\n") == (True, set())  # it only rounds
+        assert found(OTHER) == (False, {"self/seed_0"})
+        assert found(OTHER, "self, direct") == (False, {"self, direct/seed_0"})
+        if folder:
+            shutil.rmtree(folder)
+            shutil.rmtree(study.folder / "self, direct")
 
-    recipe.write_text("base: demo\ncold_start:\n  lr: 1.0e-4\n")
-    found = results(run=False)
-    assert found.of("self", 0, "test") is None
-    assert found.other == {"self/seed_0"}
-    assert json.loads(kept.read_text())["runs"]
+    # A copy with today's settings comes before an older one, whichever file has it; before digests, there was none.
+    mine.write_text(content)
+    runs = json.loads(content)
+    for run in runs["runs"].values():
+        del run["settings"]
+    kept.write_text(json.dumps(runs))
+    assert found("") == (True, set())
+    mine.write_text(json.dumps(runs))
+    assert found("") == (False, {"self/seed_0"})
+
+
+def test_settings_include_earlier_stages_and_whatever_limits_the_steps(study, tmp_path):
+    arms = (
+        study.Arm("cold", "cold_start"),
+        study.Arm("self", "joint", "cold"),
+        study.Arm("rl", "rl", "self", flops_of="again"),
+    )
+
+    def digest(name, *again, ends_with=""):
+        every = (
+            replace(arms[0], ends_with=ends_with), *arms[1:], study.Arm("again", "joint", "self", tuple(again)),
+        )  # fmt: skip
+        made = study.arms.Study(tmp_path / "für", every, ("recipe=demo",), {}, 1)
+        return made.settings(made.by_name[name])
+
+    assert digest("rl") == digest("rl", "train.log_every=7")
+    assert digest("rl") != digest("rl", "joint.steps=3")
+    assert digest("self") == digest("self", "joint.steps=3")
+    assert digest("self") != digest("self", ends_with="backbone")
 
 
 def test_a_finished_run_of_an_edited_recipe_is_given_to_the_trainer_again(study, tmp_path, monkeypatch):
-    recipe = tmp_path / "mine.yaml"
-    recipe.write_text("base: demo\n")
-    arm = study.Arm("cold", "cold_start", query_mode="")
-    given = study.arms.Study(study.folder, (arm,), (f"recipe={recipe}",), {}, 1, "launch")
-    study.arms.run_all(given, [(arm, 0)])
-    study.arms.run_all(given, [(arm, 0)])
-    assert len(study.commands) == 1
-    recipe.write_text("base: demo\ncold_start:\n  lr: 1.0e-4\n")
+    def trainings(text):
+        given = recipe_study(study, tmp_path, text)
+        before = len(study.commands)
+        study.arms.run_all(given, [(given.arms[1], 0)])
+        return [out for out, _ in trained(study)][-1] if len(study.commands) > before else None
+
+    assert trainings("") == "self"
+    assert trainings("") is None
+    note = study.folder / "self/seed_0/arm.json"
+    made = json.loads(note.read_text())
+    del made["recipe"]["loss"]["think_lm"]  # a key that came later
+    note.write_text(json.dumps(made))
+    assert trainings("") is None
+    note.write_text(json.dumps(made["command"]))  # as notes were
+    assert trainings("") is None
+    note.write_text(json.dumps(made))
     monkeypatch.setattr(study.arms, "run", study.commands.append)  # it would refuse
-    study.arms.run_all(given, [(arm, 0)])
-    assert len(study.commands) == 2
+    assert trainings(OTHER) == "self"
 
 
 def test_an_evaluation_of_a_checkpoint_that_was_trained_again_is_refused(study):
@@ -411,6 +459,10 @@ def test_one_budget_gives_all_points_of_a_checkpoint_that_decides(study):
     found = rows(study, "f", "shipped")
     assert found["mixed_adaptive, direct", "easy", "hit@1"]["mean"] == 5 / 20
     assert found["mixed_adaptive, auto 0.5", "easy", "rationale_tokens"]["mean"] == 0
+    folder = study.folder / "shipped/mixed_adaptive/seed_0"
+    points = {path.parent.name for path in folder.glob("budget_*/*/results.json")}
+    noted = {path.stem if path.suffix == ".set" else "" for path in folder.glob("budget_*/*.set")}
+    assert {f"auto-{value}" for value in study.AUTO} | {"direct", "reasoning"} <= noted <= points
     before = len(study.commands)
     study.main(given)
     assert len(study.commands) == before

@@ -119,7 +119,7 @@ def image_key(path: str, domain: str) -> str:
 class _Domain:
     """Imports one domain. Texts of its documents (up to 338,000) are read only when the corpus is written.
 
-    Pictures that are missing or cannot be opened are left out, as the released loader does, but counted.
+    Pictures that cannot be opened are left out, but counted; a query's picture that is not in the release is an error.
     """
 
     name: str
@@ -204,7 +204,7 @@ class _Domain:
     def _notes(self) -> Iterator[str]:
         if self.left_out:
             yield (
-                f"{len(self.left_out)} pictures of queries are missing or cannot be opened, and were left out; {len(self.blind)} "
+                f"{len(self.left_out)} pictures of queries cannot be opened and were left out; {len(self.blind)} "
                 "queries have no other one and are asked by their text (the released code shows CLIP and SigLIP a white picture)"
             )
 
@@ -257,9 +257,14 @@ class _Domain:
     def _query_images(self, query: str, paths: Sequence[str], pictures: dict[str, bytes]) -> list[bytes]:
         images = []
         for path in paths:
+            if path not in pictures:
+                raise ReleaseError(
+                    f"{self.name}: picture {path!r} of query {query!r} is missing from examples_images: is the snapshot "
+                    "complete? Remove it from image_paths to leave it out"
+                )
             try:
                 images.append(_still(pictures[path]))
-            except (KeyError, TypeError, ImageError):
+            except (TypeError, ImageError):
                 self.left_out.append(f"{query}: {path}")
         if paths and not images:
             self.blind.append(query)

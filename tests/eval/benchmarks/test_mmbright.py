@@ -268,26 +268,26 @@ def test_refusals(src, tmp_path):
         1,
         0,
     ]
+    table(other, "examples_images", "biology", [{"path": "a.png", "bytes": picture(9)}])
+    with pytest.raises(UserError, match="picture 'b.gif' of query 'q1' is missing from examples_images"):
+        imported(other, tmp_path / "p", allow_missing=True)
 
 
 @pytest.mark.parametrize("policy", ["first", "all", "vconcat"])
-def test_pictures_of_queries_that_cannot_be_opened_are_left_out_as_in_the_released_code(
-    src, tmp_path, policy
-):
+def test_pictures_of_queries_that_cannot_be_opened_are_left_out(src, tmp_path, policy):
     """The release has some as SVG, and queries that have no other one."""
     other = shutil.copytree(src, tmp_path / "src")
     asked = pd.read_parquet(other / "examples_multimodal/biology.parquet")
-    asked["image_paths"] = [["c.svg", "b.gif"], ["gone.png"]]
+    asked["image_paths"] = [["c.svg", "b.gif"], ["gone.svg"]]
     asked.to_parquet(other / "examples_multimodal/biology.parquet")
-    rows = [{"path": "c.svg", "bytes": b"<svg></svg>"}, {"path": "b.gif", "bytes": two_frames()}]
+    rows = [{"path": path, "bytes": b"<svg></svg>"} for path in ("c.svg", "gone.svg")]
+    rows.append({"path": "b.gif", "bytes": two_frames()})
     table(other, "examples_images", "biology", rows)
     wanted = imported(other, tmp_path / "o", image_policy=policy)
     assert [len(query.images) for query in wanted.queries] == [1, 0]
-    assert wanted.meta["query_pictures_left_out"] == ["q1: c.svg", "q2: gone.png"]
+    assert wanted.meta["query_pictures_left_out"] == ["q1: c.svg", "q2: gone.svg"]
     (note,) = wanted.meta["notes"]
-    assert note.startswith(
-        "2 pictures of queries are missing or cannot be opened, and were left out; 1 queries have"
-    )
+    assert note.startswith("2 pictures of queries cannot be opened and were left out; 1 queries have")
     assert imported(src, tmp_path / "whole").meta["notes"] == []
 
 

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
+
 from eval.benchmarks.published_tables import published
 from eval.pages.evaluations import caveats, ways_of
 from eval.scoring.output_files import RUN, read_results
@@ -198,24 +200,39 @@ def _interval(figure: dict[str, Any]) -> str:
 
 
 def _indexed(card: str, name: str, condition: str, figures: list[dict[str, Any]]) -> str:
-    """Add the figures to the card's front matter as the hub's ``model-index``."""
-    from huggingface_hub import EvalResult, ModelCard
+    """Add the figures to the card's front matter as the hub's ``model-index``; other entries stay as they are."""
+    from huggingface_hub.repocard import REGEX_YAML_BLOCK, RepoCard
 
-    read = ModelCard(card)
-    data: Any = read.data  # of ModelCardData, which the library's types do not declare
+    try:
+        read = RepoCard(card if REGEX_YAML_BLOCK.search(card) else f"---\n\n---\n{card}")
+    except (ValueError, TypeError, yaml.YAMLError) as error:
+        raise UserError(f"the front matter of the model card cannot be read: {error}") from None
     title = next((line[2:] for line in read.text.splitlines() if line.startswith("# ")), "this model")
-    data.model_name = data.model_name or title
-    known = data.eval_results or []
-    others = [one for one in known if (one.dataset_name, one.dataset_config) != (name, condition)]
-    data.eval_results = others + [
-        EvalResult(
-            task_type="image-text-retrieval", task_name="Retrieval",
-            dataset_type=name, dataset_name=name, dataset_config=condition,
-            metric_type=one["metric"].replace("@", "_at_"), metric_name=one["metric"], metric_value=one["value"],
+    models = read.data.get("model-index") or [{"name": title}]
+    if not _has_results(models):
+        raise UserError(
+            "model-index in the model card's front matter must be a list of mappings with `results`"
         )
+    metrics = [
+        {"type": one["metric"].replace("@", "_at_"), "name": one["metric"], "value": one["value"]}
         for one in figures
-    ]  # fmt: skip
+    ]
+    ours = {
+        "task": {"type": "image-text-retrieval", "name": "Retrieval"},
+        "dataset": {"name": name, "type": name, "config": condition},
+        "metrics": metrics,
+    }
+    others = [one for one in models[0].get("results") or () if one.get("dataset") != ours["dataset"]]
+    read.data["model-index"] = [{**models[0], "results": [*others, ours]}, *models[1:]]
     return str(read)
+
+
+def _has_results(models: Any) -> bool:
+    """Whether a ``model-index`` can take further results. Results of others may be incomplete."""
+    if not isinstance(models, list) or not isinstance(models[0], dict):
+        return False
+    results = models[0].get("results") or []
+    return isinstance(results, list) and all(isinstance(one, dict) for one in results)
 
 
 def _now() -> str:

@@ -1,10 +1,12 @@
 """Formats that others read, from one small evaluation."""
 
 import json
+import logging
 from dataclasses import replace
 
 import pandas as pd
 import pytest
+import yaml
 from eval_fakes import FakeEncoder, loader, write_set
 from huggingface_hub import ModelCard
 
@@ -136,6 +138,41 @@ def test_the_card_of_the_checkpoint_that_was_evaluated(done, tmp_path):
     assert text.count("| set | asked |") == 1
     assert "## Use\n\nSo.\n" in text
     assert checkpoint_hash(folder) == results["checkpoint_hash"]  # a card is no part of what was evaluated
+
+
+def test_model_index_entries_of_others_stay_as_they_are(done):
+    """Two sets of one type, an entry without figures, one with a field of its own, and another model's."""
+    results = json.loads((done / "results.json").read_text())
+    task = {"type": "image-text-retrieval"}
+    others = [
+        {"task": task, "dataset": {"type": "x", "name": name}, "metrics": [{"type": "mrr", "value": value}]}
+        for name, value in (("one", 0.1), ("other", 0.2))
+    ]
+    others += [{"task": task, "dataset": {"type": "y", "name": "fake"}}, {"note": None, "metrics": []}]
+    known = [{"name": "mine", "results": others}, {"name": "theirs", "results": []}]
+    card = "---\n" + yaml.safe_dump({"tags": ["a", "a"], "model-index": known}) + "---\n# me/mine\n"
+    for _ in range(2):
+        card = with_evaluation(card, results)
+    front = yaml.safe_load(card.split("---\n")[1])
+    first, second = front["model-index"]
+    assert (first["name"], first["results"][:-1], second) == ("mine", others, known[1])
+    assert first["results"][-1]["dataset"] == {"name": "fake", "type": "fake", "config": "reasoning, both"}
+    assert front["tags"] == ["a", "a"]
+
+
+def test_a_card_whose_front_matter_cannot_be_used(done, caplog, monkeypatch):
+    results = json.loads((done / "results.json").read_text())
+    for front, words in (
+        ("a: [", "front matter of the model card cannot be read: while parsing"),
+        ("- a", "front matter of the model card cannot be read: .* should be a dict"),
+        ("model-index: {name: a}", "must be a list of mappings with `results`"),
+        ("model-index: [{name: a, results: [b]}]", "must be a list of mappings with `results`"),
+    ):
+        with pytest.raises(UserError, match=words):
+            with_evaluation(f"---\n{front}\n---\n# me/mine\n", results)
+    monkeypatch.setattr(logging.getLogger("huggingface_hub"), "propagate", True)
+    assert with_evaluation("# me/mine\n", results).startswith("---\nmodel-index:\n- name: me/mine\n")
+    assert not caplog.records
 
 
 def test_a_card_tells_a_part_from_the_whole(done):

@@ -446,7 +446,6 @@ def test_no_verdict_without_learning():
     assert "no verdict: right triplets got 0.20 nats below chance (3.20)" in found["verdict"]
 
 
-@pytest.mark.slow
 def test_leakage_needs_targets_to_tell_apart(checkpoint, records):
     few = records.with_name("few.jsonl")
     few.write_text(records.read_text().splitlines()[0] + "\n")
@@ -454,6 +453,7 @@ def test_leakage_needs_targets_to_tell_apart(checkpoint, records):
         leakage.leakage(checkpoint, few, steps=1, batch_size=2, lr=1e-3)
 
 
+@pytest.mark.slow
 def test_leakage_writes_table_and_curves(checkpoint, records, capsys):
     arguments = [f"checkpoint={checkpoint}", f"data={records}", "steps=2", "batch_size=4"]
     assert command.main(["leakage", *arguments, f"out={checkpoint.parent / 'here'}"]) == 0

@@ -685,7 +685,7 @@ def test_a_family_that_vllm_cannot_write_for_is_found_before_the_cold_start(
     asked = ["rollout.backend=vllm", f"model.path={lively_paths('idefics3')}"]
     found = problems_of(home, accelerator, *asked)
     assert len(found) == 1
-    assert "how vLLM takes the pictures of a idefics3" in found[0]
+    assert "rge does not know how to pass pictures of a idefics3 to vLLM" in found[0]
     assert problems_of(home, accelerator, *asked, "stage=cold_start") == []
     assert problems_of(home, accelerator, "rollout.backend=vllm") == []
 

@@ -44,7 +44,7 @@ MAX_INSTRUCTIONS = 20
 """Maximum number of instructions listed in results.json; a set may have one per query."""
 UNTRAINED = (
     "query_mode=reasoning, but according to rge.json this checkpoint was trained without rationales (reasons: none): "
-    "use query_mode=direct"
+    "use query_mode={mode}"
 )
 UNINSTRUCTED = (
     "{missing} of {all} queries have no instruction; the most frequent one in this checkpoint's training was {default!r}. Without it, "
@@ -243,12 +243,13 @@ class Session:
     def warnings(self, mode: Mode) -> list[str]:
         """Caveats for readers of the figures."""
         settings = self.embeddings.encoder.settings
-        untrained = [UNTRAINED] if mode == "reasoning" and settings.reasons == "none" else []
+        trained = "latent" if settings.think_tokens else "direct"  # if not with rationales
+        untrained = mode == "reasoning" and settings.reasons == "none"
         audited = [] if self.audit is None else self.audit.warnings
         wanted = self.measurement.wanted
         return [
             *wanted.meta.get("notes", []),
-            *untrained,
+            *([UNTRAINED.format(mode=trained)] if untrained else []),
             *_uninstructed(wanted, settings),
             *settings.notes,
             *audited,

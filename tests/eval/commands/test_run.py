@@ -540,6 +540,14 @@ def test_a_mode_that_the_released_evaluation_lacks_is_refused_before_anything_is
     assert not encoder.calls
 
 
+@pytest.mark.parametrize(("think_tokens", "mode"), [(0, "direct"), (4, "latent")])
+def test_a_checkpoint_without_rationales_is_asked_as_it_was_trained(set_dir, tmp_path, think_tokens, mode):
+    encoder = FakeEncoder(reasons="none", think_tokens=think_tokens)
+    (out,) = run(RunOptions(checkpoint="x", set=set_dir, out=tmp_path / "o", report=False), loader(encoder))
+    (warning,) = json.loads((out / "results.json").read_text())["warnings"]
+    assert warning.endswith(f"without rationales (reasons: none): use query_mode={mode}")
+
+
 def test_collapsed_candidates_stop_the_run(set_dir, tmp_path):
     class Collapsed(FakeEncoder):
         def vector(self, *parts):

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 from data_prep.rmir import frames
 from data_prep.rmir.config import LibraryConfig
 from data_prep.rmir.pictures.changes import Changes, LibraryState, compare, files_of
-from data_prep.rmir.pictures.download import resolve
+from data_prep.rmir.pictures.download import OUTAGE_OF, Reached, resolve
 from data_prep.rmir.pictures.encoders import ImageEncoder, image_encoder, text_encoder
 from data_prep.rmir.pictures.indices import embed_captions
 from data_prep.rmir.pictures.library import (
@@ -296,7 +296,7 @@ def scan_library(
         For each part the table ``inspected``, and the memory-mapped vectors of its good pictures.
 
     Raises:
-        UserError: the library cannot be read, or an id occurs twice.
+        UserError: the library, or every picture of its first ones, cannot be read; or an id occurs twice.
     """
     config, state = run.config.library, LibraryState.read(run.path("seed"))
     seen: set[bytes] = set()
@@ -310,11 +310,13 @@ def scan_library(
     most_bytes = max(1, int(config.memory_mb * 2**20 / 6))
     left = _unread(library, state, sum(map(len, tables)), frozenset(seen))
     todo = blocks(fetched(left), config.shard_size, most_bytes)
+    proceed = run.config.on_unanswered == "proceed"
+    reached = None if proceed else Reached(min(OUTAGE_OF, config.shard_size))
     with ThreadPoolExecutor(1) as beside:
 
         def prepare(number: int) -> Future[list[ImageRef] | None]:
             return beside.submit(
-                lambda: _inspect_block(run, rows, number) if (rows := next(todo, None)) else None
+                lambda: _inspect_block(run, rows, number, reached) if (rows := next(todo, None)) else None
             )
 
         waiting = prepare(len(tables))
@@ -329,10 +331,11 @@ def scan_library(
     return tables, [np.load(_vectors(run, number), mmap_mode="r") for number in good]
 
 
-def _inspect_block(run: Run, rows: Rows, number: int) -> list[ImageRef]:
+def _inspect_block(run: Run, rows: Rows, number: int, reached: Reached | None) -> list[ImageRef]:
     """Write the table ``inspected`` of a block; returns the pictures to embed."""
     config = run.config
-    there, failed = resolve(rows, run.out / "downloads", config.download, progress=run.progress)
+    downloads = run.out / "downloads"
+    there, failed = resolve(rows, downloads, config.download, reached=reached, progress=run.progress)
     found = inspect(there, config.library)
     for row, about in zip(rows, found, strict=True):
         about["reason"] = failed.get(row["id"]) or about["reason"]

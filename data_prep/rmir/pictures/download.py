@@ -4,7 +4,8 @@ import asyncio
 import hashlib
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,10 @@ TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
 NO_ANSWER, NO_CONNECTION = "no answer in time", "no connection"
 OUTAGE = {NO_ANSWER, NO_CONNECTION, *(f"HTTP {status}" for status in TRANSIENT)}
 """Reasons that may pass."""
+OUTAGE_OF = 20
+"""Fewer pictures that cannot be reached are dead links, not an outage."""
+UNREAD = "unread"
+"""Key of a row in an object store that failed for a reason that may pass, which is the value."""
 
 
 class _DownloadFailed(Exception):
@@ -116,8 +121,38 @@ async def _get(client: httpx.AsyncClient, url: str, config: DownloadConfig) -> b
         raise _DownloadFailed("not a working address") from None
 
 
+@dataclass
+class Reached:
+    """Whether the pictures of a library can be reached: what its blocks say in one command."""
+
+    enough: int
+    """An outage is at least so many pictures."""
+    unread: int = 0
+    """Pictures lost for reasons that may pass."""
+    some: bool = False
+    """A picture came, or is lost for good."""
+
+    def note(self, rows: Sequence[dict[str, Any]], lost: Mapping[str, str]) -> None:
+        """Add a block; `UserError` if all pictures so far are lost for reasons that may pass, and they are `enough`."""
+        unread = [row for row in rows if UNREAD in row or lost.get(row["ref"]) in OUTAGE]
+        self.unread += len(unread)
+        self.some = self.some or len(unread) < len(rows)
+        if not self.some and self.unread >= self.enough:
+            ref = unread[0]["ref"]
+            raise UserError(
+                f"none of {self.unread:,} pictures can be read, such as {without_secrets(ref)}: "
+                f"{unread[0].get(UNREAD) or lost[ref]}. Run the same command again when they can be reached; if they are gone "
+                "for good, on_unanswered=proceed goes on without them"
+            )
+
+
 def resolve(
-    rows: list[dict[str, Any]], folder: Path, config: DownloadConfig, *, progress: bool = False
+    rows: list[dict[str, Any]],
+    folder: Path,
+    config: DownloadConfig,
+    *,
+    reached: Reached | None = None,
+    progress: bool = False,
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """Download the pictures of rows of `data_prep.rmir.pictures.library.Library.rows` that are at addresses.
 
@@ -125,22 +160,12 @@ def resolve(
         The rows with file paths instead of URLs, and the reason for each failure, by row id.
 
     Raises:
-        UserError: no row has a picture, for reasons that may pass: an outage must not count as the loss of all.
+        UserError: see `Reached`.
     """
     urls = [row["ref"] for row in rows if is_address(row["ref"])]
     lost = fetch(urls, folder, config, progress=progress)
-    if all(lost.get(row["ref"]) in OUTAGE or _in_store(row) for row in rows):
-        ref = rows[0]["ref"]
-        reason = f": {lost[ref]}" if ref in lost else ""
-        raise UserError(
-            f"none of {len(rows):,} pictures can be read, such as {without_secrets(ref)}{reason}. Run the same command again when "
-            "they can be reached; take those that are gone for good out of the library"
-        )
+    if reached is not None:
+        reached.note(rows, lost)
     refs = {url: without_secrets(url) if url in lost else str(local_path(url, folder)) for url in urls}
     failed = {row["id"]: f"download: {lost[row['ref']]}" for row in rows if row["ref"] in lost}
     return [row | {"ref": refs.get(row["ref"], row["ref"])} for row in rows], failed
-
-
-def _in_store(row: dict[str, Any]) -> bool:
-    """Whether a row's picture is in an object store that did not give it, see `data_prep.rmir.pictures.library.fetched`."""
-    return row["ref"] is not None and "://" in row["ref"] and not is_address(row["ref"])

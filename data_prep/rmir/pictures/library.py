@@ -15,7 +15,7 @@ import fsspec
 from PIL import Image
 
 from data_prep.rmir.config import LibraryConfig
-from data_prep.rmir.pictures.download import is_address, without_secrets
+from data_prep.rmir.pictures.download import UNREAD, is_address, without_secrets
 from data_prep.rmir.pictures.near_duplicates import phash
 from rge.common.errors import UserError
 from rge.common.images import ImageError, load_image, picture_bytes
@@ -205,7 +205,8 @@ def blocks(rows: Iterable[dict[str, Any]], most: int, most_bytes: int) -> Iterat
 def fetched(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Read the bytes of pictures in object stores, `FETCHED_AT_ONCE` at a time.
 
-    A picture that cannot be read keeps its address as ``ref``; `look` then reports it as missing.
+    A picture that cannot be read keeps its address as ``ref``; `look` then reports it as missing. If it may exist, the reason
+    is under `UNREAD`.
 
     Raises:
         UserError: the store needs a package that is not installed.
@@ -220,8 +221,10 @@ def fetched(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             raise UserError(f"picture {row['id']!r}, {without_secrets(row['ref'])}: {error}") from None
         try:
             return {**row, "ref": None, "data": fs.cat_file(place)}
-        except Exception:  # noqa: BLE001 - each store raises its own errors
+        except FileNotFoundError:
             return row
+        except Exception as error:  # noqa: BLE001 - each store raises its own errors
+            return {**row, UNREAD: type(error).__name__}
 
     waiting: deque[Future] = deque()
     with ThreadPoolExecutor(FETCHED_AT_ONCE) as pool:

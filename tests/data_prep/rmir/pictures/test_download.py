@@ -158,28 +158,64 @@ def test_a_table_of_addresses_becomes_a_seed_set(site, tmp_path):
     assert b"secret" not in texts
 
 
-def test_an_outage_is_not_the_loss_of_all_pictures(site, tmp_path, monkeypatch):
-    """The same command goes on after it; those of the first block stay."""
+def a_table_of(site, tmp_path, names):
+    """The words of a run on pictures at addresses."""
     table = tmp_path / "library.csv"
-    table.write_text("\n".join(["id,image", *(f"{number},{site}/n{number}" for number in range(6))]) + "\n")
+    table.write_text("\n".join(["id,image", *(f"{name},{site}/{name}" for name in names)]) + "\n")
     words = ["config=demo", f"library.path={table}", f"out={tmp_path / 'out'}", "seed.clusters=1"]
-    words += ["library.shard_size=3", "download.max_retries=0"]
-    get, down = download._get, True
+    return [*words, "download.max_retries=0"]
+
+
+def seeded(*words):
+    with closing(Run(load_config(words), progress=False)) as run:
+        run_stages(run, ["seed"])
+        return run.done("seed")["counts"]
+
+
+@pytest.fixture
+def down(monkeypatch):
+    """Ends of the addresses that cannot be reached."""
+    get, ends = download._get, set("d")
 
     async def sometimes(client, url, config):
-        if down and url[-1] in "345":
+        if url[-1] in ends:
             raise download._DownloadFailed(download.NO_CONNECTION, retry=True)
         return await get(client, url, config)
 
     monkeypatch.setattr(download, "_get", sometimes)
-    with closing(Run(load_config(words), progress=False)) as run:
-        with pytest.raises(UserError, match="none of 3 pictures can be read, such as .*/n3: no connection"):
-            run_stages(run, ["seed"])
-    down = False
-    with closing(Run(load_config(words), progress=False)) as run:
-        run_stages(run, ["seed"])
-        assert run.done("seed")["counts"]["usable"] == 6
-    assert Site.asked["/n0"] == 1
+    return ends
+
+
+@pytest.mark.parametrize(("count", "shard_size"), [(6, 6), (25, 5000)])
+def test_an_outage_is_not_the_loss_of_all_pictures(site, tmp_path, down, count, shard_size):
+    """The same command goes on after it."""
+    words = [*a_table_of(site, tmp_path, [f"n{number}d" for number in range(count)])]
+    words += [f"library.shard_size={shard_size}"]
+    with pytest.raises(
+        UserError, match=f"none of {count} pictures can be read, such as .*/n0d: no connection"
+    ):
+        seeded(*words)
+    down.clear()
+    assert not [reason for reason in seeded(*words)["rejected"] if "download" in reason]
+
+
+def test_dead_links_do_not_stop_a_library_whose_other_pictures_came(site, tmp_path, down):
+    """A full block of one dead host, and a last block of a single dead link; then an extension with a dead link."""
+    alive, dead = [f"n{number}" for number in range(20)], [f"n{number}d" for number in range(21)]
+    words = [*a_table_of(site, tmp_path, alive + dead), "library.shard_size=20"]
+    counts = seeded(*words)
+    assert (counts["usable"], counts["rejected"]) == (20, {"download: no connection": 21})
+    a_table_of(site, tmp_path, [*alive, *dead, "n99d"])
+    counts = seeded(*words, "library.changed=extend")
+    assert (counts["usable"], counts["rejected"]) == (20, {"download: no connection": 22})
+
+
+def test_pictures_that_are_gone_for_good_need_no_edited_library(site, tmp_path, down):
+    words = [*a_table_of(site, tmp_path, [f"n{number}d" for number in range(20)] + ["n1"])]
+    words += ["library.shard_size=20"]
+    with pytest.raises(UserError, match="on_unanswered=proceed goes on without them"):
+        seeded(*words)
+    assert seeded(*words, "on_unanswered=proceed")["usable"] == 1
 
 
 def test_addresses_are_stored_without_secrets():

@@ -296,21 +296,44 @@ def test_a_picture_that_cannot_be_read_for_a_moment_costs_only_another_try(tmp_p
     assert all(reads[place] == 1 for place in inspected)
 
 
-def test_an_outage_of_a_store_is_not_the_loss_of_all_pictures(tmp_path):
-    fs, table = fsspec.filesystem("memory"), tmp_path / "list.jsonl"
-    places = [f"/{tmp_path.name}-outage/{number}.png" for number in range(3)]
-    rows = [{"id": place[-5], "image": f"memory:/{place}"} for place in places]
+def a_list_in_a_store(tmp_path, count):
+    """The settings of a run on a list of places in a store, and the places."""
+    table = tmp_path / "list.jsonl"
+    places = [f"/{tmp_path.name}-listed/{number}.png" for number in range(count)]
+    rows = [{"id": place, "image": f"memory:/{place}"} for place in places]
     table.write_text("\n".join(map(json.dumps, rows)))
     config = config_of(tmp_path / "out", table)
     config.seed.clusters = 1
+    return config, places
+
+
+def test_an_outage_of_a_store_is_not_the_loss_of_all_pictures(tmp_path, monkeypatch):
+    config, places = a_list_in_a_store(tmp_path, 21)
+    config.library.shard_size = 5000
+    fs = fsspec.filesystem("memory")
+    for number, place in enumerate(places):
+        fs.pipe_file(place, png(number))
+
+    def fails(self, place):
+        raise PermissionError("expired")
+
     with closing(Run(config, progress=False)) as run:
-        with pytest.raises(
-            UserError, match="none of 3 pictures can be read, such as memory://.*0.png. Run the same"
-        ):
-            seed(run)
-        for number, place in enumerate(places):
-            fs.pipe_file(place, png(number))
-        assert seed(run)["usable"] == 3
+        with monkeypatch.context() as down:
+            down.setattr(type(fs), "cat_file", fails)
+            with pytest.raises(
+                UserError,
+                match="none of 21 pictures can be read, such as memory://.*0.png: PermissionError. Run the",
+            ):
+                seed(run)
+        assert seed(run)["usable"] == 21
+
+
+def test_files_that_a_store_no_longer_has_are_lost_for_good(tmp_path):
+    config, places = a_list_in_a_store(tmp_path, 21)
+    config.library.shard_size = 20
+    fsspec.filesystem("memory").pipe_file(places[-1], png(1))
+    with closing(Run(config, progress=False)) as run:
+        assert seed(run)["rejected"] == {"missing": 20}
 
 
 def test_a_picture_that_has_changed_is_named_with_the_way_out(tmp_path, monkeypatch):

@@ -49,12 +49,16 @@ class Writing:
     def __init__(self, options: RationaleOptions):
         self.options, self.sources = options, sources_of(options)
         if options.select is not None or options.encoder is not None:
-            # Measuring opens all pictures, negatives' too, which no call shows; after all calls are paid.
-            if faults := Verdicts().undecodable([source.records for source in self.sources]):
-                listed = "\n".join(faults)
-                raise UserError(
-                    f"select and encoder look at every picture: repair these, or leave out their records:\n{listed}"
+            # Measuring opens these, negatives' too, which no call shows; after all calls are paid. Only `select` embeds queries.
+            records = [source.records for source in self.sources]
+            if faults := Verdicts().undecodable(records, queries=options.select is not None):
+                looks = (
+                    "encoder looks at every target's picture"
+                    if options.select is None
+                    else "select looks at every picture"
                 )
+                listed = "\n".join(faults)
+                raise UserError(f"{looks}: repair these, or leave out their records:\n{listed}")
         self.judge = None if options.select is None else _judge(options.select, options.min_knowability)
         self.by_sight: ImageEncoder | None = None
         if options.encoder is not None:

@@ -94,16 +94,16 @@ class Verdicts:
         if files := self._files.get(file.name):
             self._keep(self._entry(Path(file.name), "numbers", asked), numbers, files=files)
 
-    def undecodable(self, files: Sequence[Records]) -> list[str]:
-        """Existing pictures that cannot be decoded, each with its first record; on all cores.
+    def undecodable(self, files: Sequence[Records], *, queries: bool = True) -> list[str]:
+        """Existing pictures, of targets and of `queries`, that cannot be decoded, each with its first record; on all cores.
 
         Pictures of streams are left out. Bytes in data sets are decoded every time.
         """
         files = [file for file in files if file.size is not None]
         if not files:
             return []
-        named = list(_named_pictures(files))
-        shown = ((ref, file.name, record_id) for file in files for ref, record_id in _shown(file))
+        named = list(_named_pictures(files, queries))
+        shown = ((ref, file.name, record_id) for file in files for ref, record_id in _shown(file, queries))
         embedded = (each for each in shown if isinstance(each[0], bytes))
         pictures: Iterator[tuple[ImageRef, str, str]] = chain(named, embedded)
         entries = {file.name: self._entry(Path(file.name), "pictures") for file in files}
@@ -190,17 +190,17 @@ def _call(item: Any) -> Any:
 _action: Callable[[Any], Any]
 
 
-def _shown(file: Records) -> Iterator[tuple[ImageRef, str]]:
+def _shown(file: Records, queries: bool) -> Iterator[tuple[ImageRef, str]]:
     for record in map(file.__getitem__, range(len(file))):
         targets = [it.image for it in (*record.positives, *record.negatives) if it.image]
-        yield from ((ref, record.id) for ref in (*record.query.images, *targets))
+        yield from ((ref, record.id) for ref in (*(record.query.images if queries else ()), *targets))
 
 
-def _named_pictures(files: Sequence[Records]) -> Iterator[tuple[str, str, str]]:
+def _named_pictures(files: Sequence[Records], queries: bool) -> Iterator[tuple[str, str, str]]:
     """Every picture in a file or library, once, with its first source and record."""
     seen: set[str] = set()
     for file in files:
-        for ref, record_id in _shown(file):
+        for ref, record_id in _shown(file, queries):
             if isinstance(ref, str) and ref not in seen:
                 seen.add(ref)
                 yield ref, file.name, record_id

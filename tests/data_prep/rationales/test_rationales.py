@@ -441,6 +441,32 @@ def test_a_picture_that_cannot_be_measured_is_named_before_any_call(pictures_wan
         assert not server.num_answered
 
 
+def test_an_encoder_does_not_look_at_the_pictures_of_queries(pictures_wanted, tmp_path, monkeypatch):
+    """With on_unanswered=proceed, such a record is left out; `select` embeds queries, too."""
+    records, captions, answers = pictures_wanted
+    first, rest = records.read_text().split("\n", 1)
+    line = json.loads(first)
+    line["query"]["images"] = ["broken.png"]
+    records.write_text(f"{json.dumps(line)}\n{rest}")
+    (records.parent / "broken.png").write_bytes((records.parent / "0.png").read_bytes()[:60])
+    said = pq.read_table(captions)["caption"].to_pylist()
+    seer = Seer({str(number): caption for number, caption in enumerate(said)})
+    monkeypatch.setattr("data_prep.rationales.writing.image_encoder", lambda config: seer)
+    with LocalServer(answers) as server:
+        words = [
+            f"records={records}",
+            f"out={tmp_path / 'out.jsonl'}",
+            "model.name=m",
+            f"model.base_url={server.url}",
+        ]
+        words += ["on_unanswered=proceed", "model.max_retries=0"]
+        with pytest.raises(UserError, match="select looks at every picture"):
+            main(["rationales", *words, "select=somewhere"])
+        assert not server.num_answered
+        main(["rationales", *words, "encoder={kind: siglip, path: seer}"])
+    assert json.loads((tmp_path / "out.jsonl.report.json").read_text())["kept"] == 11
+
+
 def test_targets_that_cannot_be_looked_at_are_counted_and_not_called_clean(pictures_wanted, tmp_path):
     records, _, answers = pictures_wanted
     out = tmp_path / "out.jsonl"

@@ -24,6 +24,7 @@ from rge.checkpoints.run_lock import held
 from rge.common.commands import start
 from rge.common.errors import USER, UserError
 from rge.common.files import checkpoint_folder, find_shipped, raise_descriptor_limit
+from rge.common.schema import Target
 from rge.config import CheckOptions, Recipe, RecordsConfig, StageConfig, load_options
 from rge.data import collate, layout
 from rge.data.layout import Layout
@@ -45,7 +46,7 @@ from rge.plan.costs import num_parameters
 from rge.plan.estimate import Plans, banner
 from rge.plan.known_models import outline
 from rge.rl import reference, rewards
-from rge.rl.pool import check_pool, unusable
+from rge.rl.pool import check_pool, pool_path, read_pool, unusable
 from rge.rollout import writer
 from rge.scratch.starting_point import check_backbone, processor_of, tokenizer_sources
 
@@ -156,6 +157,7 @@ class Preflight:
         self.verdicts = Verdicts()
         self.wanted: dict[str, Wanted] = {}
         self.layouts: dict[str, Layout] = {}
+        self.pool: list[Target] = []
 
     def attempt(self, action: Callable[..., T], *arguments: Any) -> T | None:
         """Call `action`; a `UserError` becomes a problem, and the result None."""
@@ -236,7 +238,7 @@ class Preflight:
         for name in stages:
             self.attempt(resume.check_records, self.out / name, recipe, name, records)
         if "rl" in stages:
-            self.warn(self.attempt(check_pool, recipe, records))
+            self.check_pool()
         for name, weight in recipe.loss.terms.items():
             if weight:  # the plugin of a dropped term may no longer exist
                 self.attempt(CONTRASTIVE_LOSSES.__getitem__, name)
@@ -247,8 +249,15 @@ class Preflight:
         self.problems += machine.problems(recipe)
         self.found.summary += machine.warnings(self.accelerator)
 
+    def check_pool(self) -> None:
+        """Read the pool of the stage rl, if there is one, and look for right answers in it."""
+        if self.recipe.rl.candidates != "batch":
+            self.pool = self.attempt(read_pool, pool_path(self.recipe)) or []
+        if self.pool:
+            self.warn(self.attempt(check_pool, self.recipe, self.found.records, self.pool))
+
     def lay_out_sources(self, *, decode: bool) -> None:
-        """Compute the lengths of all records in the open sources, except streams, and of the pool's candidates."""
+        """Compute the lengths of all records in the open sources, except streams; look for pictures of the pool's candidates."""
         try:
             builder = collate.prompt_builder(processor_of(self.recipe, self.found.records), self.recipe)
             for key, file in self.found.records.items():
@@ -264,8 +273,11 @@ class Preflight:
                 more = len(faults) - MAX_REPORTED
                 faults[MAX_REPORTED:] = [f"... and {more:,} more"] * (more > 0)
                 self.tell(faults, held_out=wanted.held_out)
-            if "rl" in self.found.stages:
-                self.problems += unusable(self.recipe, builder, decode=decode)
+            if self.pool:
+                path = pool_path(self.recipe)
+                self.problems += unusable(
+                    path, self.pool, self.verdicts.pictures, builder if decode else None
+                )
         except (UserError, OSError) as error:
             # A missing source of the tokenizer's texts was reported already.
             if str(error) not in self.problems:

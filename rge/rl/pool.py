@@ -6,7 +6,7 @@ embeddings are stale, as in MoCo (arXiv:1911.05722). They have no gradient, and 
 Shape suffixes: B = queries of this rank, P = pool, D = hidden size.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rge.common.errors import UserError
-from rge.common.images import load_image
+from rge.common.images import PictureIndex, load_image
 from rge.common.schema import Record, Target
 from rge.config import Recipe
 from rge.data.collate import Batch, target_item
@@ -147,36 +147,41 @@ def _of_corpus(folder: Path) -> Iterator[Target]:
         yield Target(id=row["id"], text=row.get("text"), image=image, identity=row.get("identity"))
 
 
-def unusable(recipe: Recipe, builder: PromptBuilder, *, decode: bool) -> list[str]:
-    """Candidates of the pool, if there is one, that cannot be embedded; `decode` as in `rge.check.examine`."""
-    if recipe.rl.candidates == "batch":
-        return []
-    path = pool_path(recipe)
-    found = on_all_cores(partial(_fault, builder, decode), read_pool(path))
+def unusable(
+    path: Path, targets: Sequence[Target], pictures: PictureIndex, builder: PromptBuilder | None = None
+) -> list[str]:
+    """Candidates of a pool that cannot be embedded: their pictures do not exist; with a `builder`, all are measured and decoded."""
+    if builder is None:
+        found: Iterable[str | None] = (_missing(pictures, target) for target in targets)
+    else:
+        found = on_all_cores(partial(_fault, builder), targets)
     faults = [f"rl.candidates: {path}: {fault}" for fault in found if fault is not None]
     more = len(faults) - MAX_REPORTED
     return faults[:MAX_REPORTED] + [f"... and {more:,} more candidates of the pool"] * (more > 0)
 
 
-def _fault(builder: PromptBuilder, decode: bool, target: Target) -> str | None:
+def _missing(pictures: PictureIndex, target: Target) -> str | None:
+    fault = pictures.fault(target.image) if isinstance(target.image, str) else None
+    return fault and f"candidate {target.id!r}: {fault}"
+
+
+def _fault(builder: PromptBuilder, target: Target) -> str | None:
     try:
         measured(builder, target_item(target), "candidate")
-        if decode and target.image is not None:
+        if target.image is not None:
             load_image(target.image)
     except ValueError as error:
         return f"candidate {target.id!r}: {error}"
     return None
 
 
-def check_pool(recipe: Recipe, sources: Mapping[str, Records]) -> str | None:
-    """A warning if some of training's queries have no right answer in the pool; UserError if none has, or it is unreadable.
+def check_pool(recipe: Recipe, sources: Mapping[str, Records], targets: Sequence[Target]) -> str | None:
+    """A warning if some of training's queries have no right answer in the pool; UserError if none has.
 
     A stream's queries are unknown.
     """
-    if recipe.rl.candidates == "batch":
-        return None
     path = pool_path(recipe)
-    pool = {identity(target) for target in read_pool(path)}
+    pool = {identity(target) for target in targets}
     sampled: list[Record] = []
     for source in recipe.rl.sources:
         records = sources.get(source.key or "")

@@ -34,6 +34,7 @@ from rge.model.adapter_files import Base
 from rge.model.embedding_model import embedder_to_train
 from rge.plan import estimate, machine
 from rge.plan.report import FasterWay
+from rge.rl.pool import read_pool
 from rge.rollout import vllm_writer
 from rge.scratch.starting_point import blueprint, processor_of, starting_point
 
@@ -641,20 +642,27 @@ def test_the_command_says_all_and_ends_with_one(home):
     assert (done.returncode, done.stderr) == (2, "error: pictures must be true or false, got 'perhaps'\n")
 
 
-def test_candidates_of_a_pool_that_cannot_be_embedded_are_found_before_the_first_stage(home, accelerator):
-    """The stage rl comes last, after hours."""
+def test_candidates_of_a_pool_that_cannot_be_embedded_are_found_before_the_first_stage(
+    home, accelerator, monkeypatch
+):
+    """The stage rl comes last, after hours. A start reads the pool once, and opens no picture of it."""
     others = [{"id": "gone", "image": "gone.png"}, {"id": "half", "image": "half.png"}]
     pool = write(home / "pool.jsonl", record("a"), record("b", positives=others))
     (home / "half.png").write_bytes((home / "egg.png").read_bytes()[:-500])
     overrides = [f"rl.sources=[{{path: {home / 'records.jsonl'}}}]", f"rl.candidates=pool:{pool}"]
-    gone = f"rl.candidates: {pool}: candidate 'gone': picture {home / 'gone.png'} cannot be read: No such file or directory"
-    assert problems_of(home, accelerator, *overrides) == [gone]
+    gone = f"rl.candidates: {pool}: candidate 'gone': picture {home / 'gone.png'}"
+    reads = []
+    with monkeypatch.context() as watched:
+        watched.setattr("rge.check.read_pool", lambda path: reads.append(path) or read_pool(path))
+        watched.setattr("rge.rl.pool.measured", lambda *asked: pytest.fail("every candidate is measured"))
+        assert problems_of(home, accelerator, *overrides) == [f"{gone} does not exist"]
+    assert reads == [Path(pool)]
     found = problems_of(home, accelerator, *overrides, decode=True)
-    assert found[0] == gone
+    assert found[0] == f"{gone} cannot be read: No such file or directory"
     assert len(found) == 2
     assert found[1].startswith(f"rl.candidates: {pool}: candidate 'half': picture {home / 'half.png'}")
     assert problems_of(home, accelerator, *overrides, "stage=joint", "rl.sources=[]") == []
-    lengths = problems_of(home, accelerator, *overrides, "data.max_prompt_tokens=4")
+    lengths = problems_of(home, accelerator, *overrides, "data.max_prompt_tokens=4", decode=True)
     assert any("candidate 'ta'" in one and "alone exceed max_prompt_tokens=4" in one for one in lengths)
 
 

@@ -3,7 +3,6 @@
 import copy
 import json
 import math
-from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -187,7 +186,7 @@ def test_a_pool_without_the_right_answers_is_found_before_anything_runs(records,
         pq.write_table(pa.table({"id": ids, "text": ids}), corpus / "corpus.parquet")
         recipe = recipe_of(corpus)
         recipe.rl.sources = [source]
-        return check_pool(recipe, opened)
+        return check_pool(recipe, opened, read_pool(corpus))
 
     assert checked(["key", "x"]) is None
     with pytest.raises(
@@ -200,4 +199,3 @@ def test_a_pool_without_the_right_answers_is_found_before_anything_runs(records,
     assert "1 of 2 queries have no right answer in the pool" in checked(["key"])
     opened[source.key] = Records()  # a stream, whose queries are not known before they are drawn
     assert checked(["x"]) is None
-    assert check_pool(SimpleNamespace(rl=SimpleNamespace(candidates="batch")), {}) is None

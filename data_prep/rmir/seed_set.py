@@ -35,7 +35,7 @@ from data_prep.rmir.run import Run, reasons
 from rge.common.errors import UserError
 from rge.common.files import replacing, write_bytes
 from rge.common.schema import ImageRef, safe_id
-from rge.tables.pictures import find
+from rge.tables.pictures import find, would_find
 
 Rows = list[dict[str, Any]]
 IMAGE_COLUMNS = ("id", "ref", "caption", "sha256", "width", "height", "phash")
@@ -237,9 +237,17 @@ def settle_library(run: Run) -> None:
 
 
 def _check_outside_library(run: Run) -> None:
-    """Raise if the run's own pictures and tables would belong to the library, in the folder that it reads."""
+    """Raise if the run's own pictures and tables would belong to the library: in the folder that it reads, or found by its pattern."""
     path = str(run.config.library.path)
     files = find(path)
+    if "file" in files.fs.protocol and any(mark in path for mark in "*?["):
+        pattern = path if files.is_local else files.fs._strip_protocol(path)
+        own = [run.path("seed", "images.parquet"), _part(run, 0)]
+        if found := next((file for file in own if would_find(pattern, file.resolve())), None):
+            raise UserError(
+                f"out={run.out}: the run's own files, such as {found}, would be taken for the library's (library.path={path}): "
+                "choose another out="
+            )
     out, folder = run.out.resolve(), Path(files.root).resolve()
     reads_folder = "file" in files.fs.protocol and files.fs.isdir(path) and files.kind != "saved"
     if not (reads_folder and out.is_relative_to(folder)):

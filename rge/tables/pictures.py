@@ -18,6 +18,7 @@ import tarfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,22 @@ def _matching(fs: Any, pattern: str, is_local: bool) -> list[str]:
         return sorted(map(os.path.normpath, glob.glob(pattern, recursive=True)))
     root = os.path.dirname(re.split(r"[*?[]", pattern)[0])
     return sorted(file for file in fs.glob(pattern) if not _is_hidden(file, root))
+
+
+def would_find(pattern: str, file: Path) -> bool:
+    """Whether `find` of a pattern on this machine would find an absolute path, if it existed."""
+    fixed = os.path.dirname(re.split(r"[*?[]", pattern)[0])
+    root, rest = Path(fixed).resolve(), pattern.removeprefix(fixed).strip("/").split("/")
+    return file.is_relative_to(root) and _fits(file.relative_to(root).parts, rest)
+
+
+def _fits(parts: Sequence[str], pattern: Sequence[str]) -> bool:
+    if not pattern or not parts:
+        return not parts and set(pattern) <= {"**"}
+    is_hidden = parts[0].startswith(".") and not pattern[0].startswith(".")
+    if pattern[0] == "**":
+        return _fits(parts, pattern[1:]) or (not is_hidden and _fits(parts[1:], pattern))
+    return not is_hidden and fnmatchcase(parts[0], pattern[0]) and _fits(parts[1:], pattern[1:])
 
 
 def _is_hidden(file: str, root: str) -> bool:

@@ -25,6 +25,7 @@ from data_prep.rmir.main import run_stages
 from data_prep.rmir.pictures.encoders import PixelEncoder
 from data_prep.rmir.pictures.library import Library, blocks, fetched
 from data_prep.rmir.run import STAGES, Run
+from data_prep.rmir.seed_set import _check_outside_library
 from data_prep.rmir.stages import retrieve, seed
 from rge.calls.local_server import LocalServer
 from rge.common.errors import UserError
@@ -492,3 +493,37 @@ def test_candidates_are_searched_for_in_blocks_of_bounded_memory(tmp_path, monke
         assert max(sizes) == (queries or number) < number + 1
         assert sum(sizes) == number > 3
     run.close()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "out"),
+    [
+        ("**/*.parquet", "run"),
+        ("*/*/*.parquet", "run"),
+        ("*/*.parquet", "."),
+        ("[a-z]*/**/*.parquet", "run"),
+    ],
+)
+def test_a_run_where_the_pattern_of_its_library_would_find_it_is_refused(tmp_path, pattern, out):
+    """Its second start would read its own tables as shards."""
+    for depth in ("a", "a/b", "a/b/c"):
+        (tmp_path / depth).mkdir()
+        write_parquet(str(tmp_path / depth), fsspec.filesystem("file"))
+    for start in ("", "file://"):
+        with closing(Run(config_of(tmp_path / out, f"{start}{tmp_path}/{pattern}"), progress=False)) as run:
+            with pytest.raises(
+                UserError, match="out=.*: the run's own files, such as .*/(images|part-00000).parquet"
+            ):
+                run_stages(run, ["seed"])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "out"), [("**/*.parquet", ".run"), ("a/*.parquet", "run"), ("*.parquet", "run")]
+)
+def test_a_run_that_the_pattern_of_its_library_does_not_find(tmp_path, pattern, out):
+    write_parquet(str(tmp_path), fsspec.filesystem("file"))
+    (tmp_path / "a").mkdir()
+    write_parquet(str(tmp_path / "a"), fsspec.filesystem("file"))
+    config = config_of(tmp_path / out, f"{tmp_path}/{pattern}")
+    with closing(Run(config, progress=False)) as run:
+        _check_outside_library(run)

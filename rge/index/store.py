@@ -63,19 +63,22 @@ MAX_WORDED = 10_000
 FIRST_RANK = 60
 """Reciprocal rank fusion: a row gets 1 / 60 for the first place of a ranking, 1 / 61 for the second."""
 FUNCTIONS = frozenset(
-    "abs acos asin atan atan2 btrim ceil char_length character_length coalesce concat contains cos current_date date_part "
-    "date_trunc degrees ends_with exp floor greatest ifnull initcap isnan least left length ln log log10 log2 lower ltrim now "
-    "nullif nvl octet_length power radians regexp_like regexp_match reverse right round rtrim signum sin split_part sqrt "
-    "starts_with strpos tan to_date to_timestamp trunc upper".split()
+    "abs acos array_has array_length ascii asin atan atan2 btrim cbrt ceil char_length character_length "
+    "coalesce concat contains contains_tokens cos current_date date_bin date_part date_trunc degrees "
+    "ends_with exp find_in_set floor from_unixtime gcd greatest ifnull initcap instr isnan least left length "
+    "levenshtein ln log log10 log2 lower ltrim make_date md5 now nullif nvl nvl2 octet_length pow power "
+    "radians regexp_count regexp_like regexp_match reverse right round rtrim signum sin split_part sqrt "
+    "starts_with strpos tan to_date to_timestamp to_timestamp_seconds trunc upper".split()
 )
-"""What a condition may call: a result is no larger than its arguments, unlike that of ``repeat`` or nested ``replace``, which a
-client could use to take all memory of a server."""
+"""What a condition may call: a result is no larger than its arguments, or of a fixed size, unlike that of ``repeat`` or nested ``replace``,
+which a client could use to take all memory of a server."""
 _NOT_CALLED = frozenset(
     "and between cast datetime decimal ilike in is like not or timestamp try_cast".split()
 )
 _NAME = r'\w+|"[^"]*"|`[^`]*`'
 _TOKEN = re.compile(
-    rf"({_NAME})\s*\(|(?:{_NAME})(?!')|'[^']*(?:'|\Z)|--[^\r\n]*\Z|-(?!-)|/(?!\*)|[\s(),.;:+*%=<>!|\[\]]"
+    rf"({_NAME})\s*\(|\b(?i:date|timestamp)(?=')|(?:{_NAME})(?!')"
+    r"|'[^']*(?:'|\Z)|--[^\r\n]*\Z|-(?!-)|/(?!\*)|[\s(),.;:+*%=<>!|\[\]]"
 )
 """A call, or any other token of a condition. Those that SQL reads in several ways, such as comments within, are none."""
 NPROBES, REFINE = 64, 10

@@ -140,6 +140,7 @@ def test_columns_of_the_metadata_narrow_a_search(index):
         "repeat('x', 9)", "REPEAT ('x', 9)", "`repeat`('x', 9)", "\"repeat\"\n('x', 9)", "repeat -- x\n('x', 9)",
         "repeat/**/('x', 9)", "lpad(id, 9)", "replace(id, 'a', 'aa')", "upper(replace(id, 'a', 'aa'))", "x.repeat('x', 9)",
         "'a' || $$'$$ || repeat('x', 9) || $$'$$",
+        "date'' || e'\\'' || repeat('x', 9) || '", "x'00' || repeat('x', 9)",
     ],
 )  # fmt: skip
 def test_a_condition_cannot_take_all_memory(index, call):
@@ -159,6 +160,12 @@ def test_a_condition_may_call_what_takes_no_memory(index):
         "lower(id) = 'a (b)'", "id like 'a (%' and(1 = 1)", "not (id in ('repeat(1)')) or id = 'a (b)'", "größe > 2",
         "\"id\" = 'a (b)'", "cast(year as string) is null", "sqrt(power(latitude - 48, 2)) < 0.2", "latitude > -1e3",
         "id = 'a (b)' -- repeat('x', 9)", "coalesce(text, '') = '';", "starts_with(id, 'a')", "id != 'it''s'",
+        "pow(latitude, 2) > 4", "cbrt(latitude) > 3", "gcd(3, 6) = 3", "ascii(id) = 97", "instr(id, 'b') = 4",
+        "levenshtein(id, 'a (c)') = 1", "regexp_count(id, '[ab]') = 2", "find_in_set(id, 'x,a (b)') = 2", "md5(id) != id",
+        "array_has(regexp_match(id, 'a'), 'a')", "array_length(regexp_match(id, 'a')) = 1", "nvl2(text, 1, 2) = 2",
+        "make_date(2024, 1, 2) > date'2024-01-01'", "from_unixtime(3) < TIMESTAMP'2024-01-01 00:00:00'",
+        "to_timestamp_seconds(3) < timestamp '2024-01-01'", "contains_tokens(id, 'b')",
+        "date_bin(interval '1 day', to_timestamp('2024-01-01T10:00:00')) = timestamp'2024-01-01'",
     ):  # fmt: skip
         assert len(index.search(vectors(1), 1, where=condition)[0]) == 1, condition
 

@@ -85,11 +85,7 @@ class Unreadable:
     def noted(cls, source: Source, options: Reading) -> Iterator["Unreadable"]:
         """Start with the faults of a source's listing; at the end write all to ``unreadable=``. Raises as `check` does."""
         listed = options.unreadable
-        if (
-            listed is not None
-            and listed.suffix.lower() == ".txt"
-            and Path(os.path.abspath(listed)).is_relative_to(source.name)
-        ):
+        if listed is not None and listed.suffix.lower() == ".txt" and _is_listed(listed, Path(source.name)):
             raise UserError(f"unreadable={listed} would be an item of {source.name}: put it elsewhere")
         found = cls(len(source.entries) + len(source.faults), options.max_unreadable, dict(source.faults))
         try:
@@ -302,6 +298,16 @@ def _picture(root: Path, files: dict[str, str], name: str, caption: str | None) 
     image = os.path.abspath(root / name)
     # Conditions are typed with letters and accents as one character.
     return Entry(name, stamp, text_file=text_file, image=image, metadata={"album": composed(album)})
+
+
+def _is_listed(file: Path, root: Path) -> bool:
+    """Whether a file would be listed with a folder, by its path as given or by that without links."""
+    inside = [
+        path.relative_to(folder)
+        for path, folder in ((Path(os.path.abspath(file)), root), (file.resolve(), root.resolve()))
+        if path.is_relative_to(folder)
+    ]
+    return any(not any(part.startswith(".") for part in path.parts) for path in inside)
 
 
 def _relative(path: str | Path, root: Path) -> str:

@@ -497,6 +497,14 @@ def test_the_list_of_unreadable_files_does_not_become_an_item(photos):
     """Watching would embed it, write it again, and so on."""
     with pytest.raises(UserError, match=r"unreadable=pho tos/sub/bad.txt would be an item of .*pho tos: put"):
         index(["pho tos", "out=gallery", "checkpoint=demo", "unreadable=pho tos/sub/bad.txt"])
+    Path("link").symlink_to("pho tos")
+    for source, listed in (("pho tos", "link/bad.txt"), ("link", "pho tos/bad.txt")):
+        with pytest.raises(UserError, match=rf"unreadable={listed} would be an item of .*{source}: put"):
+            index([source, "out=gallery", "checkpoint=demo", f"unreadable={listed}"])
+    (photos / ".rge").mkdir()
+    for _ in range(2):
+        assert index(["pho tos", "out=gallery", "checkpoint=demo", "unreadable=pho tos/.rge/bad.txt"]) == 0
+    assert (photos / ".rge" / "bad.txt").is_file()
 
 
 def test_a_loop_of_links_and_a_name_that_is_no_text(photos):

@@ -314,7 +314,8 @@ class RmirConfig:
     only the models' own caps."""
     on_unanswered: Literal["wait", "proceed"] = "wait"
     """What to do after a stage with unanswered calls (outages): wait until the same command has made them again; or
-    proceed without the items they are about, and redo the later stages once they are answered."""
+    proceed without the items they are about, and redo the later stages once they are answered. Or after none of a library's
+    first pictures could be reached: stop; or proceed, and count them as lost."""
     seed: SeedConfig = field(default_factory=SeedConfig)
     caption: CaptionConfig = field(default_factory=CaptionConfig)
     generate: GenerateConfig = field(default_factory=GenerateConfig)

@@ -142,7 +142,12 @@ class Study:
         if then is None:
             return []
         words, free = self.words(arm, seed), f"{arm.stage}.steps" if arm.flops_of else None
-        if isinstance(then, list):  # an older note: the command alone
+        older = isinstance(then, list)  # the command alone
+        (out,) = (word[4:] for word in (then if older else then["command"]) if word.startswith("out="))
+        # The study's folder may have been moved.
+        before = out.removesuffix(self.run_name(arm, seed)).rstrip("/")
+        then = json.loads(json.dumps(then, ensure_ascii=False).replace(f"{before}/", f"{self.out}/"))
+        if older:
             apart = {*words, f"out={self.folder(arm, seed)}"}.symmetric_difference(then)
             return sorted(word for word in apart if word.partition("=")[0] != free)
         theirs, ours = (given(recipe, arm.stage) for recipe in (then["recipe"], to_dict(load_recipe(words))))

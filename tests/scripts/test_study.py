@@ -251,6 +251,17 @@ def test_results_of_other_settings_are_not_used(study, tmp_path):
             shutil.rmtree(folder)
             shutil.rmtree(study.folder / "self, direct")
 
+    # In another place, too
+    moved = replace(recipe_study(study, tmp_path, ""), out=study.folder / "elsewhere")
+    study.arms.run_all(given, [(given.arms[1], 0)])
+    (study.folder / "self").rename(moved.out.parent / "elsewhere_self")
+    moved.out.mkdir()
+    (moved.out.parent / "elsewhere_self").rename(moved.out / "self")
+    assert moved.changed(moved.arms[1], 0) == []
+    note = moved.out / "self/seed_0/arm.json"
+    note.write_text(json.dumps(json.loads(note.read_text())["command"]))
+    assert moved.changed(moved.arms[1], 0) == []
+
     # A copy with today's settings comes before an older one, whichever file has it; before digests, there was none.
     mine.write_text(content)
     runs = json.loads(content)

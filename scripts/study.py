@@ -267,9 +267,8 @@ def eyes(options: Options) -> Finding:
 
     def reading(results: Results) -> list[str]:
         kept, report = results.kept["diagnoses"], place / "reading.json"
-        if (
-            not report.is_file() and backbone.is_dir() and not options.collect
-        ):  # not what another study's tower reads
+        # A kept reading may be of another study's tower.
+        if not report.is_file() and backbone.is_dir() and not options.collect:
             kept["eyes"] = read_pictures(backbone, options.out / "data" / "valid" / "hidden_100")
             write_json(report, kept["eyes"])
         if (found := kept.get("eyes")) is None:

@@ -18,13 +18,22 @@ from rge.common.files import FileError, write_bytes
 from rge.common.images import WEB
 
 TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
-NO_ANSWER, NO_CONNECTION = "no answer in time", "no connection"
-OUTAGE = {NO_ANSWER, NO_CONNECTION, *(f"HTTP {status}" for status in TRANSIENT)}
-"""Reasons that may pass."""
 OUTAGE_OF = 20
 """Fewer pictures that cannot be reached are dead links, not an outage."""
 UNREAD = "unread"
 """Key of a row in an object store that failed for a reason that may pass, which is the value."""
+
+
+class Lost(str):
+    """Why a picture could not be downloaded, and whether another try may succeed."""
+
+    may_pass: bool
+
+    def __new__(cls, reason: str, *, may_pass: bool) -> "Lost":
+        """The reason as text."""
+        lost = super().__new__(cls, reason)
+        lost.may_pass = may_pass
+        return lost
 
 
 class _DownloadFailed(Exception):
@@ -56,15 +65,17 @@ def without_secrets(url: str) -> str:
 
 def fetch(
     urls: Sequence[str], folder: Path, config: DownloadConfig, *, progress: bool = False
-) -> dict[str, str]:
+) -> dict[str, Lost]:
     """Download the pictures that the folder lacks; returns why any failed, by URL. Raises `FileError`: the disk is full."""
     todo = [url for url in dict.fromkeys(urls) if not local_path(url, folder).is_file()]
     return asyncio.run(_fetch_all(todo, folder, config, progress)) if todo else {}
 
 
-async def _fetch_all(todo: list[str], folder: Path, config: DownloadConfig, progress: bool) -> dict[str, str]:
+async def _fetch_all(
+    todo: list[str], folder: Path, config: DownloadConfig, progress: bool
+) -> dict[str, Lost]:
     limits = httpx.Limits(max_connections=config.concurrency, max_keepalive_connections=config.concurrency)
-    lost: dict[str, str] = {}
+    lost: dict[str, Lost] = {}
     queue = iter(todo)
     bar = progress_bar(total=len(todo), desc="download", disable=not progress)
     client = httpx.AsyncClient(limits=limits, follow_redirects=True, timeout=config.timeout_s)
@@ -74,7 +85,7 @@ async def _fetch_all(todo: list[str], folder: Path, config: DownloadConfig, prog
             try:
                 await _fetch_one(client, url, local_path(url, folder), config)
             except _DownloadFailed as error:
-                lost[url] = str(error)
+                lost[url] = Lost(str(error), may_pass=error.retry)
             bar.update()
 
     with bar, ungrouped(FileError):
@@ -114,9 +125,9 @@ async def _get(client: httpx.AsyncClient, url: str, config: DownloadConfig) -> b
                     raise _DownloadFailed(f"over {config.max_bytes:,} bytes")
             return bytes(data)
     except (TimeoutError, httpx.TimeoutException):
-        raise _DownloadFailed(NO_ANSWER, retry=True) from None
+        raise _DownloadFailed("no answer in time", retry=True) from None
     except httpx.TransportError:
-        raise _DownloadFailed(NO_CONNECTION, retry=True) from None
+        raise _DownloadFailed("no connection", retry=True) from None
     except (httpx.HTTPError, httpx.InvalidURL, UnicodeError):  # the last from host names
         raise _DownloadFailed("not a working address") from None
 
@@ -132,9 +143,9 @@ class Reached:
     some: bool = False
     """A picture came, or is lost for good."""
 
-    def note(self, rows: Sequence[dict[str, Any]], lost: Mapping[str, str]) -> None:
+    def note(self, rows: Sequence[dict[str, Any]], lost: Mapping[str, Lost]) -> None:
         """Add a block; `UserError` if all pictures so far are lost for reasons that may pass, and they are `enough`."""
-        unread = [row for row in rows if UNREAD in row or lost.get(row["ref"]) in OUTAGE]
+        unread = [row for row in rows if UNREAD in row or (row["ref"] in lost and lost[row["ref"]].may_pass)]
         self.unread += len(unread)
         self.some = self.some or len(unread) < len(rows)
         if not self.some and self.unread >= self.enough:

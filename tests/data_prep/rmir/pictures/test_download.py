@@ -179,7 +179,7 @@ def down(monkeypatch):
 
     async def sometimes(client, url, config):
         if url[-1] in ends:
-            raise download._DownloadFailed(download.NO_CONNECTION, retry=True)
+            raise download._DownloadFailed("no connection", retry=True)
         return await get(client, url, config)
 
     monkeypatch.setattr(download, "_get", sometimes)

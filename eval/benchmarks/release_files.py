@@ -44,11 +44,9 @@ class ReleaseOptions(PluginOptions):
     overwrite: bool = False
     """Replace what an earlier import wrote to out."""
 
-    def write(self, member: str = "", *, embed: bool = True, **parts: Any) -> RetrievalSet:
+    def write(self, member: str = "", **parts: Any) -> RetrievalSet:
         """Call `write_set` for ``out`` or a suite's member in it, with these options."""
-        return write_set(
-            self.out / member, embed=embed, decode=self.decode, overwrite=self.overwrite, **parts
-        )
+        return write_set(self.out / member, **{"decode": self.decode, "overwrite": self.overwrite} | parts)
 
     def write_members(
         self, members: Mapping[str, Mapping[str, str]], write_one: Callable[[str], object], **suite: Any
@@ -60,12 +58,8 @@ class ReleaseOptions(PluginOptions):
             try:
                 write_one(name)
             except UserError as error:
-                if not number:
-                    raise
-                raise ReleaseError(
-                    f"{error}\n{number} of {len(members)} sets were written to {self.out} and stay there: pass overwrite=true "
-                    "when you import again"
-                ) from error
+                written = f"{number} of {len(members)} sets were written to {self.out}: pass overwrite=true next time"
+                raise ReleaseError(f"{error}\n{written}" if number else str(error)) from error
         write_suite(self.out, members=members, **suite)
         return list(members)
 
@@ -79,7 +73,7 @@ class PictureOptions(ReleaseOptions):
 
     def write(self, member: str = "", **parts: Any) -> RetrievalSet:
         """See `ReleaseOptions.write`."""
-        return super().write(member, **{"embed": self.pictures == "embed"} | parts)
+        return super().write(member, embed=self.pictures == "embed", **parts)
 
 
 @dataclass
@@ -97,39 +91,39 @@ class Draft:
     def add(
         self,
         query: Query,
-        where: object,
+        where: str,
         gains: Mapping[str, int],
         wrong: Iterable[str] = (),
         own: Iterable[str] = (),
     ) -> None:
         """Add a query, the judgements of candidates in the pool, and the column ``num_missing_positives``.
 
-        ``where``: location for messages. ``gains``: gain of each candidate; 0: judged, not right. ``wrong``: explicit
-        negatives. ``own``: pictures of the query, which are excluded unless they are judged.
+        ``gains``: of each candidate; 0: judged, not right. ``wrong``: explicit negatives. ``own``: pictures of the query, which are
+        excluded unless they are judged.
         """
         self.claim(query.id, where)
         absent = [name for name, gain in gains.items() if gain and name not in self.pool]
         self.lost += [f"{query.id}: {name}" for name in absent]
         self.queries.append(replace(query, columns={**query.columns, "num_missing_positives": len(absent)}))
-        self.qrels += [(*pair, gains[name]) for name, pair in self._in_pool(query, gains)]
-        self.negatives += [pair for _, pair in self._in_pool(query, wrong)]
-        self.excluded += [pair for name, pair in self._in_pool(query, own) if name not in gains]
+        self.qrels += [(query.id, safe_id(name), gains[name]) for name in self._in_pool(gains)]
+        self.negatives += [(query.id, safe_id(name)) for name in self._in_pool(wrong)]
+        self.excluded += [(query.id, safe_id(name)) for name in self._in_pool(own) if name not in gains]
 
-    def claim(self, name: str, where: object) -> None:
+    def claim(self, name: str, where: str) -> None:
         """Raise a `ReleaseError` if a query's id repeats; for queries that are left out too."""
         if name in self._ids:
             raise ReleaseError(f"{where}: query {name!r} occurs twice")
         self._ids.add(name)
 
-    def _in_pool(self, query: Query, names: Iterable[str]) -> list[tuple[str, tuple[str, str]]]:
-        return [(name, (query.id, safe_id(name))) for name in dict.fromkeys(names) if name in self.pool]
+    def _in_pool(self, names: Iterable[str]) -> list[str]:
+        return [name for name in dict.fromkeys(names) if name in self.pool]
 
-    def refuse_lost(self, where: object, *, allowed: bool) -> None:
+    def refuse_lost(self, where: str, *, allowed: bool) -> None:
         """Raise a `ReleaseError` if right candidates are missing from the pool, unless ``allowed``."""
         if self.lost and not allowed:
             raise ReleaseError(
-                f"{len(self.lost)} right candidates are not in {where}: {some(self.lost)}. A pool without them would make the "
-                "task easier; allow_missing=true keeps them in every denominator"
+                f"{len(self.lost)} right candidates are not in {where}: {some(self.lost)}. A pool without them would be easier; "
+                "allow_missing=true keeps them in every denominator"
             )
 
 
@@ -162,9 +156,8 @@ class Row(dict[str, Any]):
         for name in names:
             if self.get(name) is not None:
                 return self[name]
-        raise self.error(
-            f"column {' or '.join(map(repr, names))} is missing or empty; found: {', '.join(self)}"
-        )
+        listed = " or ".join(map(repr, names))
+        raise self.error(f"column {listed} is missing or empty; found: {', '.join(self)}")
 
     def id(self, *names: str) -> str:
         """The same as an id of ours, see `safe_id`."""
@@ -189,10 +182,8 @@ def iter_rows(
 ) -> Iterator[Row]:
     """Rows of a Parquet, JSON lines, JSON (a list of objects), CSV or TSV file.
 
-    ``columns``: columns to read, if the format allows skipping others.
-
-    Raises:
-        UserError: the file cannot be read, or lacks a ``needed`` column; that message ends with ``hint``.
+    ``columns``: columns to read, if the format allows skipping others. A UserError if the file cannot be read, or lacks a
+    ``needed`` column; that message ends with ``hint``.
     """
     rows = _objects(path) if path.suffix == ".json" else table_rows(path, columns)
     for number, cells in enumerate(rows, 1):
@@ -288,14 +279,9 @@ def match_columns(
 ) -> dict[str, str]:
     """Our name -> the file's name, for every column of a file.
 
-    Args:
-        path: the file, for messages.
-        names: its columns.
-        aliases: our name -> accepted names.
-        field_map: the user's ``theirs=ours`` words; ``theirs=ignore`` drops a column.
-        prefer: our names whose aliases are sorted by likelihood: of two matching columns the likelier one is used.
-        ignored: columns in lower case that may be left out.
-        needed: our names that must be found.
+    ``path``: for messages. ``aliases``: our name -> accepted names. ``field_map``: the user's ``theirs=ours`` words;
+    ``theirs=ignore`` drops a column. ``prefer``: our names whose aliases are sorted by likelihood: of two matching columns the
+    likelier one is used. ``ignored``: columns in lower case that may be left out. ``needed``: our names that must be found.
 
     Raises:
         UserError: a column is unknown or missing, two columns match the same name, or a word of ``field_map`` is not a pair.
@@ -311,7 +297,7 @@ def match_columns(
     if unknown := found.pop("", None):
         raise ReleaseError(
             f"{path}: unknown columns {', '.join(unknown)}. Known fields are {', '.join(aliases)}; pass "
-            f"field_map={unknown[0]}=FIELD, or field_map={unknown[0]}=ignore"
+            f"field_map={unknown[0]}=FIELD or =ignore"
         )
     for key, theirs in found.items():
         likeliest = {name: (name not in given, rank[key].get(_plain(name), 0)) for name in theirs}
@@ -323,8 +309,7 @@ def match_columns(
             )
     if lacking := [key for key in needed if key not in found]:
         raise ReleaseError(
-            f"{path}: no column {lacking[0]} ({', '.join(aliases[lacking[0]])}); found: {', '.join(names)}; pass "
-            f"field_map=THEIRS={lacking[0]}"
+            f"{path}: no column {lacking[0]}; found: {', '.join(names)}; pass field_map=THEIRS={lacking[0]}"
         )
     return {key: theirs[0] for key, theirs in found.items()}
 
@@ -346,22 +331,18 @@ def _plain(name: str) -> str:
 class Pictures:
     """Finds the pictures of a release.
 
-    Args:
-        roots: folders that paths may be relative to, in order of precedence; missing ones are skipped.
-        hint: what to do about a missing picture, the end of the message.
-        manifest: a table with ``id`` and ``path`` (or ``image`` bytes), such as Visual Genome's ``image_data.json``.
+    ``roots``: folders that paths may be relative to, in order of precedence; missing ones are skipped. ``hint``: what to do about a
+    missing picture. ``manifest``: a table with ``id`` and ``path`` (or ``image`` bytes), such as Visual Genome's
+    ``image_data.json``; a `UserError` if it lacks a column or repeats an id.
 
     Attributes:
         coco: id -> number in COCO, for pictures of Visual Genome that come from COCO.
-
-    Raises:
-        UserError: the manifest lacks a column or repeats an id.
     """
 
     def __init__(self, *roots: Path | None, hint: str, manifest: Path | None = None):
         self.roots = [root for root in roots if root is not None and root.is_dir()]
         self.hint = hint
-        self.manifest: dict[str, str | bytes] = {}
+        self.manifest: dict[str | bytes, str | bytes] = {}
         self.coco: dict[str, int] = {}
         if manifest is not None:
             self._read_manifest(manifest)
@@ -369,44 +350,28 @@ class Pictures:
     def find(self, ref: Any, where: str = "", *, by_stem: bool = False, hint: str = "") -> bytes | Path:
         """Find the picture of a reference: bytes, ``{bytes, path}``, a path, or an id.
 
-        ``where``: beginning of messages. ``by_stem``: also accept a file ``REF.jpg`` anywhere below the roots. ``hint``: for
-        this picture.
-
-        Raises:
-            UserError: there is no such picture, or two files match.
+        ``where``: for messages. ``by_stem``: also accept a file ``REF.jpg`` anywhere below the roots. ``hint``: for this picture. A
+        UserError if there is no such picture, or two files match.
         """
         if isinstance(ref, Mapping):
             return self.find(ref.get("bytes") or ref.get("path"), where, by_stem=by_stem, hint=hint)
-        if isinstance(ref, bytes):
-            return ref
-        name = "" if ref is None else str(ref)
+        name = ref if isinstance(ref, bytes) else "" if ref is None else str(ref)
         entry = self.manifest.get(name, name)
         if isinstance(entry, bytes):
             return entry
-        picture = self._file(entry)
-        if picture is None and by_stem and entry is name:
-            picture = self._by_stem(name)
-        if picture is None:
+        files = [root / entry for root in self.roots if entry and (root / entry).is_file()]
+        if not files and by_stem and name not in self.manifest:
+            path = Path(entry)
+            files = self._stems.get(path.stem if path.suffix.lower() in PICTURES else path.name, [])
+            if len(files) > 1:
+                raise ReleaseError(f"picture {name!r} could be {files[0]} or {files[1]}: keep one of them")
+        if not files:
             listed = f", which the manifest lists as {entry!r}," if name in self.manifest else ""
             places = ", ".join(map(str, self.roots)) or "any folder"
             raise ReleaseError(
                 f"{where}{': ' if where else ''}picture {name!r}{listed} is not below {places}: {hint or self.hint}"
             )
-        return picture
-
-    def _file(self, name: str) -> Path | None:
-        files = ((root / name) for root in self.roots if name)
-        return next((file.resolve() for file in files if file.is_file()), None)
-
-    def _by_stem(self, name: str) -> Path | None:
-        """The file with the stem of a name anywhere below the roots."""
-        stem = Path(name).stem if Path(name).suffix.lower() in PICTURES else Path(name).name
-        files = self._stems.get(stem, [])
-        if len(files) > 1:
-            raise ReleaseError(
-                f"picture {name!r} could be {files[0]} or {files[1]}: keep one of them in src or images="
-            )
-        return files[0] if files else None
+        return files[0].resolve()
 
     @cached_property
     def _stems(self) -> dict[str, list[Path]]:

@@ -1,9 +1,8 @@
 """Suites: several retrieval sets that form one benchmark, such as MMEB's 36 sets or MM-BRIGHT's 29 domains.
 
-A suite is a directory with ``suite.json`` and a retrieval set in each member's folder. Members are evaluated like any set.
-The suite's output directory holds all members' queries in one ``per_query.parquet``, with the member as category, so that
-`compare` pairs suites as it pairs sets. The macro mean is the mean of the members' means; groups are resampled within
-members.
+A suite is a directory with ``suite.json`` and a retrieval set in each member's folder. Members are evaluated like any set; the
+suite's output directory holds all their queries in one ``per_query.parquet``, with the member as category, so that `compare`
+pairs suites as it pairs sets. The macro mean is the mean of the members' means; groups are resampled within members.
 """
 
 import hashlib
@@ -13,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -50,8 +49,6 @@ SHARED = (
 """Keys of results.json that are the same for all members."""
 PER_MEMBER = ("set.", "embedder.run", "asked.depth", "machine.")
 """Parts of an identity that may differ between members."""
-
-
 ByMember = Mapping[str, Mapping[str, Any]]
 """Content of results.json by member."""
 
@@ -79,11 +76,7 @@ def write_suite(path: Path, *, name: str, benchmark: str, column: str, members: 
 
 
 def load_suite(path: Path) -> Suite:
-    """Read a suite and check that every member exists.
-
-    Raises:
-        UserError: the file is invalid, or a member's folder is missing or outside the suite.
-    """
+    """Read a suite; a `UserError` if the file is invalid, or a member's folder is missing or outside the suite."""
     path = find_shipped(path)
     file = path / SUITE
     try:
@@ -96,18 +89,12 @@ def load_suite(path: Path) -> Suite:
         if Path(name).is_absolute() or not name.strip() or ".." in Path(name).parts:
             raise UserError(f"{file}: member {name!r} is not a folder in the suite")
         if not (path / name / "meta.json").is_file():
-            raise UserError(
-                f"{file} lists {name!r}, but {path / name} is not a retrieval set: import it again"
-            )
+            raise UserError(f"{path / name}, listed in {file}, is not a retrieval set: import it again")
     return suite
 
 
 def member_dirs(directory: Path, results: Mapping[str, Any]) -> dict[str, Path]:
-    """Evaluation directories of a suite's members.
-
-    Raises:
-        UserError: their locations are not recorded, or one is missing.
-    """
+    """Evaluation directories of a suite's members; a `UserError` if they are not recorded, or one is missing."""
     dirs = {name: directory / where for name, where in results.get("member_dirs", {}).items()}
     if not dirs:
         raise UserError(f"{directory} does not record where its members' evaluations are: evaluate it again")
@@ -117,42 +104,28 @@ def member_dirs(directory: Path, results: Mapping[str, Any]) -> dict[str, Path]:
     return dirs
 
 
-def aggregate(
-    suite: Suite,
-    dirs: Mapping[str, Path],
-    out: Path,
-    *,
-    seed: int,
-    overwrite: bool,
-    more: Callable[[ByMember], Mapping[str, Any]],
-    title: str | None,
-) -> None:
-    """Join the evaluations of all members and write the joint output directory.
-
-    ``more``: further keys of results.json, from those of the members. ``title``: printed with the summary table; None
-    prints nothing.
-
-    Raises:
-        UserError: ``out`` holds something else.
-    """
+def _aggregate(
+    suite: Suite, dirs: Mapping[str, Path], options: Any, more: Callable[[ByMember], Mapping[str, Any]]
+) -> str:
+    """Join the evaluations of all members, write the joint output directory, and return its table of figures."""
+    out, seed = options.out, options.seed
     results = {name: read_results(path) for name, path in dirs.items()}
     first = next(iter(results.values()))
     table = _joint_table(suite, dirs)
-    about_set = _joint_set(suite, results, table)
     columns = list(dict.fromkeys(chain.from_iterable(suite.members.values())))
     blocks = (block for block in dict.fromkeys(chain(*results.values())) if block.startswith("by_"))
     reported = [block.removeprefix("by_") for block in blocks]
     query_columns = [column for column in reported if column not in ("category", *columns)]
     by_member = {name: result["micro"] for name, result in results.items()}
-    names = [name for name in in_all(list(by_member.values())) if name in table]
+    names = [name for name in _in_all(list(by_member.values())) if name in table]
     protocol = protocol_for(first["benchmark"], first["profile"])
     content: dict[str, Any] = {
         "format": FORMAT,
-        "set": about_set,
+        "set": _joint_set(suite, results, table),
         **{key: first[key] for key in SHARED if key in first},
         "suite": suite.column,
         "member_dirs": {name: relative(path, out) for name, path in dirs.items()},
-        **suite_figures(table, names, columns, query_columns, seed=seed),
+        **_figures(table, names, columns, query_columns, seed),
         "by_category": by_member,
         "ties": _member_means([result["ties"] for result in results.values()]),
         "random": _member_means([result["random"] for result in results.values()]),
@@ -167,16 +140,13 @@ def aggregate(
     content |= protocol.suite_figures(results) | dict(more(results))
     content["identity"] = with_key(content, made=None if old_results(first) else first["identity"])
     content["headline"] = headline_figures(protocol, content["macro"], "macro")
-    check_out(out, content, overwrite=overwrite)
+    check_out(out, content, overwrite=options.overwrite)
     invalidate(out)
     write_tables(out, pa.Table.from_pandas(table, preserve_index=False), content)
-    if title is not None:
-        figures = in_per_cent(content, (*protocol.headline, *content.get("metrics", [])))
-        print(f"\n{suite.name}: {title} -> {out}\n{figures.to_string()}", flush=True)
+    return in_per_cent(content, (*protocol.headline, *content.get("metrics", []))).to_string()
 
 
 def _check_same_settings(first: Path, other: Path) -> None:
-    """Raise a `UserError` if two members were measured with different settings."""
     for key, (expected, value) in differences(read_results(first), read_results(other)).items():
         if not key.startswith(PER_MEMBER):
             raise UserError(
@@ -191,8 +161,7 @@ def _check_joint_out(suite: Suite, out: Path, *, overwrite: bool) -> None:
     old = read_results(out)
     if not old.get("suite") or set(old["set"].get("members", suite.members)) != set(suite.members):
         raise UserError(
-            f"{out} already holds an evaluation of {old['set']['name']}, this one is of {suite.name}: choose another out=, or "
-            "pass overwrite=true"
+            f"{out} already holds an evaluation of {old['set']['name']}, this one is of {suite.name}: choose another out="
         )
 
 
@@ -230,18 +199,12 @@ def _digest(of_member: Mapping[str, str | None]) -> str:
     return hashlib.sha256(json.dumps(sorted(of_member.items())).encode()).hexdigest()
 
 
-def in_all(blocks: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Keys common to all blocks, in the order of the first."""
+def _in_all(blocks: Sequence[Mapping[str, Any]]) -> list[str]:
     return [key for key in blocks[0] if all(key in block for block in blocks)]
 
 
-def suite_figures(
-    table: pd.DataFrame,
-    names: Sequence[str],
-    columns: Sequence[str],
-    query_columns: Sequence[str] = (),
-    *,
-    seed: int,
+def _figures(
+    table: pd.DataFrame, names: Sequence[str], columns: Sequence[str], query_columns: Sequence[str], seed: int
 ) -> dict[str, Any]:
     """Micro and macro figures over all members, and means of members for every value of a column.
 
@@ -251,16 +214,14 @@ def suite_figures(
     micro = mean_over(table, names, members=False, seed=seed)
     whole = mean_of(list(of_member.values()))
     out: dict[str, Any] = {"micro": by_name(names, micro), "macro": by_name(names, whole)}
-    for column in columns:
-        out[f"by_{column}"] = {
-            str(value): by_name(names, mean_of([of_member[name] for name in sorted(set(rows["category"]))]))
-            for value, rows in table.groupby(column)
-        }
-    for column in query_columns:
-        out[f"by_{column}"] = {
-            str(value): by_name(names, mean_over(rows, names, members=True, seed=seed))
-            for value, rows in table.groupby(column)
-        }
+    for column in (*columns, *query_columns):
+        out[f"by_{column}"] = {}
+        for value, rows in table.groupby(column):
+            if column in columns:
+                mean = mean_of([of_member[name] for name in sorted(set(rows["category"]))])
+            else:
+                mean = mean_over(rows, names, members=True, seed=seed)
+            out[f"by_{column}"][str(value)] = by_name(names, mean)
     return out
 
 
@@ -309,31 +270,20 @@ def mean_of(parts: Sequence[Bootstrap]) -> Bootstrap:
     )
 
 
-class Measuring(Protocol):
-    """Options of a command that measures: where it writes, and how it resamples; a dataclass that also has ``set``."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-    out: Path
-    seed: int
-    overwrite: bool
-
-
-Options = TypeVar("Options", bound=Measuring)
-
-
 def measure_members(
     suite: Suite,
-    options: Options,
-    measure: Callable[[str, Options], Sequence[Path]],
+    options: Any,
+    measure: Callable[[str, Any], Sequence[Path]],
     *,
     title: str | None = None,
     more: Callable[[ByMember], Mapping[str, Any]] = lambda _: {},
 ) -> list[Path]:
     """Measure every member of a suite separately and join each condition's evaluations; returns the joint directories.
 
-    ``measure``: called with a member's name and the options with its set and output directory; returns the directories of its
-    evaluations, which are that directory or subfolders of it; conditions that some members lack are not joined. ``title``:
-    printed if there is only one condition; None prints no tables. ``more``: see `aggregate`.
+    ``options``: those of a command that measures. ``measure``: called with a member's name and the options with its set and output
+    directory; returns the directories of its evaluations, which are that directory or subfolders of it; conditions that some
+    members lack are not joined. ``title``: printed if there is only one condition; None prints no tables. ``more``: further keys
+    of results.json, from those of the members.
 
     Raises:
         UserError: an output directory holds something else, or members were measured with different settings.
@@ -351,17 +301,16 @@ def measure_members(
                 _check_same_settings(next(iter(dirs.values())), done)
     of_all = {condition: dirs for condition, dirs in conditions.items() if len(dirs) == len(suite.members)}
     for condition, dirs in of_all.items() if join().is_first else ():
-        shown = title and (title if condition == os.curdir else condition)
         out = options.out / condition
-        aggregate(suite, dirs, out, seed=options.seed, overwrite=options.overwrite, more=more, title=shown)
+        figures = _aggregate(suite, dirs, replace(options, out=out), more)
+        if title is not None:
+            shown = title if condition == os.curdir else condition
+            print(f"\n{suite.name}: {shown} -> {out}\n{figures}", flush=True)
     return [options.out / condition for condition in of_all]
 
 
-def _member_means(blocks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _member_means(blocks: Sequence[Any]) -> Any:
     """Mean over members of every figure that all have, recursively for nested figures."""
-    out: dict[str, Any] = {}
-    for name in in_all(blocks):
-        figures = [block[name] for block in blocks]
-        nested = isinstance(figures[0], Mapping)
-        out[name] = _member_means(figures) if nested else float(np.mean(figures))
-    return out
+    if not isinstance(blocks[0], Mapping):
+        return float(np.mean(blocks))
+    return {name: _member_means([block[name] for block in blocks]) for name in _in_all(blocks)}

@@ -51,6 +51,7 @@ from eval.sets.write_set import Candidate, Query
 from rge.common.images import ImageError, load_image
 from rge.common.schema import safe_id
 
+REPOSITORY = "mm-bright/MM-BRIGHT"
 NO_IMAGE = "__NO_IMAGE__"
 CUTS = (1, 5, 10, 25, 50, 100)
 _TREC = {"NDCG": "ndcg", "MAP": "map", "Recall": "recall", "P": "precision"}
@@ -82,7 +83,7 @@ def import_mmbright(options: MmbrightOptions) -> list[str]:
     domains = domains_of(options.src / config)
     if not domains:
         raise ReleaseError(
-            f"{options.src / config} has no DOMAIN.parquet: src must be a snapshot of mm-bright/MM-BRIGHT"
+            f"{options.src / config} has no DOMAIN.parquet: src must be a snapshot of {REPOSITORY}"
         )
     names = chosen("domains", options.domains, domains)
     return options.write_members(
@@ -124,18 +125,18 @@ class _Domain:
 
     name: str
     options: MmbrightOptions
-    unscored: list[str] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)  # pictures of documents
     left_out: list[str] = field(default_factory=list)  # pictures of queries
     blind: list[str] = field(default_factory=list)  # queries that have no other picture
+
+    def __post_init__(self) -> None:
+        self.task = int(self.options.task)
 
     @cached_property
     def images(self) -> dict[str, bytes]:
         """Pictures of documents by path."""
         images: dict[str, bytes] = {}
-        for row in (
-            self._rows("document_images", ("path", "bytes")) if self.options.task in ("3", "4") else ()
-        ):
+        for row in self._rows("document_images", ("path", "bytes")) if self.task > 2 else ():
             path = _path(row["path"])
             try:
                 images[path] = _still(row["bytes"])
@@ -146,67 +147,61 @@ class _Domain:
     @cached_property
     def candidates(self) -> dict[str, tuple[str, str]]:
         """Candidate -> its document and the path of its picture, "" for none."""
-        if self.options.task == "3":
+        if self.task == 3:
             return {path: ("", path) for path in self.images}
         docs = dict.fromkeys(str(row["id"]) for row in self._rows("documents", ("id",)))
-        if self.options.task != "4":
+        if self.task < 3:
             return {doc: (doc, "") for doc in docs}
         of_page: dict[str, list[str]] = {}
         for path in self.images:
             of_page.setdefault(image_key(path, self.name), []).append(path)
-        return {
-            f"{doc}|||{path or NO_IMAGE}": (doc, path)
-            for doc in docs
-            for path in ("", *of_page.get(self._key(doc), ()))
-        }
+        pairs = ((doc, path) for doc in docs for path in ("", *of_page.get(self._key(doc), ())))
+        return {f"{doc}|||{path or NO_IMAGE}": (doc, path) for doc, path in pairs}
 
     def write(self) -> None:
         """Read the domain and write its set."""
-        draft = Draft(self.candidates)
+        draft, unscored, options = Draft(self.candidates), list[str](), self.options
         columns = ["id", "query", "gold_ids", "negative_ids"]
-        columns += ["image_paths"] if self.options.task != "1" else []
-        columns += ["positive_images", "negative_images"] if self.options.task in ("3", "4") else []
-        rows = self._rows("examples_images", ("path", "bytes")) if self.options.task != "1" else ()
+        columns += ["image_paths"] if self.task > 1 else []
+        columns += ["positive_images", "negative_images"] if self.task > 2 else []
+        rows = self._rows("examples_images", ("path", "bytes")) if self.task > 1 else ()
         pictures = {_path(row["path"]): row["bytes"] for row in rows}
-        for row in self._rows("examples" if self.options.task == "1" else "examples_multimodal", columns):
+        for row in self._rows("examples" if self.task == 1 else "examples_multimodal", columns):
             gains, wrong = self._judgements(row)
             if any(gains.values()):
                 draft.add(self._query(row, pictures), row.where, gains, wrong)
             else:
-                self.unscored.append(str(row["id"]))
-        draft.refuse_lost(f"the corpus of {self.name}", allowed=self.options.allow_missing)
+                unscored.append(str(row["id"]))
+        draft.refuse_lost(f"the corpus of {self.name}", allowed=options.allow_missing)
         if not draft.queries:
             raise ReleaseError(
-                f"{self.name}: none of {len(self.unscored)} queries has a positive in task {self.options.task}"
+                f"{self.name}: none of {len(unscored)} queries has a positive in task {self.task}"
             )
-        self.options.write(
+        left_out = (
+            f"{len(self.left_out)} pictures of queries cannot be opened and were left out; {len(self.blind)} queries have no "
+            "other one and are asked by their text (the released code shows CLIP and SigLIP a white picture)"
+        )
+        options.write(
             self.name,
             meta={
-                "name": f"MM-BRIGHT task {self.options.task}, {self.name}",
+                "name": f"MM-BRIGHT task {self.task}, {self.name}",
                 "benchmark": "mmbright",
-                "source": "mm-bright/MM-BRIGHT, imported by eval.benchmarks.releases.mmbright",
-                "task": int(self.options.task),
+                "source": f"{REPOSITORY}, imported by eval.benchmarks.releases.mmbright",
+                "task": self.task,
                 "domain": self.name,
-                "image_policy": None if self.options.task == "1" else self.options.image_policy,
-                "keys": self.options.keys if self.options.task == "4" else None,
-                "queries_without_positives": self.unscored,
+                "image_policy": None if self.task == 1 else options.image_policy,
+                "keys": options.keys if self.task == 4 else None,
+                "queries_without_positives": unscored,
                 "undecodable_pictures": self.broken,
                 "query_pictures_left_out": self.left_out,
                 "num_missing_positives": len(draft.lost),
-                "notes": list(self._notes()),
+                "notes": [left_out] if self.left_out else [],
             },
             queries=draft.queries,
             corpus=self._corpus(),
             qrels=draft.qrels,
             negatives=draft.negatives,
         )
-
-    def _notes(self) -> Iterator[str]:
-        if self.left_out:
-            yield (
-                f"{len(self.left_out)} pictures of queries cannot be opened and were left out; {len(self.blind)} "
-                "queries have no other one and are asked by their text (the released code shows CLIP and SigLIP a white picture)"
-            )
 
     def _corpus(self) -> Iterator[Candidate]:
         of_doc: dict[str, list[tuple[str, str]]] = {}
@@ -220,24 +215,18 @@ class _Domain:
 
     def _query(self, row: Row, pictures: dict[str, bytes]) -> Query:
         name = safe_id(str(row["id"]))
-        paths = [] if self.options.task == "1" else [_path(path) for path in as_list(row["image_paths"])]
-        return Query(
-            id=name,
-            text=row.text("query"),
-            images=tuple(self._query_images(name, paths, pictures)),
-            group=content_id(*paths) if paths else name,
-        )
+        paths = [_path(path) for path in as_list(row.get("image_paths"))]
+        images = tuple(self._query_images(name, paths, pictures))
+        return Query(name, row.text("query"), images, group=content_id(*paths) if paths else name)
 
     def _judgements(self, row: dict[str, Any]) -> tuple[dict[str, int], list[str]]:
         """Gains by candidate (0: judged, not right), and explicit negatives."""
         gold = [str(name) for name in dict.fromkeys(as_list(row["gold_ids"]))]
-        if self.options.task in ("1", "2"):
+        if self.task < 3:
             return dict.fromkeys(gold, 1), [str(name) for name in as_list(row["negative_ids"])]
         right = _images(row["positive_images"])
         wrong = [path for path in _images(row["negative_images"]) if path not in right]
-        if self.options.task == "3":
-            return dict.fromkeys(right, 1), wrong
-        return self._of_pairs(gold, right, set(wrong))
+        return (dict.fromkeys(right, 1), wrong) if self.task == 3 else self._of_pairs(gold, right, set(wrong))
 
     def _of_pairs(
         self, gold: Sequence[str], right: Sequence[str], wrong: set[str]
@@ -259,8 +248,8 @@ class _Domain:
         for path in paths:
             if path not in pictures:
                 raise ReleaseError(
-                    f"{self.name}: picture {path!r} of query {query!r} is missing from examples_images: is the snapshot "
-                    "complete? Remove it from image_paths to leave it out"
+                    f"{self.name}: picture {path!r} of query {query!r} is missing from examples_images: fetch it again, or "
+                    "remove it from image_paths"
                 )
             try:
                 images.append(_still(pictures[path]))
@@ -276,7 +265,7 @@ class _Domain:
         folder, name = self.options.src / config, self.name
         whole = folder / f"{name}.parquet"
         files = [whole] if whole.is_file() else sorted(folder.glob(f"{name}-{'[0-9]' * 5}-of-*.parquet"))
-        for path in files or [existing(whole, "mm-bright/MM-BRIGHT")]:
+        for path in files or [existing(whole, REPOSITORY)]:
             yield from iter_rows(path, columns, needed=columns)
 
 

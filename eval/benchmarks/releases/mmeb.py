@@ -73,8 +73,8 @@ def refuse_lacking(src: Path, missing: Sequence[str], num: int, average_of_fewer
     """Raise a `ReleaseError` if sets are missing."""
     if missing:
         raise ReleaseError(
-            f"{src} lacks {len(missing)} of {num} sets: {', '.join(missing)}. The average of fewer than "
-            f"{average_of_fewer} score; sets=NAME,... imports only the named ones"
+            f"{src} lacks {len(missing)} of {num} sets: {', '.join(missing)}. The average of fewer than {average_of_fewer} "
+            "score; sets=NAME,... imports only the named ones"
         )
 
 
@@ -95,8 +95,8 @@ class OwnCandidates:
     queries: list[Query] = field(default_factory=list)
     qrels: list[tuple[str, str, int]] = field(default_factory=list)
     candidates: list[tuple[str, str]] = field(default_factory=list)
-    num_equal: int = 0  # number of queries with repeated candidates
-    num_hidden: int = 0  # number of candidates not embedded because another one has their id
+    num_equal: int = 0  # queries with repeated candidates
+    num_hidden: int = 0  # candidates not embedded because another one has their id
     _content_of: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     def add(self, text: str, path: str, targets: Sequence[tuple[str, str, str]], row: Row) -> None:
@@ -121,9 +121,8 @@ class OwnCandidates:
 
     def parts(self) -> dict[str, Any]:
         """Arguments for `ReleaseOptions.write`."""
-        return {
-            "queries": self.queries, "corpus": self.corpus(), "qrels": self.qrels, "candidates": self.candidates,
-        }  # fmt: skip
+        lists = {"qrels": self.qrels, "candidates": self.candidates}
+        return {"queries": self.queries, "corpus": self.corpus(), **lists}
 
 
 def _import_one(name: str, files: Sequence[Path], pictures: Pictures, options: MmebOptions) -> None:
@@ -135,8 +134,7 @@ def _import_one(name: str, files: Sequence[Path], pictures: Pictures, options: M
     for row in read_rows(files, COLUMNS):
         if separate := list(filter(row.get, APART)):
             raise row.error(
-                f"column {separate[0]!r} holds the instruction separately, as in MMEB-V2 (MMEB_Test_Instruct), so the "
-                "texts alone would be embedded without it: use the files of MMEB-eval"
+                f"column {separate[0]!r} holds the instruction separately, as in MMEB-V2: use the files of MMEB-eval"
             )
         targets = [(clean(text), path) for text, path in targets_of(row)]
         known = [(content_id(*content), *content) for content in targets]

@@ -2,15 +2,13 @@
 
 This was written before the release was available, so columns may have several names (`ALIASES`), and right answers are
 either a list beside each query or a table ``qrels`` (query-id, corpus-id, score), as in BEIR and our format. The pool is a
-separate table. Tables are Parquet, JSON lines, JSON, CSV or TSV.
-
-Pictures are bytes, paths, or ids of Open Images (16 hexadecimal digits, looked up by file name in any folder) or Visual
-Genome (integers, which are not file names and need a manifest).
+separate table. Pictures are bytes, paths, or ids of Open Images (16 hexadecimal digits, looked up by file name in any folder)
+or Visual Genome (integers, which are not file names and need a manifest).
 """
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -72,6 +70,8 @@ POOL_ALIASES: dict[str, tuple[str, ...]] = {
     "id": ("id", "_id", "image_id", "corpus-id", "corpus_id", "candidate_id", "imageid"),
     "image": ("image", "path", "image_path", "file_name", "url"),
 }
+SPLIT = "test"
+"""The only one that has published counts; named in a column, or in a file's name."""
 POOL = ("corpus", "pool", "candidates", "candidate_pool", "image_pool", "index")
 
 
@@ -79,8 +79,6 @@ POOL = ("corpus", "pool", "candidates", "candidate_pool", "image_pool", "index")
 class RmirOptions(PictureOptions):
     """Make a retrieval set from the release of RMIR."""
 
-    split: str = "test"
-    """Split to use: a column, or part of a file's name."""
     pool: Path | None = None
     """File that lists the pool; null: corpus, pool or candidates in src."""
     images: Path | None = None
@@ -99,26 +97,30 @@ class RmirOptions(PictureOptions):
     """Remove a query's own picture from its ranking; the paper does not mention this."""
 
 
-def _pool(path: Path, *, pictures: bool) -> Iterator[tuple[str, Any, Row]]:
-    """Id, reference of the picture, and row of every candidate; without ``pictures`` only the column of ids is read."""
-    names = column_names(path)
+def _renamed(
+    path: Path,
+    aliases: Mapping[str, Sequence[str]],
+    field_map: Sequence[str] = (),
+    *,
+    first_of: Sequence[str] = (),
+    **rules: Sequence[str],
+) -> Iterator[Row]:
+    """A table's rows with our names of its columns, see `match_columns`; ``first_of``: read only the first of these."""
+    columns = match_columns(path, column_names(path), aliases, field_map, **rules)
+    only = [columns[name] for name in first_of if name in columns][:1]
+    for row in iter_rows(path, only or None):
+        yield Row({name: row.get(column) for name, column in columns.items()}, row.where)
+
+
+def _pool(path: Path, *, pictures: bool) -> Iterator[Row]:
+    """Id and reference of the picture of every candidate; without ``pictures`` only the column of ids is read."""
+    names, first_of = column_names(path), () if pictures else ("id", "image")
     ignored = [name.lower() for name in names]
-    columns = match_columns(path, names, POOL_ALIASES, prefer=("id", "image"), ignored=ignored)
-    if not columns:
-        raise ReleaseError(f"{path}: the pool needs a column id or image; found: {', '.join(names)}")
-    key = columns.get("id") or columns["image"]
-    for row in iter_rows(path, None if pictures else [key]):
-        name, ref = _name(row[key]), row.get(columns.get("image", ""))
-        yield name, name if ref in (None, "") else ref, row
-
-
-def _pool_ids(path: Path) -> dict[str, None]:
-    ids: dict[str, None] = {}
-    for name, _, row in _pool(path, pictures=False):
-        if name in ids:
-            raise row.error(f"picture {name!r} is in the pool twice")
-        ids[name] = None
-    return ids
+    for row in _renamed(path, POOL_ALIASES, prefer=("id", "image"), ignored=ignored, first_of=first_of):
+        if not row:
+            raise ReleaseError(f"{path}: the pool needs a column id or image; found: {', '.join(names)}")
+        name = _name(row.get("id", row.get("image")))
+        yield Row({"id": name, "image": row.get("image") or name}, row.where)
 
 
 def import_rmir(options: RmirOptions) -> RetrievalSet:
@@ -131,32 +133,32 @@ def import_rmir(options: RmirOptions) -> RetrievalSet:
             f"{options.src} has no file that lists the pool ({', '.join(POOL)}), and a pool of the positives alone would be "
             "far too easy: pass pool=FILE with one id per row"
         )
-    pool = _pool_ids(pool_file)
+    pool: dict[str, None] = {}
+    for row in _pool(pool_file, pictures=False):
+        if row["id"] in pool:
+            raise row.error(f"picture {row['id']!r} is in the pool twice")
+        pool[row["id"]] = None
     pictures = Pictures(
         options.images, options.src / "images", options.src, hint="pass images=DIR, or manifest=FILE with id and path",
         manifest=options.manifest,
     )  # fmt: skip
-    draft = _drafted(
-        _rows(files, options, needs_positives=judged is None), pool, pictures, judged, wrong, options
-    )
+    draft = _drafted(files, judged, wrong, pool, pictures, options)
     draft.refuse_lost(f"the {len(pool)} pictures of the pool {pool_file}", allowed=options.allow_missing)
-    notes = _check_counts(draft, len(pool), options)
     own = (str(query.columns["picture_ids"]).split("+") for query in draft.queries)
     shown = dict.fromkeys(chain(pool, *own))
     return options.write(
         meta={
-            "name": "RMIR" if options.split == "test" else f"RMIR {options.split}",
+            "name": "RMIR",
             "benchmark": "rmir",
-            "split": options.split,
             "source": "RMIR release, imported by eval.benchmarks.releases.rmir",
-            "notes": notes,
+            "notes": _check_counts(draft, len(pool), options),
             "num_missing_positives": len(draft.lost),
             "exclude_query_image": options.exclude_query_image,
         },
         queries=draft.queries,
         corpus=(
-            Candidate(id=name, image=_picture(pictures, ref))
-            for name, ref, _ in _pool(pool_file, pictures=True)
+            Candidate(row["id"], image=_picture(pictures, row["image"]))
+            for row in _pool(pool_file, pictures=True)
         ),
         qrels=draft.qrels,
         negatives=draft.negatives or None,
@@ -167,11 +169,11 @@ def import_rmir(options: RmirOptions) -> RetrievalSet:
 
 
 def _drafted(
-    rows: Iterable[Row],
-    pool: Mapping[str, None],
-    pictures: Pictures,
+    files: Sequence[Path],
     judged: Path | None,
     wrong: Path | None,
+    pool: Mapping[str, None],
+    pictures: Pictures,
     options: RmirOptions,
 ) -> Draft:
     """The queries with their judgements, from the rows themselves and from the tables ``judged`` and ``wrong``."""
@@ -179,7 +181,11 @@ def _drafted(
     wrong_of: dict[str, set[str]] = defaultdict(set)
     for row in iter_rows(wrong) if wrong else ():
         wrong_of[row.id("query-id", "query_id")].add(row.id("corpus-id", "corpus_id"))
-    for row in rows:
+    needed = ("id", "text", "image", "category", *(() if judged else ("positives",)))
+    rules = {"prefer": ("id", "text"), "ignored": IGNORED, "needed": needed}
+    for row in chain.from_iterable(_renamed(path, ALIASES, options.field_map, **rules) for path in files):
+        if row.get("split") not in (None, "", SPLIT):
+            continue
         own, right, negatives = (
             list(map(_name, as_list(row.get(key)))) for key in ("image", "positives", "negatives")
         )
@@ -221,11 +227,9 @@ def _query(row: Row, own: Sequence[str], category: str, pictures: Pictures, inst
 def _one_file(options: RmirOptions, *stems: str) -> Path | None:
     """Find ``queries.parquet``, ``queries/test-00000-of-00001.parquet``, ``queries/test.parquet`` or similar."""
     for stem in stems:
-        paths = [options.src / f"{stem}{suffix}" for suffix in TABLES] + sorted(
-            (options.src / stem).glob("[!.]*")
-        )
-        tables = [path for path in paths if path.suffix in TABLES and path.is_file()]
-        named = [path for path in tables if options.split in path.stem] or tables
+        paths = [*options.src.glob(f"{stem}.*"), *(options.src / stem).glob("[!.]*")]
+        tables = [path for path in sorted(paths) if path.suffix in TABLES and path.is_file()]
+        named = [path for path in tables if SPLIT in path.stem] or tables
         if len(named) > 1:
             raise ReleaseError(f"{options.src}: {named} could all be {stem}: join them into one file")
         if named:
@@ -238,45 +242,37 @@ def _query_files(options: RmirOptions, others: Sequence[Path | None]) -> list[Pa
     if table := _one_file(options, "queries"):
         return [table]
     passed = {*others, options.src / "meta.json"}
-    files = [
-        path for path in sorted(options.src.glob("[!.]*")) if path.suffix in TABLES and path not in passed
-    ]
+    tables = (path for path in sorted(options.src.glob("[!.]*")) if path.suffix in TABLES)
+    files = [path for path in tables if path not in passed]
     if not files:
         raise ReleaseError(f"{options.src} has no table ({', '.join(TABLES)}) with queries")
-    named = files if len(files) == 1 else [path for path in files if options.split in path.stem]
+    named = [path for path in files if SPLIT in path.stem or len(files) == 1]
     if not named:
+        listed = ", ".join(path.name for path in files)
         raise ReleaseError(
-            f"{options.src}: unclear which of {', '.join(path.name for path in files)} has the {options.split} queries: name "
-            f"it {options.split}{files[0].suffix}, or pass a folder with that file only"
+            f"{options.src}: which of {listed} has the queries? Name it {SPLIT}{files[0].suffix}"
         )
     return named
 
 
-def _rows(files: Sequence[Path], options: RmirOptions, *, needs_positives: bool) -> Iterator[Row]:
-    needed = ("id", "text", "image", "category", *(["positives"] if needs_positives else []))
-    for path in files:
-        columns = match_columns(
-            path,
-            column_names(path),
-            ALIASES,
-            options.field_map,
-            prefer=("id", "text"),
-            ignored=IGNORED,
-            needed=needed,
-        )
-        for record in iter_rows(path):
-            row = Row({name: record.get(column) for name, column in columns.items()}, record.where)
-            if row.get("split") in (None, "", options.split):
-                yield row
-
-
 def _check_counts(draft: Draft, num_candidates: int, options: RmirOptions) -> list[str]:
     """Compare with the published counts; differences are an error, or notes with ``counts=false``."""
+    counts = dict.fromkeys(CATEGORY_COUNTS, 0) | Counter(str(query.category) for query in draft.queries)
+    swapped = CATEGORY_COUNTS | {"temporal": CATEGORY_COUNTS["causal"], "causal": CATEGORY_COUNTS["temporal"]}
+    sizes = {
+        "queries": (len(draft.queries), NUM_QUERIES),
+        "pictures in the pool": (num_candidates, NUM_CANDIDATES),
+    }
+    wrong = [
+        f"{here:,} {what} instead of {there:,}" for what, (here, there) in sizes.items() if here != there
+    ]
+    if counts not in (CATEGORY_COUNTS, swapped):
+        here, there = (
+            ", ".join(f"{num} {name}" for name, num in of.items()) for of in (counts, CATEGORY_COUNTS)
+        )
+        wrong.append(f"{here} queries instead of {there} (or with temporal and causal swapped)")
     num_right = Counter({query.id: int(query.columns["num_missing_positives"]) for query in draft.queries})
     num_right.update(query for query, _, gain in draft.qrels if gain)
-    counts = Counter(dict.fromkeys(CATEGORY_COUNTS, 0))
-    counts.update(str(query.category) for query in draft.queries)
-    wrong = _differences_from_published(counts, num_candidates) if options.split == "test" else []
     if many := [query for query, num in num_right.items() if num > MAX_POSITIVES]:
         wrong.append(f"more than {MAX_POSITIVES} positives in {len(many)} queries ({some(many)})")
     if wrong and options.counts:
@@ -286,21 +282,6 @@ def _check_counts(draft: Draft, num_candidates: int, options: RmirOptions) -> li
         )
     notes = [f"not as published: {difference}" for difference in wrong]
     return notes + ([SWAPPED] if counts["temporal"] == CATEGORY_COUNTS["temporal"] else [])
-
-
-def _differences_from_published(found: Mapping[str, int], num_candidates: int) -> list[str]:
-    swapped = CATEGORY_COUNTS | {"temporal": CATEGORY_COUNTS["causal"], "causal": CATEGORY_COUNTS["temporal"]}
-    wrong = []
-    if (num := sum(found.values())) != NUM_QUERIES:
-        wrong.append(f"{num:,} queries instead of {NUM_QUERIES:,}")
-    if num_candidates != NUM_CANDIDATES:
-        wrong.append(f"{num_candidates:,} pictures in the pool instead of {NUM_CANDIDATES:,}")
-    if found not in (CATEGORY_COUNTS, swapped):
-        here, there = (
-            ", ".join(f"{n} {name}" for name, n in counts.items()) for counts in (found, CATEGORY_COUNTS)
-        )
-        wrong.append(f"{here} queries instead of {there} (or with temporal and causal swapped)")
-    return wrong
 
 
 def _name(ref: Any) -> str:

@@ -69,13 +69,7 @@ class SetTask(AbsTaskRetrieval):
 
 
 def tasks(path: str | Path, *, benchmark: str = GENERIC, profile: str = "clean") -> list[Any]:
-    """Make the MTEB task of a retrieval set, or those of a suite's members.
-
-    Exclusions follow the protocol of the benchmark and profile.
-
-    Raises:
-        UserError: the set is invalid, or belongs to another benchmark.
-    """
+    """The MTEB tasks of a retrieval set or a suite's members, with the exclusions of the benchmark and profile."""
     root = find_shipped(path)
     folders = [root / name for name in load_suite(root).members] if is_suite(root) else [root]
     return [_task(folder, benchmark, profile) for folder in folders]
@@ -87,12 +81,10 @@ def _task(folder: Path, benchmark: str, profile: str) -> SetTask:
     wanted = with_content(protocol.prepare(wanted))
     headline = (protocol.main_metric(wanted), *protocol.headline) if protocol.benchmark != GENERIC else ()
     parts_of = (name.partition("@") for name in (*headline, "ndcg@10"))
-    main_score = next(
-        f"{METRICS[kind]}_at_{k}" for kind, _, k in parts_of if k and kind in METRICS
-    )  # MTEB has it
+    known = (f"{METRICS[kind]}_at_{k}" for kind, _, k in parts_of if k and kind in METRICS)
     queries, candidates = _kinds(wanted.queries), _kinds(wanted.corpus_items())
     parts = {
-        "metadata": _metadata(wanted, queries, candidates, main_score),
+        "metadata": _metadata(wanted, queries, candidates, next(known)),
         "wanted": wanted,
         "query_kinds": queries,
         "candidate_kinds": candidates,
@@ -128,16 +120,16 @@ def _table(wanted: RetrievalSet, side: str, kinds: str, *, named: bool) -> Datas
     """An MTEB table, cached on disk by the set's content, since a pool's pictures may exceed the memory."""
     items = wanted.queries if side == "queries" else wanted.corpus_items()
     several = "i" in kinds and any(len(item.images) > 1 for item in items)
-    pictures = List(Image()) if several else Image()
-    optional = {"text": ("t" in kinds, Value("string")), "image": ("i" in kinds, pictures)}
-    optional["instruction"] = (named, Value("string"))
-    features = {"id": Value("string")} | {name: kind for name, (has, kind) in optional.items() if has}
+    features: dict[str, Any] = {"id": Value("string")}
+    if "t" in kinds:
+        features["text"] = Value("string")
+    if "i" in kinds:
+        features["image"] = List(Image()) if several else Image()
+    if named:
+        features["instruction"] = Value("string")
     source = {"path": str(wanted.path), "content": wanted.content, "side": side}
-    return Dataset.from_generator(
-        _rows,
-        features=Features(features),
-        gen_kwargs=source | {"columns": tuple(features), "several": several},
-    )
+    kwargs = source | {"columns": tuple(features), "several": several}
+    return Dataset.from_generator(_rows, features=Features(features), gen_kwargs=kwargs)
 
 
 def _rows(

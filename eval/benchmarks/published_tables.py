@@ -89,11 +89,9 @@ def published() -> dict[str, Published]:
 
 def table_of(benchmark: str | None, set_name: str) -> Published | None:
     """The published table that an evaluation can be compared with, or None."""
-    for table in published().values():
-        of_task = table.task is None or set_name.endswith(f"task {table.task}")
-        if table.benchmark == benchmark and of_task:
-            return table
-    return None
+    tables = (table for table in published().values() if table.benchmark == benchmark)
+    fitting = (table for table in tables if table.task is None or set_name.endswith(f"task {table.task}"))
+    return next(fitting, None)
 
 
 @cache
@@ -103,9 +101,7 @@ def _read(path: Path) -> Published:
     except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{path} is not a valid published table: {type(error).__name__}: {error}") from error
     if table.benchmark not in BENCHMARKS or path.parent != BENCHMARKS[table.benchmark].published:
-        raise UserError(
-            f"{path} names benchmark {table.benchmark!r}, whose published tables are not in that folder"
-        )
+        raise UserError(f"{path} names benchmark {table.benchmark!r}, whose published tables are not in it")
     for row in table.rows:
         if len(row.values) != len(table.columns):
             raise UserError(f"{path}: row {row.model!r} has {len(row.values)} of {len(table.columns)} values")

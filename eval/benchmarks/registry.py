@@ -24,11 +24,7 @@ GENERIC = "generic"
 
 @dataclass(frozen=True)
 class Benchmark:
-    """Importer, protocols and published figures of a benchmark.
-
-    Raises:
-        UserError: there is no protocol, or one has a different name, or an unknown or repeated profile.
-    """
+    """Importer, protocols and published figures of a benchmark; a `UserError` if the protocols do not fit it."""
 
     name: str  # name for ``import`` and ``benchmark=``
     importer: Callable[[Any], object]
@@ -47,9 +43,7 @@ class Benchmark:
         """The class of the importer's options."""
         kinds = [kind for name, kind in get_type_hints(self.importer).items() if name != "return"]
         if len(kinds) != 1:
-            raise UserError(
-                f"the importer of {self.name!r} must take exactly one annotated argument: its options"
-            )
+            raise UserError(f"the importer of {self.name!r} must take exactly one annotated argument")
         return kinds[0]
 
 
@@ -113,15 +107,11 @@ def protocol_for(
     if protocol is None:
         raise UserError(f"benchmark={benchmark} has only profile={known[0].profile}, got profile={profile}")
     if wanted is not None and benchmark != GENERIC and wanted.meta.get("benchmark") != benchmark:
-        raise UserError(
-            f"benchmark={benchmark}, but {wanted.path} was not imported as that (meta.json has benchmark "
-            f"{wanted.meta.get('benchmark')!r}): run rge eval import {benchmark} src=DIR out=DIR"
-        )
+        made = wanted.meta.get("benchmark")
+        raise UserError(f"benchmark={benchmark}, but {wanted.path} was not imported as that, but as {made!r}")
     for name in metrics:
         parse_name(name)
     protocol = replace(protocol, metrics=tuple(metrics))
     if wanted is not None and (taken := set(wanted.report_by).intersection(protocol.names(wanted))):
-        raise UserError(
-            f"{wanted.path / 'queries.parquet'}: cannot report by {min(taken)!r}, which is the name of a metric"
-        )
+        raise UserError(f"{wanted.path}: cannot report by {min(taken)!r}, which is the name of a metric")
     return protocol

@@ -9,6 +9,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,7 +47,10 @@ class ReleaseOptions(PluginOptions):
 
     def write(self, member: str = "", **parts: Any) -> RetrievalSet:
         """Call `write_set` for ``out`` or a suite's member in it, with these options."""
-        return write_set(self.out / member, **{"decode": self.decode, "overwrite": self.overwrite} | parts)
+        embed = getattr(self, "pictures", "embed") == "embed"
+        return write_set(
+            self.out / member, embed=embed, decode=self.decode, overwrite=self.overwrite, **parts
+        )
 
     def write_members(
         self, members: Mapping[str, Mapping[str, str]], write_one: Callable[[str], object], **suite: Any
@@ -71,10 +75,6 @@ class PictureOptions(ReleaseOptions):
     pictures: Literal["embed", "link"] = "embed"
     """embed copies pictures into the set, link writes their paths."""
 
-    def write(self, member: str = "", **parts: Any) -> RetrievalSet:
-        """See `ReleaseOptions.write`."""
-        return super().write(member, embed=self.pictures == "embed", **parts)
-
 
 @dataclass
 class Draft:
@@ -98,8 +98,8 @@ class Draft:
     ) -> None:
         """Add a query, the judgements of candidates in the pool, and the column ``num_missing_positives``.
 
-        ``gains``: of each candidate; 0: judged, not right. ``wrong``: explicit negatives. ``own``: pictures of the query, which are
-        excluded unless they are judged.
+        ``gains``: of each candidate; 0: judged, not right. ``wrong``: explicit negatives. ``own``: pictures of the
+        query, which are excluded unless they are judged.
         """
         self.claim(query.id, where)
         absent = [name for name, gain in gains.items() if gain and name not in self.pool]
@@ -122,8 +122,8 @@ class Draft:
         """Raise a `ReleaseError` if right candidates are missing from the pool, unless ``allowed``."""
         if self.lost and not allowed:
             raise ReleaseError(
-                f"{len(self.lost)} right candidates are not in {where}: {some(self.lost)}. A pool without them would be easier; "
-                "allow_missing=true keeps them in every denominator"
+                f"{len(self.lost)} right candidates are not in {where}: {some(self.lost)}. A pool without them would be "
+                "easier; allow_missing=true keeps them in every denominator"
             )
 
 
@@ -182,8 +182,8 @@ def iter_rows(
 ) -> Iterator[Row]:
     """Rows of a Parquet, JSON lines, JSON (a list of objects), CSV or TSV file.
 
-    ``columns``: columns to read, if the format allows skipping others. A UserError if the file cannot be read, or lacks a
-    ``needed`` column; that message ends with ``hint``.
+    ``columns``: columns to read, if the format allows skipping others. A UserError if the file cannot be read, or lacks
+    a ``needed`` column; that message ends with ``hint``.
     """
     rows = _objects(path) if path.suffix == ".json" else table_rows(path, columns)
     for number, cells in enumerate(rows, 1):
@@ -240,8 +240,7 @@ def files_of_split(folder: Path, split: str) -> list[Path]:
     )
     if not files:
         raise ReleaseError(
-            f"{folder} has no table of split {split} ({split}-*.parquet or {split}.jsonl): src must be the folder with "
-            "the data sets in the hub's layout"
+            f"{folder} has no table of split {split} ({split}-*.parquet or {split}.jsonl), as on the hub"
         )
     return files
 
@@ -280,46 +279,45 @@ def match_columns(
     """Our name -> the file's name, for every column of a file.
 
     ``path``: for messages. ``aliases``: our name -> accepted names. ``field_map``: the user's ``theirs=ours`` words;
-    ``theirs=ignore`` drops a column. ``prefer``: our names whose aliases are sorted by likelihood: of two matching columns the
-    likelier one is used. ``ignored``: columns in lower case that may be left out. ``needed``: our names that must be found.
+    ``theirs=ignore`` drops a column. ``prefer``: our names whose aliases are sorted by likelihood: of two matching
+    columns the likelier one is used. ``ignored``: columns in lower case that may be left out. ``needed``: our names
+    that must be found.
 
     Raises:
         UserError: a column is unknown or missing, two columns match the same name, or a word of ``field_map`` is not a pair.
     """
     given = dict(_mapping(word, aliases) for word in field_map if word)
-    rank = {key: {_plain(alias): place for place, alias in enumerate(aliases[key])} for key in aliases}
-    found: dict[str, list[str]] = {}
+    known = {_plain(alias): (key, at) for key, theirs in aliases.items() for at, alias in enumerate(theirs)}
+    found: dict[str, list[tuple[int, str]]] = {}
     for name in names:
-        meant = next((key for key in aliases if _plain(name) in rank[key]), "")
-        key = given.get(name) or meant or ("ignore" if name.lower() in ignored else "")
-        found.setdefault(key, []).append(name)
+        key, rank = known.get(_plain(name), ("ignore" if name.lower() in ignored else "", 0))
+        found.setdefault(given.get(name, key), []).append((-1 if name in given else rank, name))
     found.pop("ignore", None)
-    if unknown := found.pop("", None):
+    if unknown := [name for _, name in found.pop("", ())]:
         raise ReleaseError(
             f"{path}: unknown columns {', '.join(unknown)}. Known fields are {', '.join(aliases)}; pass "
             f"field_map={unknown[0]}=FIELD or =ignore"
         )
-    for key, theirs in found.items():
-        likeliest = {name: (name not in given, rank[key].get(_plain(name), 0)) for name in theirs}
-        theirs.sort(key=likeliest.__getitem__)
-        if len(theirs) > 1 and theirs[0] not in given and key not in prefer:
-            raise ReleaseError(
-                f"{path}: columns {theirs[0]!r} and {theirs[1]!r} could both be {key!r}: choose with "
-                f"field_map={theirs[1]}=ignore"
-            )
     if lacking := [key for key in needed if key not in found]:
         raise ReleaseError(
-            f"{path}: no column {lacking[0]}; found: {', '.join(names)}; pass field_map=THEIRS={lacking[0]}"
+            f"{path}: no column {lacking[0]} ({', '.join(aliases[lacking[0]])}); found: {', '.join(names)}; pass "
+            f"field_map=THEIRS={lacking[0]}"
         )
-    return {key: theirs[0] for key, theirs in found.items()}
+    for key, theirs in found.items():
+        (rank, first), *others = sorted(theirs, key=itemgetter(0))
+        if others and rank >= 0 and key not in prefer:
+            raise ReleaseError(
+                f"{path}: columns {first!r} and {others[0][1]!r} could both be {key!r}: choose with "
+                f"field_map={others[0][1]}=ignore"
+            )
+    return {key: min(theirs, key=itemgetter(0))[1] for key, theirs in found.items()}
 
 
 def _mapping(word: str, aliases: Iterable[str]) -> tuple[str, str]:
     column, mark, key = (part.strip() for part in word.partition("="))
     if not mark or key not in (*aliases, "ignore"):
-        raise ReleaseError(
-            f"field_map must be theirs=ours with ours one of {', '.join(aliases)} or ignore, got {word!r}"
-        )
+        known = ", ".join(aliases)
+        raise ReleaseError(f"field_map must be theirs=ours with ours one of {known} or ignore, got {word!r}")
     return column, key
 
 
@@ -331,9 +329,9 @@ def _plain(name: str) -> str:
 class Pictures:
     """Finds the pictures of a release.
 
-    ``roots``: folders that paths may be relative to, in order of precedence; missing ones are skipped. ``hint``: what to do about a
-    missing picture. ``manifest``: a table with ``id`` and ``path`` (or ``image`` bytes), such as Visual Genome's
-    ``image_data.json``; a `UserError` if it lacks a column or repeats an id.
+    ``roots``: folders that paths may be relative to, in order of precedence; missing ones are skipped. ``hint``: what
+    to do about a missing picture. ``manifest``: a table with ``id`` and ``path`` (or ``image`` bytes), such as Visual
+    Genome's ``image_data.json``; a `UserError` if it lacks a column or repeats an id.
 
     Attributes:
         coco: id -> number in COCO, for pictures of Visual Genome that come from COCO.
@@ -350,8 +348,8 @@ class Pictures:
     def find(self, ref: Any, where: str = "", *, by_stem: bool = False, hint: str = "") -> bytes | Path:
         """Find the picture of a reference: bytes, ``{bytes, path}``, a path, or an id.
 
-        ``where``: for messages. ``by_stem``: also accept a file ``REF.jpg`` anywhere below the roots. ``hint``: for this picture. A
-        UserError if there is no such picture, or two files match.
+        ``where``: for messages. ``by_stem``: also accept a file ``REF.jpg`` anywhere below the roots. ``hint``: for
+        this picture. A UserError if there is no such picture, or two files match.
         """
         if isinstance(ref, Mapping):
             return self.find(ref.get("bytes") or ref.get("path"), where, by_stem=by_stem, hint=hint)

@@ -1,8 +1,9 @@
 """Suites: several retrieval sets that form one benchmark, such as MMEB's 36 sets or MM-BRIGHT's 29 domains.
 
-A suite is a directory with ``suite.json`` and a retrieval set in each member's folder. Members are evaluated like any set; the
-suite's output directory holds all their queries in one ``per_query.parquet``, with the member as category, so that `compare`
-pairs suites as it pairs sets. The macro mean is the mean of the members' means; groups are resampled within members.
+A suite is a directory with ``suite.json`` and a retrieval set in each member's folder. Members are evaluated like any
+set; the suite's output directory holds all their queries in one ``per_query.parquet``, with the member as category, so
+that `compare` pairs suites as it pairs sets. The macro mean is the mean of the members' means; groups are resampled
+within members.
 """
 
 import hashlib
@@ -280,10 +281,10 @@ def measure_members(
 ) -> list[Path]:
     """Measure every member of a suite separately and join each condition's evaluations; returns the joint directories.
 
-    ``options``: those of a command that measures. ``measure``: called with a member's name and the options with its set and output
-    directory; returns the directories of its evaluations, which are that directory or subfolders of it; conditions that some
-    members lack are not joined. ``title``: printed if there is only one condition; None prints no tables. ``more``: further keys
-    of results.json, from those of the members.
+    ``options``: those of a command that measures. ``measure``: called with a member's name and the options with its set
+    and output directory; returns the directories of its evaluations, which are that directory or subfolders of it;
+    conditions that some members lack are not joined. ``title``: printed if there is only one condition; None prints no
+    tables. ``more``: further keys of results.json, from those of the members.
 
     Raises:
         UserError: an output directory holds something else, or members were measured with different settings.

@@ -1,13 +1,14 @@
 """Embed queries and candidates shard by shard; NaN and constant embeddings are errors.
 
-Missing shards are encoded by one process or by several that share the cache directory (`eval.embedding.processes`): every
-process iterates over all items in the same order and embeds every n-th shard. A shard does not depend on the process that
-writes it, so files and figures are the same as with a single process.
+Missing shards are encoded by one process or by several that share the cache directory (`eval.embedding.processes`):
+every process iterates over all items in the same order and embeds every n-th shard, so files and figures are those of
+one process.
 """
 
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Literal, Protocol, Self
 
@@ -77,11 +78,9 @@ def fill(
     """Encode missing shards; on return the cache is complete for every process.
 
     ``items``: those of the cache, iterated over once; pictures may be read lazily. ``batch_size``: the same in all
-    processes. ``seed``: of sampled rationales; each item's seed is derived from it and the item's id, so that neither batch
-    size nor resuming changes the samples. None for greedy decoding. The first process shows the progress of all.
-
-    Raises:
-        UserError: an embedding is not finite or not of unit norm, or a picture cannot be decoded.
+    processes. ``seed``: of sampled rationales (None: greedy); each item's seed is derived from it and the item's id, so
+    that neither batch size nor resuming changes the samples. The first process shows the progress of all. A `UserError`
+    if an embedding is not finite or not of unit norm, or a picture cannot be decoded.
     """
     # The first process decides what is missing, so that a shard just written by another does not shift the assignment.
     done = process_group.once(lambda: covered(cache))
@@ -134,17 +133,15 @@ def _named(error: ImageError, batch: Sequence[Item], side: Side) -> UserError:
 
 def check_embeddings(embeddings_ND: np.ndarray, ids: Sequence[str], side: str) -> None:
     """Raise a `UserError` for embeddings that are not finite unit vectors."""
-    if embeddings_ND.ndim != 2 or len(embeddings_ND) != len(ids) or embeddings_ND.dtype != np.float32:
-        raise UserError(
-            f"encoder must return ({len(ids)}, D) float32 embeddings, got {embeddings_ND.shape} {embeddings_ND.dtype}"
-        )
+    shape, dtype = embeddings_ND.shape, embeddings_ND.dtype
+    if len(shape) != 2 or shape[0] != len(ids) or dtype != np.float32:
+        raise UserError(f"encoder must return ({len(ids)}, D) float32 embeddings, got {shape} {dtype}")
     norm_N = np.linalg.norm(embeddings_ND, axis=1)
     bad = np.flatnonzero(~(np.abs(norm_N - 1) <= 1e-3))  # also NaN
     if len(bad):
         raise UserError(
             f"embedding of {side} {ids[bad[0]]!r} must have norm 1, got {norm_N[bad[0]]:.6g}, as do {len(bad) - 1} more in "
-            "this shard. If it is NaN or infinite, try dtype=float32; if that does not help, the checkpoint has diverged: "
-            "evaluate an earlier one"
+            "this shard. If it is NaN or infinite, try dtype=float32; if that does not help, the checkpoint has diverged"
         )
 
 
@@ -158,9 +155,8 @@ def cut(embeddings_ND: np.ndarray, dims: int | None) -> np.ndarray:
     part = embeddings_ND[:, :dims]
     norm_N1 = np.linalg.norm(part, axis=1, keepdims=True)
     if not (norm_N1 > 0).all():
-        raise UserError(
-            f"embedding_dims={dims} truncates {int((norm_N1 == 0).sum())} embeddings to zero; use more dimensions"
-        )
+        num = int((norm_N1 == 0).sum())
+        raise UserError(f"embedding_dims={dims} truncates {num} embeddings to zero; use more dimensions")
     return part / norm_N1
 
 
@@ -184,26 +180,17 @@ def check_collapse(embeddings_ND: np.ndarray, contents: Sequence[str], side: str
     rows = np.array(sorted(first.values()), np.int64)
     if len(rows) > 1 and 1.0 - mean_cosine(embeddings_ND, rows) < COLLAPSED:
         raise UserError(
-            f"all {len(rows)} different items of side {side} have the same embedding (mean cosine within {COLLAPSED} "
-            "of 1): the checkpoint has collapsed and cannot rank anything. Train with a lower learning rate, a higher "
-            "temperature or a longer cold start"
+            f"all {len(rows)} different items of side {side} have the same embedding (mean cosine within {COLLAPSED} of "
+            "1): the checkpoint has collapsed. Train with a lower learning rate, a higher temperature or a longer cold start"
         )
 
 
 def _missing(items: Iterable[Item], done: np.ndarray, most: int) -> Iterator[tuple[int, list[Item]]]:
     """Yield runs of consecutive items missing from the shards, at most ``most`` long, with their first row."""
-    stretch: list[Item] = []
-    row = -1
-    for row, item in enumerate(items):  # the last row is needed below
-        if not done[row]:
-            stretch.append(item)
-        if stretch and (done[row] or len(stretch) == most):
-            yield row + (not done[row]) - len(stretch), stretch
-            stretch = []
-    if row + 1 != len(done):
-        raise ValueError(f"the cache was opened for {len(done)} items, got {row + 1}")
-    if stretch:
-        yield row + 1 - len(stretch), stretch
+    rows = enumerate(zip(done.tolist(), items, strict=True))
+    for is_done, run in groupby(rows, key=lambda row: row[1][0]):
+        while not is_done and (part := list(islice(run, most))):
+            yield part[0][0], [item for _, (_, item) in part]
 
 
 def _seeds(seed: int | None, ids: Sequence[str]) -> list[int] | None:

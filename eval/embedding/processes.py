@@ -1,7 +1,6 @@
 """The process group of an evaluation: all processes of `accelerate launch`, or this process alone.
 
-Each process embeds its share of the shards into a shared cache directory; scores of a judge are sent to the first process,
-which stores them. Apart from that only short messages are exchanged, so the group uses gloo on any device.
+Processes share files and exchange only short messages, so the group uses gloo on any device.
 """
 
 import os

@@ -1,9 +1,8 @@
 """Cached embeddings and rationales, in crash-safe shards under content-derived keys.
 
 A cache is a directory of Parquet shards, each renamed into place when complete. Its name is a hash of everything that
-determines the embeddings (`cache_key`): checkpoint, prompts, pixels, generation settings, software, side, mode, modality,
-retrieval set and the bytes of every text and picture, so a stale cache is never used. A shard's name contains its range of
-rows, so a resumed run may use another batch size.
+determines the embeddings (`cache_key`), so a stale cache is never used. A shard's name contains its range of rows, so a
+resumed run may use another batch size.
 
 Every row also has its content hash. Since an embedding depends on nothing else of a set, a changed or different set reuses
 rows of the same encoder (`adopt`), and no rationale is written twice.
@@ -52,9 +51,8 @@ class Cache:
 
 def encoder_key(*, checkpoint_hash: str, settings: dict[str, Any], side: str, mode: str) -> str:
     """Hash of everything that determines an item's embedding except the item, 64 hexadecimal digits."""
-    return _hash(
-        [str(FORMAT), checkpoint_hash, json.dumps(settings, sort_keys=True, default=str), side, mode]
-    )
+    words = json.dumps(settings, sort_keys=True, default=str)
+    return _hash([str(FORMAT), checkpoint_hash, words, side, mode])
 
 
 def cache_key(encoder: str, *, modality: str, fingerprint: str, contents: Iterable[str]) -> str:
@@ -89,12 +87,12 @@ def caches_in(root: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
 def adopt(cache: Cache, encoder: str) -> None:
     """Copy rows with the same content from other caches of the same encoder."""
     source: dict[str, tuple[Path, int]] = {}
-    for folder, about in caches_in(cache.path.parent):
-        if folder == cache.path or about.get("encoder") != encoder:
-            continue
-        for path in sorted(folder.glob("*.parquet")):
-            for index, name in enumerate(_read(path, ("content",))["content"].to_pylist()):
-                source.setdefault(name, (path, index))
+    others = (folder for folder, about in caches_in(cache.path.parent) if about.get("encoder") == encoder)
+    for path in (
+        path for folder in others if folder != cache.path for path in sorted(folder.glob("*.parquet"))
+    ):
+        for index, name in enumerate(_read(path, ("content",))["content"].to_pylist()):
+            source.setdefault(name, (path, index))
     table_of = lru_cache(maxsize=8)(_read)
     rows = np.array([row for row, name in enumerate(cache.names) if name in source], np.int64)
     for stretch in np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1):
@@ -141,8 +139,8 @@ def read(cache: Cache) -> Encoded:
 def read_embeddings(cache: Cache, place: np.ndarray, memory_mb: float) -> np.ndarray:
     """Embeddings of a complete cache, (N, D) float32; ``place``: target row of each row.
 
-    Arrays above ``memory_mb`` become a memory map of an anonymous file in the cache's directory, which disappears with this
-    process. A UserError as in `read`, or if the disk is full.
+    Arrays above ``memory_mb`` become a memory map of an anonymous file in the cache's directory. A UserError as in
+    `read`, or if the disk is full.
     """
     out: np.ndarray | None = None
     for start, stop, table in _parts(cache, ("embedding",)):
@@ -189,10 +187,8 @@ def _parts(cache: Cache, columns: tuple[str, ...] | None = None) -> Iterator[tup
     for start, stop in shards_of(cache):
         path = cache.path / _name(start, stop)
         table = _read(path, columns)
-        if len(table) != stop - start:
-            raise UserError(
-                f"shard {path} holds {len(table)} rows instead of {stop - start}: delete it and run again"
-            )
+        if (num := len(table)) != stop - start:
+            raise UserError(f"{path} holds {num} rows instead of {stop - start}: delete it and run again")
         if start > row:
             raise UserError(f"rows {row} to {start} are missing from {cache.path}: run again")
         if stop > row:  # concurrent runs may have written overlapping shards

@@ -38,12 +38,7 @@ class TwoTowers(DirectEncoder[Content]):
         self.tokenizer, self.image_processor = tokenizer, image_processor
         # SigLIP was trained on padded texts and pools the last position; CLIP pools at the end token.
         padding = True if config.model_type == "clip" else "max_length"
-        self.reading = {
-            "padding": padding,
-            "truncation": True,
-            "max_length": max_tokens,
-            "return_tensors": "pt",
-        }
+        self.reading = {"padding": padding, "truncation": True, "max_length": max_tokens}
 
     def prepare(self, item: Item, side: str) -> tuple[int, Content]:
         """Text and decoded pictures; sorted by the text's length in characters."""
@@ -57,7 +52,7 @@ class TwoTowers(DirectEncoder[Content]):
         parts: list[list[Tensor]] = [[] for _ in batch]
         texts = {row: text for row, (text, _) in enumerate(batch) if text}
         if texts:
-            fields = self.tokenizer(list(texts.values()), **self.reading)
+            fields = self.tokenizer(list(texts.values()), **self.reading, return_tensors="pt")
             features = self._features(self.model.get_text_features, fields)
             for row, feature in zip(texts, features, strict=True):
                 parts[row].append(feature)

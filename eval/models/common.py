@@ -70,9 +70,8 @@ class ThirdParty:
     ) -> Self:
         """An embedder with the same model and other settings, see `rge.embedder.Embedder.with_`."""
         other = copy.copy(self)
-        settings = self.settings.asking(
-            **{key: value for key, value in generation.items() if value is not None}
-        )
+        given = {key: value for key, value in generation.items() if value is not None}
+        settings = self.settings.asking(**given)
         other.settings = settings if exact is None else settings.but(exact=exact)
         if profile is not None:
             other.reword(profile)
@@ -86,9 +85,8 @@ class ThirdParty:
 class DirectEncoder(ThirdParty, Generic[T]):
     """An embedder without rationales; subclasses prepare items and embed batches.
 
-    Args:
-        wording: prompt templates; replaced by `reword`.
-        settings: everything else that affects embeddings: pixel limits, maximum text length, pooling.
+    ``wording``: prompt templates; replaced by `reword`. ``settings``: everything else that affects embeddings: pixel
+    limits, maximum text length, pooling.
     """
 
     def __init__(self, facts: Facts, adapter: str, wording: Profile, dtype: str, settings: dict[str, Any]):
@@ -123,10 +121,7 @@ class DirectEncoder(ThirdParty, Generic[T]):
     ) -> Encoded:
         """Embed items; see `rge.embedder.Embedder.encode`.
 
-        Raises:
-            UserError: the mode needs rationales.
-            ValueError: an item cannot be embedded.
-            ImageError: a picture cannot be read.
+        A UserError if the mode needs rationales, a ValueError or ImageError if an item cannot be embedded.
         """
         self.settings.check_mode(mode)
         together, window = 1 if self.settings.exact else batch_size, WINDOW_BATCHES * batch_size
@@ -194,9 +189,8 @@ def whole(facts: Facts, load: Callable[..., Any], dtype: str) -> Any:
 def check_family(facts: Facts, adapter: str, families: Sequence[str]) -> None:
     """Raise a `UserError` if a model is not of an adapter's families."""
     if facts.model_type not in families:
-        raise UserError(
-            f"adapter={adapter} is for {', '.join(families)}; {facts.name} is a {facts.model_type or '?'}"
-        )
+        kind, known = facts.model_type or "?", ", ".join(families)
+        raise UserError(f"adapter={adapter} is for {known}; {facts.name} is a {kind}")
 
 
 def place(device: str | None, dtype: str | None) -> tuple[str, str]:

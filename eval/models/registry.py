@@ -29,9 +29,8 @@ RELEASED = "qwen2_5_vl"
 """Architecture of the released RGE checkpoint."""
 QWEN = ("qwen2_vl", RELEASED)
 GUESSED = {
-    "rge-release": "{name} has no rge.json and is treated as the released RGE checkpoint because it has an <emb> token: its "
-    "prompt, 256 to 1024 patches per picture, 128 tokens. A checkpoint trained here needs its rge.json, or prompt, sizes and "
-    "cap are wrong. adapter=rge-release confirms the choice",
+    "rge-release": "{name} has no rge.json and is treated as the released RGE checkpoint because it has an <emb> token. "
+    "A checkpoint trained here needs its rge.json, or its prompt is wrong. adapter=rge-release confirms the choice",
     "qwen-vl": "{name} only identifies itself as a {model_type}: it is prompted with RGE's wording, last token",
     "vlm2vec": "{name} is prompted as VLM2Vec because it is a LoRA on a Qwen model or has that name; adapter=vlm2vec confirms it",
 }
@@ -125,7 +124,7 @@ def register_embedder(
     """Decorator that registers a function as loader of a family of embedders; it is matched before ours.
 
     The function gets `Facts` and ``device``, ``dtype``, ``max_new_tokens`` and ``temperature`` of `load_model`, and
-    returns something that `Embeds`; see `eval.models.common.DirectEncoder` for one that writes no rationale. ``about`` and
+    returns something that `Embeds`; see `eval.models.common.DirectEncoder` for one without rationales. ``about`` and
     ``matches``: see `Adapter`.
     """
 
@@ -155,13 +154,10 @@ def load_model(
     engine: str = "own",
     **of_engine: Any,
 ) -> Embeds:
-    """Load any supported embedder.
+    """Load any supported embedder; a `UserError` if there is none, or an option does not apply to it.
 
     ``model``: directory, or id on the Hugging Face hub; a dtype or cap of None means the model's own. ``of_engine``:
     ``vllm_memory`` and ``vllm_rows``. The others are as in `ModelOptions`.
-
-    Raises:
-        UserError: the model does not exist, no adapter supports it, or an option does not apply to it.
     """
     # first, so that an unknown name is reported before anything is fetched
     requested = None if adapter is None else EMBEDDERS[adapter]
@@ -181,9 +177,8 @@ def load_model(
         options |= of_one
     target = chosen.target
     encoder = (target if callable(target) else pkgutil.resolve_name(target))(facts, **options)
-    notes = []
-    if requested is None and chosen.name in GUESSED:
-        notes.append(GUESSED[chosen.name].format(name=facts.name, model_type=facts.model_type))
+    guess = GUESSED.get(chosen.name) if requested is None else None
+    notes = [guess.format(name=facts.name, model_type=facts.model_type)] if guess else []
     encoder.settings = encoder.settings.but(device=_device(device), notes=notes)
     return encoder
 
@@ -250,14 +245,12 @@ class ModelOptions:
         """Load the embedder with the prompts that options and set require; ``load`` replaces `loader`."""
         verbatim = wanted.meta.get("prompts") == "verbatim"
         if verbatim and self.as_ != "release":
-            raise UserError(
-                f"{wanted.path} was imported with verbatim=true: its texts contain picture placeholders, which only as=release supports"
-            )
+            raise UserError(f"{wanted.path} was imported with verbatim=true, which only as=release supports")
         encoder = (load or self.loader())()
         settings, given = encoder.settings, wanted.meta.get("instructions")
         if verbatim and given != settings.mmeb_instructions:
             raise UserError(
-                f"{wanted.path} was imported with instructions={given}; as=release needs instructions={settings.mmeb_instructions}"
+                f"{wanted.path} has instructions={given}; as=release needs instructions={settings.mmeb_instructions}"
             )
         exact = self.exact
         if exact is None:
@@ -271,8 +264,8 @@ def _chosen(facts: Facts, requested: Adapter | None) -> Adapter:
     unlike_ours = "<emb>" in facts.tokens and "rge.json" not in facts.files and facts.model_type != RELEASED
     if requested is None and unlike_ours:
         raise UserError(
-            f"{facts.name} has an <emb> token but no rge.json, and is not the released RGE checkpoint, which is a {RELEASED}. "
-            "If it was trained with rge, copy its rge.json from the training output"
+            f"{facts.name} has an <emb> token but no rge.json, and is not the released {RELEASED}: copy its rge.json "
+            "from the training output"
         )
     chosen = requested or next((adapter for adapter in adapters() if adapter.matches(facts)), None)
     if chosen is None:
@@ -300,12 +293,11 @@ def facts_of(model: str | Path, revision: str | None = None, base_named: str | N
     elif revision is not None:
         raise UserError(f"revision={revision} is for models on the hub, but {model} is a directory")
     files = frozenset(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
-    config, base = _json(path / "config.json"), None
-    if not config:
-        base = _base_of(path, base_named)
-        config = _json(base.path / "config.json") if base else {}
-    kind = str(config.get("model_type") or "")
-    return Facts(path, str(model), commit, kind, files, _tokens(path), base)
+    config = _json(path / "config.json")
+    base = None if config else _base_of(path, base_named)
+    if base is not None:
+        config = _json(base.path / "config.json")
+    return Facts(path, str(model), commit, str(config.get("model_type") or ""), files, _tokens(path), base)
 
 
 def _base_of(lora: Path, named: str | None) -> Facts | None:

@@ -1,12 +1,12 @@
 """Checkpoints of RGE: our own, and the released one, with our prompts or (``as=release``) exactly as its authors run it.
 
-The authors' evaluation (github.com/MCG-NJU/RGE, ``eval_ar.py`` with the versions of its requirements.txt) works as follows. The
-user turn is MMEB's text, reworded, with picture tokens at the placeholder and a newline at the end. Sides below 28 pixels are
-resized to 28, and PIL scales pictures to 256 to 1024 patches. A query generates at most 128 tokens with the checkpoint's
-generation settings, including its repetition penalty and without suppressed tokens; its embedding is the state at the last
-generated token, which is ``<emb>`` unless the cap is reached. A candidate's embedding is the state at an ``<emb>`` after the
-prompt. Here all items are computed one by one; the release batches candidates, which changes them by rounding. The set must be
-imported with ``verbatim=true instructions=rge``, which keeps MMEB-eval's texts.
+The authors' evaluation (github.com/MCG-NJU/RGE, ``eval_ar.py`` with the versions of its requirements.txt) works as
+follows. The user turn is MMEB's text, reworded, with picture tokens at the placeholder and a newline at the end. Sides
+below 28 pixels are resized to 28, and PIL scales pictures to 256 to 1024 patches. A query generates at most 128 tokens
+with the checkpoint's generation settings, including its repetition penalty; its embedding is the state at the last
+generated token, which is ``<emb>`` unless the cap is reached. A candidate's embedding is the state at an ``<emb>``
+after the prompt. The release batches candidates; here all items are computed one by one. The set must be imported with
+``verbatim=true instructions=rge``.
 """
 
 import time
@@ -21,6 +21,7 @@ from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoPr
 
 from eval.models.common import ThirdParty, hash_of_files, loading, place, settings_of, whole
 from eval.models.registry import Facts
+from rge.checkpoints.settings import Settings
 from rge.common.errors import UserError
 from rge.common.images import open_picture, picture_bytes
 from rge.common.mmeb_prompts import PLACEHOLDER
@@ -75,16 +76,13 @@ def load_release(
 ) -> "Embedder | Released":
     """The released RGE checkpoint (github.com/MCG-NJU/RGE) with its prompts.
 
-    Chat template with the default system prompt; pictures, a newline, instruction and text, a newline; the query writes
-    at most 128 tokens up to ``<emb>``; a candidate is wrapped in "Summarize the ... in one word". Differences from the
-    released evaluation are listed in `DIFFERS` and recorded in results.json. ``as_released``: see `Released`, which fixes
-    the decoding.
+    Chat template with the default system prompt; pictures, a newline, instruction and text, a newline; a candidate is
+    wrapped in "Summarize the ... in one word". Differences from the released evaluation are in `DIFFERS` and in
+    results.json. ``as_released``: see `Released`, which fixes the decoding.
     """
     device, dtype = place(device, dtype)
     if as_released and temperature is not None:
-        raise UserError(
-            "temperature= cannot be combined with as=release, which decodes with the checkpoint's settings"
-        )
+        raise UserError("temperature= is not for as=release, which decodes with the checkpoint's settings")
     if as_released:
         with loading(facts):
             model = whole(facts, AutoModelForImageTextToText.from_pretrained, dtype)
@@ -93,23 +91,22 @@ def load_release(
         processor.image_processor.size = {"shortest_edge": RELEASE["min"], "longest_edge": RELEASE["max"]}
         return Released(facts, model.to(device), processor, dtype, max_new_tokens or RELEASE_TOKENS)
     backbone = load_backbone(facts.path, dtype=dtype, min_pixels=RELEASE["min"], max_pixels=RELEASE["max"])
-    settings = settings_of(
-        facts,
-        "rge-release",
-        dtype,
-        profile="rge",
-        pixels=RELEASE,
-        max_prompt_tokens=MAX_PROMPT_TOKENS,
-        generation={
-            "max_new_tokens": max_new_tokens or RELEASE_TOKENS,
-            "temperature": temperature or 0.0,
-            "stop": EMB_TOKEN,
-        },
-        reasons="query",
-        differs_from_release=DIFFERS,
-    )
+    generation = {"max_new_tokens": max_new_tokens or RELEASE_TOKENS, "temperature": temperature or 0.0}
+    settings = _settings(facts, dtype, generation, differs_from_release=DIFFERS)
     builder = PromptBuilder(backbone.processor, "rge", MAX_PROMPT_TOKENS)
     return Embedder(Inference(EmbeddingModel(backbone).to(device), builder), facts.path, settings)
+
+
+def _settings(facts: Facts, dtype: str, generation: dict[str, Any], **own: Any) -> Settings:
+    about = {
+        "profile": WORDING,
+        "pixels": RELEASE,
+        "max_prompt_tokens": MAX_PROMPT_TOKENS,
+        "reasons": "query",
+    }
+    return settings_of(
+        facts, "rge-release", dtype, generation=generation | {"stop": EMB_TOKEN}, **about, **own
+    )
 
 
 class Released(ThirdParty):
@@ -121,17 +118,12 @@ class Released(ThirdParty):
         self.emb_id = processor.tokenizer.convert_tokens_to_ids(EMB_TOKEN)
         self.max_new_tokens = max_new_tokens
         self.verbatim = False
-        self.settings = settings_of(
+        self.settings = _settings(
             facts,
-            "rge-release",
             dtype,
-            profile=WORDING,
+            greedy(facts, model) | {"max_new_tokens": max_new_tokens},
             mmeb_instructions=WORDING,
             differs_from_release=[UNPROMPTED],
-            pixels=RELEASE,
-            max_prompt_tokens=MAX_PROMPT_TOKENS,
-            generation=greedy(facts, model) | {"max_new_tokens": max_new_tokens, "stop": EMB_TOKEN},
-            reasons="query",
             **{"as": "release", "release_code": CODE, "image_backend": "pil"},
         )
 
@@ -161,9 +153,7 @@ class Released(ThirdParty):
         """Token ids and pixels, one row; a ValueError if the numbers of placeholders and pictures differ."""
         text = self.prompt(item, side) + (EMB_TOKEN if mode == "direct" else "")
         if (places := text.count(PICTURE)) != len(item.images):
-            raise ValueError(
-                f"{side} {item.id!r} has {len(item.images)} pictures but {places} placeholders in its text"
-            )
+            raise ValueError(f"{side} {item.id!r} has {len(item.images)} pictures but {places} placeholders")
         pictures = [small_sides(opened(ref)).convert("RGB") for ref in item.images]
         fields = self.processor(text=[text], images=pictures or None, return_tensors="pt")
         return {key: value.to(self.model.device) for key, value in fields.items()}
@@ -180,9 +170,7 @@ class Released(ThirdParty):
     ) -> Encoded:
         """Embed items one by one, only queries with a rationale; see `rge.embedder.Embedder.encode`."""
         if (side == "query") != (mode == "reasoning"):
-            raise UserError(
-                "as=release: queries write a rationale and candidates do not (query_mode=reasoning)"
-            )
+            raise UserError("as=release: queries write a rationale and candidates do not")
         rows = []
         for item in items:
             rows.append(self._encode_one(item, side, mode))
@@ -225,8 +213,7 @@ def greedy(facts: Facts, model: Any) -> dict[str, Any]:
     alone = own.top_k == 1 or (own.temperature or 0) <= GREEDY_BELOW or (own.top_p or 1) <= GREEDY_BELOW
     if own.do_sample and not alone:
         raise UserError(
-            f"{facts.name}: its generation_config.json samples at temperature {own.temperature}, so its evaluation would not "
-            "be reproducible; the released settings do not sample"
+            f"{facts.name}: its generation_config.json samples at temperature {own.temperature}; the released one does not"
         )
     own.do_sample, own.temperature, own.top_p, own.top_k = False, None, None, None
     return {"temperature": 0.0, "repetition_penalty": own.repetition_penalty or 1.0}

@@ -3,7 +3,7 @@
 The library applies pooling, normalisation and prompts from the model's files (``config_sentence_transformers.json``). A
 set's instructions are not used, since these models were not trained with them. Most models read only texts: then pictures
 of queries must be left out explicitly (``query_modality=text``), so that the figures are not mistaken for those of whole
-queries, and of candidates with text and picture only the text is used. Models that accept pictures get them.
+queries, and of candidates with text and picture only the text is used.
 """
 
 from collections.abc import Sequence
@@ -59,10 +59,10 @@ class Sentences(DirectEncoder[Shown]):
             raise ValueError(f"item {item.id!r} has neither text nor images")
         kind = parts[0] if len(parts) == 1 else BOTH
         if kind not in self.reads:
+            has, reads = " and ".join(parts), " or ".join(self.reads)
             raise UserError(
-                f"{where} has {' and '.join(parts)}, but {name} reads only {' or '.join(self.reads)}: query_modality=text or image leaves "
-                "out the other part of a query, rewrite=caption puts its pictures in words, and adapter=clip combines "
-                "text and picture of CLIP and SigLIP"
+                f"{where} has {has}, but {name} reads only {reads}: query_modality=text or image leaves out the other, "
+                "rewrite=caption puts pictures in words, and adapter=clip combines both parts for CLIP and SigLIP"
             )
         content: Any = text if kind == TEXT else load_image(pictures[0])
         return len(text), Shown(side, kind, {TEXT: text, IMAGE: content} if kind == BOTH else content)
@@ -85,14 +85,10 @@ def load_sentences(facts: Facts, device: str, dtype: str) -> Sentences:
     try:
         from sentence_transformers import SentenceTransformer
     except ImportError:
-        raise UserError(
-            f"{facts.name} needs sentence-transformers: pip install -e '.[text]', or pip install sentence-transformers"
-        ) from None
+        raise UserError(f"{facts.name} needs sentence-transformers: pip install -e '.[text]'") from None
     with loading(facts, ImportError, AttributeError, by=" by sentence-transformers"):
+        weights = {"dtype": getattr(torch, dtype)}
         model = SentenceTransformer(
-            str(facts.path),
-            device=device,
-            model_kwargs={"dtype": getattr(torch, dtype)},
-            local_files_only=True,
+            str(facts.path), device=device, model_kwargs=weights, local_files_only=True
         )
     return Sentences(facts, model, dtype)

@@ -85,11 +85,7 @@ def load_ume(
     max_new_tokens: int | None,
     temperature: float | None,
 ) -> UmeEncoder:
-    """Load a UME-R1 checkpoint.
-
-    Deliberate differences from its own code: a rationale that reaches the cap gets ``<gen_emb>`` appended (counted as
-    forced), and decoding is greedy.
-    """
+    """Load a UME-R1 checkpoint; its settings list the differences from its own code."""
     device, dtype = place(device, dtype)
     backbone = load_backbone(facts.path, dtype=dtype, emb_token=GEN)
     tokenizer = backbone.processor.tokenizer

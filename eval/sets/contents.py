@@ -28,13 +28,8 @@ def contents_of(wanted: RetrievalSet, modalities: Collection[Modality]) -> Conte
     """Read every picture of a set once and hash all contents; an ImageError if one cannot be read."""
     candidates: list[str] = []
     rows_of_picture: dict[str, list[int]] = {}
-    items = progress_bar(
-        wanted.corpus_items(),
-        desc=f"{'reading the pool':>17}",
-        total=len(wanted.corpus_ids),
-        unit="item",
-        delay=2,
-    )
+    num, desc = len(wanted.corpus_ids), f"{'reading the pool':>17}"
+    items = progress_bar(wanted.corpus_items(), desc=desc, total=num, unit="item", delay=2)
     for row, item in zip(wanted.file_order_C.tolist(), items, strict=True):
         of_item = picture_digests(item)
         candidates.append(content_digest(item, of_item))
@@ -78,13 +73,10 @@ def content_digest(item: Item, pictures: tuple[str, ...] | None = None) -> str:
 
 
 def with_content(wanted: RetrievalSet, candidates: Sequence[str] | None = None) -> RetrievalSet:
-    """The set with a hash of all its content.
+    """The set with a hash of all its content; an `ImageError` if a picture cannot be read.
 
     Besides the fingerprint (ids and judgements), this covers all texts, instructions and pictures, and the columns that
     the set groups figures by. ``candidates``: content digest of each in file order; None: read all pictures of the pool.
-
-    Raises:
-        rge.common.images.ImageError: a picture cannot be read.
     """
     if candidates is None:
         candidates = list(map(content_digest, wanted.corpus_items()))

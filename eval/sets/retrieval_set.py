@@ -1,24 +1,11 @@
 """Load and check a retrieval set: queries, a pool of candidates, and relevance judgements.
 
-A set is a directory of Parquet files, which MTEB can read unchanged:
+A set is a directory of Parquet files, which MTEB can read unchanged; docs/own_data.md describes them. Those that an
+import adds:
 
-``corpus.parquet``      id, image, text
-``queries.parquet``     id, text, image, category, group, instruction; further columns are kept. Optional ones are
-                        num_missing_positives: positives that the pool lacks, which stay in every denominator, and
+``names.parquet``       picture-id, name: other names of a picture in training files, see `eval.commands.audit`
+``queries.parquet``     num_missing_positives: positives that the pool lacks, which stay in every denominator;
                         picture_ids: ids of the pictures, joined by "+"
-``qrels.parquet``       query-id, corpus-id, score (integer gain)
-``negatives.parquet``   query-id, corpus-id: explicit negatives (optional; an id may also be a positive)
-``excluded.parquet``    query-id, corpus-id: removed from that query's ranking (optional)
-``candidates.parquet``  query-id, corpus-id: each query's own candidates (optional)
-``names.parquet``       picture-id, name: other names of a picture in training files, see `eval.commands.audit` (optional)
-``rationales.parquet``  query-id, corpus-id, rationale: why a candidate is right (optional)
-``meta.json``           name; ``report_by`` lists further query columns to report figures by; ``slice_notes`` explains
-                        their values, {column: {value: words}}; ``fingerprint`` is checked if given (see
-                        `rge.identity.set_fingerprint`)
-
-A picture is encoded bytes, ``{bytes, path}`` as Hugging Face stores it, the path of a file in the directory, or
-``library.parquet#row-id`` in it or beside it; a query's ``image`` is a list of pictures. The columns ``text`` and ``image``
-may be missing if they would be empty.
 
 Ties are broken by id everywhere in `eval`. Candidates therefore have two orders: that of the file, in which pictures are
 read, and that of ids (`RetrievalSet.corpus_ids`), which the rows in all rankings and judgements refer to.
@@ -124,18 +111,13 @@ class RetrievalSet:
         return replace(self, columns=columns, **{name: table[:limit] for name, table in tables.items()})
 
     def corpus_items(self) -> Iterator[Item]:
-        """Candidates in file order, read lazily, since a pool may be larger than memory.
-
-        Raises:
-            SetError: a candidate has neither text nor image.
-        """
+        """Candidates in file order, read lazily, since a pool may exceed the memory; a `SetError` if one is empty."""
         return items_of(Table(self.path / "corpus.parquet"))
 
     def query_items(self, modality: Modality) -> list[Item]:
         """Queries reduced to a modality: ``text`` drops the pictures, ``image`` drops text and instruction.
 
-        Raises:
-            SetError: a query would be empty.
+        A `SetError` if a query would be empty.
         """
         if modality == "both":
             return self.queries
@@ -143,22 +125,18 @@ class RetrievalSet:
             kept = [Item(id=q.id, text=q.text, instruction=q.instruction) for q in self.queries]
         else:
             kept = [Item(id=q.id, images=q.images) for q in self.queries]
-        empty = [item.id for item in kept if not item.text and not item.images]
-        if empty:
+        if empty := [item.id for item in kept if not item.text and not item.images]:
             raise SetError(
-                f"{self.path / 'queries.parquet'}: {len(empty)} of {len(kept)} queries have no {modality}, so "
-                f"query_modality={modality} would leave them empty: {some(empty)}"
+                f"{self.path}: {len(empty)} of {len(kept)} queries have no {modality}, so query_modality={modality} "
+                f"would leave them empty: {some(empty)}"
             )
         return kept
 
 
 def load_set(path: str | Path, *, by: Sequence[str] = ()) -> RetrievalSet:
-    """Load a retrieval set and check everything except the candidates' pictures.
+    """Load a retrieval set and check everything except the candidates' pictures; a `SetError` names file and row.
 
     ``by``: further query columns to report figures by, besides those that ``meta.json`` lists.
-
-    Raises:
-        SetError: the set violates the format; the message names the file and the row.
     """
     root = find_shipped(path)
     if not root.is_dir():
@@ -170,11 +148,8 @@ def load_set(path: str | Path, *, by: Sequence[str] = ()) -> RetrievalSet:
     corpus_order = sorted(range(len(corpus_ids)), key=corpus_ids.__getitem__)
     query_of = {name: row for row, name in enumerate(query_ids)}
     row_of = {corpus_ids[file_row]: row for row, file_row in enumerate(corpus_order)}
-    pairs = {
-        name: _pairs(root / f"{name}.parquet", query_of, row_of)
-        for name in ("qrels", *LISTS)
-        if name == "qrels" or (root / f"{name}.parquet").exists()
-    }
+    tables = ["qrels", *(name for name in LISTS if (root / f"{name}.parquet").exists())]
+    pairs = {name: _pairs(root / f"{name}.parquet", query_of, row_of) for name in tables}
     # candidates with gain 0 are judged not right
     right = [pair for pair in pairs["qrels"] if pair[2] > 0]
     wanted = RetrievalSet(
@@ -189,7 +164,7 @@ def load_set(path: str | Path, *, by: Sequence[str] = ()) -> RetrievalSet:
         file_rows_C=np.array(corpus_order, np.int64),
         positives=_by_query(right, query_of, row_of),
         num_missing_Q=_num_missing(table),
-        **_lists(pairs, query_of, row_of),
+        **dict[str, Any](_lists(pairs, query_of, row_of)),
     )
     _check_judged(wanted)
     # last, since the messages of the other checks are more specific
@@ -203,11 +178,11 @@ def load_set(path: str | Path, *, by: Sequence[str] = ()) -> RetrievalSet:
 
 def _lists(
     pairs: Mapping[str, Sequence[tuple[Any, ...]]], query_of: Mapping[str, int], row_of: Mapping[str, int]
-) -> dict[str, Any]:
+) -> dict[str, list[np.ndarray]]:
     lists = {
-        name: [rows for rows, _ in _by_query(pairs[name], query_of, row_of)]
-        for name in LISTS
-        if name in pairs
+        name: [rows for rows, _ in _by_query(table, query_of, row_of)]
+        for name, table in pairs.items()
+        if name != "qrels"
     }
     # a negative that a query's ranking cannot contain does not count
     for name, keep in (("candidates", np.intersect1d), ("excluded", np.setdiff1d)):
@@ -272,8 +247,7 @@ def _query_columns(table: Table, report_by: Iterable[str]) -> dict[str, list[str
         columns[name] = table.read(name)
         if (num := len(set(columns[name]))) > MAX_REPORT_VALUES:
             raise SetError(
-                f"{table.path}: report_by column {name!r} has {num} values, more than {MAX_REPORT_VALUES}: too many for a "
-                "table"
+                f"{table.path}: report_by column {name!r} has {num} values, more than {MAX_REPORT_VALUES}"
             )
     return columns
 
@@ -322,17 +296,15 @@ def _num_missing(table: Table) -> np.ndarray | None:
 def _check_judged(wanted: RetrievalSet) -> None:
     """Check that every query has a positive, and that the optional tables leave its positives in its ranking."""
     missing_Q = np.zeros(len(wanted.queries)) if wanted.num_missing_Q is None else wanted.num_missing_Q
-    right = {query: rows for query, (rows, _) in zip(wanted.query_ids, wanted.positives, strict=True)}
-    if none := [
-        query for (query, rows), num in zip(right.items(), missing_Q, strict=True) if not len(rows) + num
-    ]:
+    right = [rows for rows, _ in wanted.positives]
+    num_Q = [len(rows) + num for rows, num in zip(right, missing_Q, strict=True)]
+    if none := [query for query, num in zip(wanted.query_ids, num_Q, strict=True) if not num]:
         raise SetError(
-            f"{wanted.path / 'qrels.parquet'}: {len(none)} of {len(right)} queries have no positive: {some(none)}"
+            f"{wanted.path / 'qrels.parquet'}: {len(none)} of {len(num_Q)} queries have no positive: {some(none)}"
         )
-    for name, lost_of in (("candidates", np.setdiff1d), ("excluded", np.intersect1d)):
-        for (query, rows), listed in zip(right.items(), getattr(wanted, name) or (), strict=False):
+    for name, lost_of, words in (("candidates", np.setdiff1d, "is not"), ("excluded", np.intersect1d, "is")):
+        for query, rows, listed in zip(wanted.query_ids, right, getattr(wanted, name) or (), strict=False):
             if len(lost := lost_of(rows, listed)):
-                words = "is not" if name == "candidates" else "is"
                 raise SetError(
                     f"{wanted.path / name}.parquet: {wanted.corpus_ids[lost[0]]!r}, a positive of query {query!r}, {words} listed"
                 )

@@ -54,9 +54,8 @@ class Table:
         """The column ``id``, of distinct names that TREC run files can hold: they separate columns by white space."""
         ids = self.read("id")
         if {"text", "image"}.isdisjoint(self.names):
-            raise SetError(
-                f"{self.path}: columns 'text' and 'image' are both missing; there are {', '.join(self.names)}"
-            )
+            names = ", ".join(self.names)
+            raise SetError(f"{self.path}: columns 'text' and 'image' are both missing; there are {names}")
         if not ids:
             raise SetError(f"{self.path} has no rows")
         seen: set[str] = set()
@@ -103,9 +102,8 @@ def _pictures(path: Path, name: str, cell: Any) -> tuple[ImageRef, ...]:
         return (cell,)
     if isinstance(cell, str):
         return (_in_folder(path, name, cell),)
-    raise SetError(
-        f"{path}: image of {name!r} must be bytes, a path or {{bytes, path}}, got {type(cell).__name__}"
-    )
+    kind = type(cell).__name__
+    raise SetError(f"{path}: image of {name!r} must be bytes, a path or {{bytes, path}}, got {kind}")
 
 
 def _in_folder(path: Path, name: str, cell: str) -> str:

@@ -5,7 +5,7 @@ The set is written to a temporary directory, checked by `eval.sets.retrieval_set
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -62,13 +62,10 @@ def write_set(
     decode: bool = True,
     overwrite: bool = False,
 ) -> RetrievalSet:
-    """Write a retrieval set and load it.
+    """Write a retrieval set and load it; a `UserError` if ``out`` exists, a picture is broken, or the set is invalid.
 
     ``decode``: open all pictures to detect broken ones. ``embed``: copy pictures into the tables instead of linking to
     them. ``corpus`` is iterated over once.
-
-    Raises:
-        UserError: ``out`` exists, a picture cannot be opened, or the set violates the format.
     """
     with replacing_folder(out, overwrite=overwrite) as work:
         place = _Pictures(work, embed=embed, decode=decode)
@@ -131,9 +128,7 @@ class _Pictures:
             link.parent.mkdir(exist_ok=True)
             os.link(os.path.realpath(ref), link)
         except OSError as error:
-            raise SetError(
-                f"picture {ref} cannot be linked into the set ({error.strerror}): pictures=embed copies it"
-            ) from None
+            raise SetError(f"picture {ref} cannot be linked ({error.strerror}): use pictures=embed") from None
         return link.relative_to(self.root).as_posix()
 
 
@@ -159,23 +154,16 @@ def _write_corpus(path: Path, corpus: Iterable[Candidate], place: _Pictures) -> 
     kind = pa.binary() if place.embed else pa.string()
     schema = pa.schema([("id", pa.string()), ("image", kind), ("text", pa.string())])
     ids: list[str] = []
-
-    def cells() -> Iterator[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    weight = 0
+    with pq.ParquetWriter(path, schema, compression="zstd") as writer:
         for candidate in corpus:
             ids.append(candidate.id)
             image = place.cell(candidate.image, candidate.id)
             if isinstance(image, bytes) and not place.embed:
-                raise SetError(
-                    f"picture of {candidate.id!r} is not a file that can be linked to: pass pictures=embed"
-                )
-            yield {"id": candidate.id, "image": image, "text": candidate.text or None}
-
-    rows: list[dict[str, Any]] = []
-    weight = 0
-    with pq.ParquetWriter(path, schema, compression="zstd") as writer:
-        for row in cells():
-            rows.append(row)
-            weight += 128 if row["image"] else 1
+                raise SetError(f"picture of {candidate.id!r} is not a file to link to: pass pictures=embed")
+            rows.append({"id": candidate.id, "image": image, "text": candidate.text or None})
+            weight += 128 if image else 1
             if weight >= 128 * WRITE_ROWS:
                 writer.write_table(pa.Table.from_pylist(rows, schema))
                 rows, weight = [], 0

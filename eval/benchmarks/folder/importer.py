@@ -6,11 +6,10 @@ would be its best match, so it is removed from that query's ranking. All problem
 
 import datetime
 import unicodedata
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from eval.benchmarks.folder.pool import Pool
 from eval.benchmarks.folder.spreadsheet import ENDINGS, Broken, Table, read_table
@@ -33,8 +32,7 @@ ALIASES = {
     "instruction": ("instruction", "task"),
 }  # fmt: skip
 MOST_PROBLEMS = 200
-_Cell = tuple[str, Any]
-"""A cell's address and value."""
+T = TypeVar("T")
 
 
 @dataclass(kw_only=True)
@@ -103,9 +101,8 @@ def import_folder(options: FolderOptions) -> RetrievalSet:
 
 def _table_in(src: Path) -> Path:
     names = [f"queries{ending}" for ending in ENDINGS]
-    tables = [src / name for name in names if (src / name).is_file()] or sorted(
-        path for path in src.glob("*") if path.suffix.lower() in ENDINGS and path.name[0] not in ".~"
-    )
+    others = (path for path in sorted(src.glob("[!.~]*")) if path.suffix.lower() in ENDINGS)
+    tables = [src / name for name in names if (src / name).is_file()] or list(others)
     if len(tables) != 1:
         present = " and ".join(path.name for path in tables) or f"no table ({', '.join(names)})"
         raise ReleaseError(f"{src} has {present}: pass queries=FILE")
@@ -127,60 +124,51 @@ class _Rows:
     def __post_init__(self) -> None:
         self.problems = list(self.table.problems)
         self.places: dict[str, str] = {}
-        mapped = {word.partition("=")[0].strip() for word in self.options.field_map}
-        kept = [name for name in self.table.names if name not in self.options.report_by or name in mapped]
-        field_map = self.options.field_map
+        field_map, report_by = self.options.field_map, self.options.report_by
+        mapped = {word.partition("=")[0].strip() for word in field_map}
+        kept = [name for name in self.table.names if name not in report_by or name in mapped]
         self.columns = match_columns(self.table.path, kept, ALIASES, field_map, needed=["right"])
-        need_columns(self.table.path, self.table.names, self.options.report_by)
+        need_columns(self.table.path, self.table.names, report_by)
 
     def add(self, number: int, row: dict[str, Any]) -> None:
         """Read one row."""
-        cells = {key: self._cell(number, row, key) for key in ALIASES}
-        name = self._name(cells)
-        text, instruction, category, group = (
-            self._text(cells, key) for key in ("text", "instruction", "category", "group")
-        )
-        pictures, good, bad = (self._pictures(cells, key) for key in ("image", "right", "wrong"))
-        self._check(number, row, cells, set(good) & set(bad))
+        where = {
+            key: self.table.address(number, self.columns[key]) if key in self.columns else f"row {number}"
+            for key in ALIASES
+        }
+        cells = {key: row.get(self.columns.get(key, ""), "") for key in ALIASES}
+        texts = {
+            key: self._text(where[key], cells[key], dates=key in ("category", "group"))
+            for key in ("id", "text", "category", "group", "instruction")
+        }
+        pictures, good, bad = (self._pictures(where[key], cells[key]) for key in ("image", "right", "wrong"))
+        name = safe_id(texts["id"]) or f"q{len(self.queries) + 1:05d}"
+        if (first := self.places.setdefault(name, where["id"])) != where["id"]:
+            self.problems.append(f"{where['id']}: id {name!r} is already used in {first}")
+        if cells["right"] in ("", []):
+            self.problems.append(f"{where['right']}: no right answer")
+        if cells["text"] in ("", []) and cells["image"] in ("", []):
+            self.problems.append(f"row {number}: neither text nor picture")
+        for picture in sorted(set(good) & set(bad)):
+            self.problems.append(f"{where['wrong']}: {picture!r} is listed as right and as wrong")
+        columns = {
+            column: self._text(self.table.address(number, column), row.get(column), dates=True) or "none"
+            for column in self.options.report_by
+        }
         self.queries.append(
             Query(
                 id=name,
-                text=text or None,
+                text=texts["text"] or None,
                 images=tuple(map(self.pool.files.__getitem__, pictures)),
-                category=category or None,
-                group=group or "+".join(sorted(pictures)) or name,
-                instruction=instruction or self.options.instruction,
-                columns={column: _words(row.get(column)) or "none" for column in self.options.report_by},
+                category=texts["category"] or None,
+                group=texts["group"] or "+".join(sorted(pictures)) or name,
+                instruction=texts["instruction"] or self.options.instruction,
+                columns=columns,
             )
         )
         self.right += [(name, picture, 1) for picture in good]
         self.wrong += [(name, picture) for picture in bad]
         self.own += [(name, picture) for picture in pictures if picture not in good]
-
-    def _cell(self, number: int, row: dict[str, Any], key: str) -> _Cell:
-        if key not in self.columns:
-            return f"row {number}", ""
-        return self.table.address(number, self.columns[key]), row.get(self.columns[key], "")
-
-    def _name(self, cells: dict[str, _Cell]) -> str:
-        """The query's id, which must be unique."""
-        name = safe_id(self._text(cells, "id")) or f"q{len(self.queries) + 1:05d}"
-        where = cells["id"][0]
-        if (first := self.places.setdefault(name, where)) != where:
-            self.problems.append(f"{where}: id {name!r} is already used in {first}")
-        return name
-
-    def _check(self, number: int, row: dict[str, Any], cells: dict[str, _Cell], both: set[str]) -> None:
-        """Record a row's missing values, and ``both``: pictures listed as right and as wrong."""
-        empty = {key for key, (_, value) in cells.items() if value in ("", [])}
-        if "right" in empty:
-            self.problems.append(f"{cells['right'][0]}: no right answer")
-        if {"text", "image"} <= empty:
-            self.problems.append(f"row {number}: neither text nor picture")
-        for picture in sorted(both):
-            self.problems.append(f"{cells['wrong'][0]}: {picture!r} is listed as right and as wrong")
-        for column in self.options.report_by:
-            self._refuse(self.table.address(number, column), row.get(column), dates=True)
 
     def finish(self) -> None:
         """Raise a `ReleaseError` that lists the problems, if there are any."""
@@ -191,35 +179,8 @@ class _Rows:
                 lines.append(f"and {num - MOST_PROBLEMS} more")
             raise ReleaseError("\n".join(lines))
 
-    def _text(self, cells: dict[str, _Cell], key: str) -> str:
-        where, value = cells[key]
-        self._refuse(where, value, dates=key in ("category", "group"))
-        if isinstance(value, list):
-            self.problems.append(f"{where}: one text is needed, not a list: {value}")
-        return _words(value)
-
-    def _pictures(self, cells: dict[str, _Cell], key: str) -> list[str]:
-        where, value = cells[key]
-        if self._refuse(where, value):
-            return []
-        names, ids = value if isinstance(value, list) else [], dict[str, None]()
-        if not isinstance(value, list):
-            with self._collecting(where):
-                names = self.pool.names(value)
-        for name in names:
-            with self._collecting(where):
-                ids[self.pool.resolve(str(name))] = None
-        return list(ids)
-
-    @contextmanager
-    def _collecting(self, where: str) -> Iterator[None]:
-        """Record a `ReleaseError` as a problem of a cell."""
-        try:
-            yield
-        except ReleaseError as error:
-            self.problems.append(f"{where}: {error}")
-
-    def _refuse(self, where: str, value: Any, *, dates: bool = False) -> bool:
+    def _value(self, where: str, value: Any, *, dates: bool = False) -> Any:
+        """A cell's value; "" and a problem if it cannot be used."""
         if isinstance(value, Broken):
             self.problems.append(f"{where}: {value.why}")
         elif isinstance(value, datetime.date | datetime.time) and not dates:
@@ -227,9 +188,25 @@ class _Rows:
                 f"{where}: the spreadsheet turned the value into a date ({value}): format the column as text and retype it"
             )
         else:
-            return False
-        return True
+            return value
+        return ""
 
+    def _text(self, where: str, value: Any, *, dates: bool) -> str:
+        value = self._value(where, value, dates=dates)
+        if isinstance(value, list):
+            self.problems.append(f"{where}: one text is needed, not a list: {value}")
+        return unicodedata.normalize("NFC", "" if value is None else str(value))
 
-def _words(value: Any) -> str:
-    return unicodedata.normalize("NFC", "" if value is None or isinstance(value, Broken) else str(value))
+    def _pictures(self, where: str, value: Any) -> list[str]:
+        value = self._value(where, value)
+        names = value if isinstance(value, list) else self._tried(where, self.pool.names, value) or []
+        ids = [self._tried(where, self.pool.resolve, str(name)) for name in names]
+        return list(dict.fromkeys(filter(None, ids)))
+
+    def _tried(self, where: str, find: Callable[[str], T], name: str) -> T | None:
+        """A picture's id, or the names in a cell; None and a problem if there is an error."""
+        try:
+            return find(name)
+        except ReleaseError as error:
+            self.problems.append(f"{where}: {error}")
+            return None

@@ -21,9 +21,7 @@ ESCAPE = re.compile(r"%(?=[0-9A-Fa-f]{2})")
 
 
 class Pool:
-    """The distinct pictures of a folder.
-
-    ``exclude``: a subfolder to skip.
+    """The distinct pictures of a folder; ``exclude``: a subfolder to skip.
 
     Attributes:
         files: candidate id -> path, sorted by path.
@@ -42,9 +40,7 @@ class Pool:
         for path in progress_bar(paths, desc="pictures", unit="picture", delay=2):
             self._add(path, id_of)
         if not self.files:
-            raise ReleaseError(
-                f"no picture below {root} can be opened; supported formats: {', '.join(PICTURES)}"
-            )
+            raise ReleaseError(f"no picture below {root} can be opened; supported: {', '.join(PICTURES)}")
 
     def _add(self, path: Path, id_of: dict[bytes, str]) -> None:
         inside = path.relative_to(self.root).as_posix()
@@ -97,7 +93,7 @@ class Pool:
             name = "".join(parts[start:stop]).strip()
             if stop > start + 1 and all(self.find(part.strip()) for part in parts[start:stop:2]):
                 raise ReleaseError(
-                    f"{name!r} is both the name of a file and a list of other files: rename one of them"
+                    f"{name!r} is both the name of a file and a list of other files: rename one"
                 )
             names.append(name)
             start = stop + 1
@@ -114,9 +110,8 @@ class Pool:
             return matches[0]
         known = {_normal(path): path for path in (*self._steps[1], *self._steps[0])}
         near = difflib.get_close_matches(_normal(name), known, n=1)
-        raise ReleaseError(
-            f"picture {name!r} is not in the folder" + (f"; did you mean {known[near[0]]!r}?" if near else "")
-        )
+        hint = f"; did you mean {known[near[0]]!r}?" if near else ""
+        raise ReleaseError(f"picture {name!r} is not in the folder{hint}")
 
 
 def _normal(name: str) -> str:

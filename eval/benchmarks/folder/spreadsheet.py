@@ -1,8 +1,7 @@
 """Read a table of queries: a workbook, CSV or TSV (with spreadsheet addresses of cells), JSON lines, JSON or Parquet.
 
-Harmless artefacts of spreadsheets are ignored: byte order marks, UTF-16, semicolons as separators, ``sep=;`` on the first
-line, empty rows and columns, white space around headings, whole numbers written as 7.0. Anything ambiguous is reported as
-a problem with the address of its cell.
+Harmless artefacts of spreadsheets are ignored (docs/own_data.md lists them). Anything ambiguous is reported as a
+problem with the address of its cell.
 """
 
 import csv
@@ -129,7 +128,7 @@ def _csv(path: Path) -> tuple[str, list[list[str]]]:
         text = data.decode("utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig")
     except UnicodeDecodeError as error:
         raise ReleaseError(
-            f"{path} is not UTF-8 ({error.reason} at byte {error.start}): save it as .xlsx, or as CSV UTF-8"
+            f"{path} is not UTF-8 ({error.reason}): save it as .xlsx, or as CSV UTF-8"
         ) from None
     head, _, rest = text.partition("\n")
     if declared := head.strip().lower().startswith("sep="):
@@ -146,10 +145,7 @@ def _workbook(table: Table, wanted: str | None) -> Iterator[tuple[int, Sequence[
     try:
         values, formulas = (load_workbook(path, data_only=only) for only in (True, False))
     except (InvalidFileException, zipfile.BadZipFile, KeyError, ValueError, OSError) as error:
-        raise ReleaseError(
-            f"{path} cannot be read as a workbook ({error}): it may be password-protected or in another format; save it "
-            "as .xlsx"
-        ) from None
+        raise ReleaseError(f"{path} cannot be read as a workbook ({error}): save it as .xlsx") from None
     title = _sheet(path, values, wanted)
     computed, typed = values[title], formulas[title]
     covers = {  # a vertically merged cell holds the value of all its rows
@@ -173,9 +169,8 @@ def _sheet(path: Path, book: Workbook, wanted: str | None) -> str:
         return wanted
     filled = [sheet.title for sheet in book.worksheets if sheet.max_row > 1 or sheet["A1"].value is not None]
     if len(filled) != 1:
-        raise ReleaseError(
-            f"{path} has {len(filled)} non-empty sheets ({', '.join(filled)}): pass sheet=NAME"
-        )
+        names = ", ".join(filled)
+        raise ReleaseError(f"{path} has {len(filled)} non-empty sheets ({names}): pass sheet=NAME")
     return filled[0]
 
 

@@ -9,11 +9,8 @@ Layout (``TIGER-Lab/M-BEIR``, read by github.com/TIGER-AI-Lab/UniIR, 98dc570):
 ``instructions/query_instructions.tsv``          query_modality, cand_modality, dataset_name, dataset_id, prompt_1 ... prompt_4
 ``mbeir_images``                                 prefix of all picture paths
 
-Ids are ``DATASET:NUMBER``. OVEN and InfoSeek ask about the same encyclopedia, and their judgements name right candidates of
-both data sets; a task's own pool holds only those of one. The released code draws one of a data set's four instructions for
-every query; here all queries get the same one, in their instruction field.
-
-The headline is the share of queries with a right candidate in the top 5 (top 10 for fashion), mean over tasks.
+Ids are ``DATASET:NUMBER``. Judgements of OVEN and InfoSeek name right candidates of both data sets; a task's own pool
+holds only those of one. All queries get the same of a data set's four instructions, in their instruction field.
 
 Shape suffixes: Q = queries, M = metrics.
 """
@@ -26,6 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import pandas as pd
 
 from eval.benchmarks.registry import Benchmark, register_benchmark
 from eval.benchmarks.release_files import (
@@ -237,15 +235,12 @@ class Mbeir(Protocol):
         """Official: the released code's names and rounding, by task."""
         if self.profile == "clean":
             return {}
-        task_Q = np.array(wanted.columns["category"], dtype=object)
-        column = dict(zip(scored.names, scored.value_QM.T, strict=True))
+        table = pd.DataFrame(scored.value_QM, columns=scored.names)
+        means = table.groupby(np.array(wanted.columns["category"])).mean().iterrows()
         return {
             "official": {
-                task: {
-                    f"Recall@{k}": round(float(np.nanmean(column[f"hit@{k}"][task_Q == task])), 4)
-                    for k in cuts_of(task)
-                }
-                for task in sorted(set(task_Q))
+                task: {f"Recall@{k}": round(float(mean[f"hit@{k}"]), 4) for k in cuts_of(task)}
+                for task, mean in means
             }
         }
 
@@ -253,9 +248,8 @@ class Mbeir(Protocol):
         """Official: the figures of all tasks, as in the released table."""
         if self.profile == "clean":
             return {}
-        return {
-            "official": dict(chain.from_iterable(result["official"].items() for result in results.values()))
-        }
+        of_all = (result["official"].items() for result in results.values())
+        return {"official": dict(chain.from_iterable(of_all))}
 
 
 _SAID = (

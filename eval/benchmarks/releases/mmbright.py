@@ -83,7 +83,7 @@ def import_mmbright(options: MmbrightOptions) -> list[str]:
     domains = domains_of(options.src / config)
     if not domains:
         raise ReleaseError(
-            f"{options.src / config} has no DOMAIN.parquet: src must be a snapshot of {REPOSITORY}"
+            f"{options.src / config} has no DOMAIN.parquet: src must be a snapshot of the release"
         )
     names = chosen("domains", options.domains, domains)
     return options.write_members(
@@ -174,12 +174,10 @@ class _Domain:
                 unscored.append(str(row["id"]))
         draft.refuse_lost(f"the corpus of {self.name}", allowed=options.allow_missing)
         if not draft.queries:
-            raise ReleaseError(
-                f"{self.name}: none of {len(unscored)} queries has a positive in task {self.task}"
-            )
+            raise ReleaseError(f"{self.name}: none of {len(unscored)} queries has a positive")
         left_out = (
-            f"{len(self.left_out)} pictures of queries cannot be opened and were left out; {len(self.blind)} queries have no "
-            "other one and are asked by their text (the released code shows CLIP and SigLIP a white picture)"
+            f"{len(self.left_out)} pictures of queries cannot be opened and were left out; {len(self.blind)} queries "
+            "have no other one and are asked by their text (the released code shows CLIP and SigLIP a white picture)"
         )
         options.write(
             self.name,
@@ -248,8 +246,8 @@ class _Domain:
         for path in paths:
             if path not in pictures:
                 raise ReleaseError(
-                    f"{self.name}: picture {path!r} of query {query!r} is missing from examples_images: fetch it again, or "
-                    "remove it from image_paths"
+                    f"{self.name}: picture {path!r} of query {query!r} is missing from examples_images: fetch it "
+                    "again, or remove it from image_paths"
                 )
             try:
                 images.append(_still(pictures[path]))

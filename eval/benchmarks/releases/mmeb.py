@@ -4,9 +4,8 @@ Layout (``TIGER-Lab/MMEB-eval``, split test): a folder or file per set, Parquet 
 ``qry_img_path``, ``tgt_text`` (a list) and ``tgt_img_path`` (a list), where "" is a missing part and ``<|image_1|>`` in a
 text marks the picture; all pictures below one folder.
 
-The released scorers compare `argmax` with candidate 0, so equal scores (a collapsed model, NaN) count as right. Here a
-candidate's id is a hash of its content, so its position is hidden, equal candidates are merged, and ties count against the
-model unless ``profile=official`` selects the released rule.
+The released scorers compare `argmax` with candidate 0, so equal scores count as right. Here a candidate's id is a hash
+of its content, and ties count against the model unless ``profile=official``.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -73,8 +72,8 @@ def refuse_lacking(src: Path, missing: Sequence[str], num: int, average_of_fewer
     """Raise a `ReleaseError` if sets are missing."""
     if missing:
         raise ReleaseError(
-            f"{src} lacks {len(missing)} of {num} sets: {', '.join(missing)}. The average of fewer than {average_of_fewer} "
-            "score; sets=NAME,... imports only the named ones"
+            f"{src} lacks {len(missing)} of {num} sets: {', '.join(missing)}. The average of fewer than "
+            f"{average_of_fewer} score; sets=NAME,... imports only the named ones"
         )
 
 
@@ -134,7 +133,7 @@ def _import_one(name: str, files: Sequence[Path], pictures: Pictures, options: M
     for row in read_rows(files, COLUMNS):
         if separate := list(filter(row.get, APART)):
             raise row.error(
-                f"column {separate[0]!r} holds the instruction separately, as in MMEB-V2: use the files of MMEB-eval"
+                f"column {separate[0]!r} holds the instruction separately, as in MMEB-V2: use MMEB-eval"
             )
         targets = [(clean(text), path) for text, path in targets_of(row)]
         known = [(content_id(*content), *content) for content in targets]

@@ -9,8 +9,7 @@ Layouts, as ``src/data/eval_dataset`` of github.com/TIGER-AI-Lab/VLM2Vec (6e1e1d
 ``visdoc``  24 sets: a folder per set with ``queries``, ``corpus`` and ``qrels`` (``query-id``, ``query``; ``corpus-id``, ``image``; ``score``)
 
 As in the released code, texts are assembled as for MMEB-V1, differently for each kind of task. A candidate is identified by
-its text, its picture's path or both, and of candidates with the same identity only the first is embedded: in EDIS and WebQA a
-picture's second caption is never used. Judgements of 0 are ignored; of two judgements of a document the higher one counts.
+its text, its picture's path or both, and of candidates with the same identity only the first is embedded.
 """
 
 from collections.abc import Mapping
@@ -25,7 +24,6 @@ from eval.benchmarks.release_files import (
     PictureOptions,
     Pictures,
     ReleaseError,
-    Row,
     chosen,
     content_id,
     files_of_split,
@@ -47,22 +45,19 @@ _TEXT_TO_IMAGE = ("VisDial", "MSCOCO_t2i", "VisualNews_t2i", "WebQA", "EDIS", "W
 _IMAGE_TO_IMAGE = (
     "CIRR", "NIGHTS", "OVEN", "FashionIQ", "MSCOCO", "RefCOCO", "RefCOCO-Matching", "Visual7W-Pointing",
 )  # fmt: skip
-_VIDORE1 = (
-    "arxivqa docvqa infovqa tabfquad tatdqa shiftproject syntheticDocQA_artificial_intelligence syntheticDocQA_energy "
-    "syntheticDocQA_government_reports syntheticDocQA_healthcare_industry"
-)
-_VIDORE2 = "esg_reports_human_labeled_v2 biomedical_lectures_v2_multilingual economics_reports_v2_multilingual esg_reports_v2_multilingual"
+_DOCUMENTS = {
+    ("ViDoRe-V1", "test", "ViDoRe_"): "arxivqa docvqa infovqa tabfquad tatdqa shiftproject "
+    "syntheticDocQA_artificial_intelligence syntheticDocQA_energy syntheticDocQA_government_reports "
+    "syntheticDocQA_healthcare_industry",
+    ("ViDoRe-V2", "test", "ViDoRe_"): "esg_reports_human_labeled_v2 biomedical_lectures_v2_multilingual "
+    "economics_reports_v2_multilingual esg_reports_v2_multilingual",
+    ("VisRAG", "train", "VisRAG_"): "ArxivQA ChartQA MP-DocVQA SlideVQA InfoVQA PlotQA",
+    ("VisDoc-OOD", "test", ""): "ViDoSeek-page ViDoSeek-doc MMLongBench-page MMLongBench-doc",
+}
 DOCUMENTS: dict[str, tuple[str, str]] = {
-    **{f"ViDoRe_{name}": ("ViDoRe-V1", "test") for name in _VIDORE1.split()},
-    **{f"ViDoRe_{name}": ("ViDoRe-V2", "test") for name in _VIDORE2.split()},
-    **{
-        f"VisRAG_{name}": ("VisRAG", "train")
-        for name in "ArxivQA ChartQA MP-DocVQA SlideVQA InfoVQA PlotQA".split()
-    },
-    **{
-        name: ("VisDoc-OOD", "test")
-        for name in "ViDoSeek-page ViDoSeek-doc MMLongBench-page MMLongBench-doc".split()
-    },
+    prefix + name: (task, split)
+    for (task, split, prefix), names in _DOCUMENTS.items()
+    for name in names.split()
 }
 """The 24 sets of the leaderboard, with their meta-task and the hub's split."""
 COLUMNS = ("qry_inst", "qry_text", "qry_img_path", "tgt_inst", "tgt_text", "tgt_img_path")
@@ -85,9 +80,7 @@ class Mmeb2Options(PictureOptions):
 def import_mmeb2(options: Mmeb2Options) -> list[str]:
     """Read one part of MMEB-V2 and write a suite; returns the names of its sets."""
     if options.part == "visdoc" and options.images is not None:
-        raise ReleaseError(
-            "images= applies to part=image only; the tables of part=visdoc include their pictures: leave it out"
-        )
+        raise ReleaseError("images= applies to part=image only: other tables include their pictures")
     members, import_one = SETS, _import_images
     if options.part == "visdoc":
         members = {name: {"meta_task": task} for name, (task, _) in DOCUMENTS.items()}
@@ -141,13 +134,6 @@ def _target(name: str, instruction: str, caption: str, path: str, *, captioned: 
     return content_id(identity), caption if caption.strip() else "", ""
 
 
-def _targets(name: str, row: Row) -> list[tuple[str, str, str]]:
-    """The candidates of a row, the right one first."""
-    content = targets_of(row)
-    target = partial(_target, name, row.text("tgt_inst"), captioned=bool(content[0][0].strip()))
-    return list(starmap(target, content))
-
-
 def _import_images(name: str, options: Mmeb2Options, about: dict[str, str]) -> None:
     hint = "unpack image-tasks of TIGER-Lab/MMEB-V2 and pass images=DIR"
     folders = [options.images] if options.images else [options.src / "image-tasks", options.src]
@@ -157,7 +143,9 @@ def _import_images(name: str, options: Mmeb2Options, about: dict[str, str]) -> N
     for row in read_rows(files, COLUMNS, ". For files of MMEB-eval (V1) use import mmeb"):
         image = "" if name in _TEXT_TO_IMAGE else row.text("qry_img_path")
         text = query_text(name, row.text("qry_inst"), row.text("qry_text"))
-        draft.add(text, image, _targets(name, row), row)
+        content = targets_of(row)
+        target = partial(_target, name, row.text("tgt_inst"), captioned=bool(content[0][0].strip()))
+        draft.add(text, image, list(starmap(target, content)), row)
     meta = _meta(name, options) | {"candidates_never_seen": draft.num_hidden} | about
     options.write(name, meta=meta, **draft.parts())
 
@@ -218,10 +206,9 @@ class Mmeb2(Protocol):
 
     def suite_figures(self, results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         """Mean of the sets' main scores."""
-        scores = {name: score["main_score"] for name, score in results.items()}
-        (metric,) = {score["metric"] for score in scores.values()}
-        mean = sum(score["value"] for score in scores.values()) / len(scores)
-        return {"main_score": {"metric": metric, "value": mean}}
+        scores = [result["main_score"] for result in results.values()]
+        mean = sum(score["value"] for score in scores) / len(scores)
+        return {"main_score": {"metric": scores[0]["metric"], "value": mean}}
 
 
 _SAID = (

@@ -1,17 +1,14 @@
 """MRMR (reasoning-intensive multimodal retrieval, arXiv:2510.09510): five tasks of expert-level questions with pictures.
 
 Layout (``MRMRbenchmark/TASK`` on the Hugging Face hub; columns from the card of ``knowledge`` and from the tasks of
-github.com/rebeccaz4/MRMR): a folder per task with ``corpus``, ``query`` and ``qrels``, split test. Query and corpus have ``id``,
-``modality`` (text, image or ``image,text``), ``text``, ``image``, ``image 1`` ..., the corpus also ``vision`` (everything as one
-picture, not used here), and queries of knowledge and theorem a ``category``.
-
-Columns of qrels are ``query_id, corpus_id`` in some tasks and ``query-id, corpus-id`` in others; missing values are null;
-queries without judgements are left out, as in MTEB. The released evaluation uses only ``image``, even if there are further
-pictures, and in knowledge and theorem downscales pictures above 2,000 pixels; here pictures are not changed.
+github.com/rebeccaz4/MRMR): a folder per task with ``corpus``, ``query`` and ``qrels``, split test. Query and corpus
+have ``id``, ``modality`` (text, image or ``image,text``), ``text``, ``image``, ``image 1`` ..., the corpus also
+``vision`` (everything as one picture, not used here), and queries of knowledge and theorem a ``category``. Missing
+values are null; queries without judgements are left out, as in MTEB.
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -81,13 +78,15 @@ def import_mrmr(options: MrmrOptions) -> list[str]:
 
 def _import_one(task: str, options: MrmrOptions) -> None:
     folder = options.src / task
+
+    def rows_of(part: str) -> Iterator[Row]:
+        return read_rows(files_of_split(folder / part, "test"))
+
     judged = read_qrels(files_of_split(folder / "qrels", "test"))
-    rows = [(row.id("id"), row) for row in read_rows(files_of_split(folder / "query", "test"))]
+    rows = [(row.id("id"), row) for row in rows_of("query")]
     queries = [_query(name, row, task, options) for name, row in rows if name in judged]
     if lost := sorted(judged.keys() - {name for name, _ in rows}):
-        raise ReleaseError(
-            f"{folder / 'qrels'}: query {lost[0]!r} is not in query/; are the files from different releases?"
-        )
+        raise ReleaseError(f"{folder / 'qrels'}: query {lost[0]!r} is not in query/: fetch the release again")
     options.write(
         task,
         meta={
@@ -100,25 +99,16 @@ def _import_one(task: str, options: MrmrOptions) -> None:
             "queries_without_judgements": len(rows) - len(queries),
         },
         queries=queries,
-        corpus=(
-            Candidate(row.id("id"), *_content(row))
-            for row in read_rows(files_of_split(folder / "corpus", "test"))
-        ),
-        qrels=[
-            (query.id, candidate, gain)
-            for query in queries
-            for candidate, gain in judged[query.id].items()
-            if gain > 0
-        ],
+        corpus=(Candidate(row.id("id"), *_content(row)) for row in rows_of("corpus")),
+        qrels=[(query.id, *pair) for query in queries for pair in judged[query.id].items() if pair[1] > 0],
     )
 
 
 def _query(name: str, row: Row, task: str, options: MrmrOptions) -> Query:
     text, image = _content(row)
-    images = [] if image is None else [image]
-    if options.query_images == "numbered":
-        numbered = [_picture(row.get(f"image {n}")) for n in range(1, 100)]
-        images = [picture for picture in numbered if picture is not None] or images
+    numbers = range(1, 100) if options.query_images == "numbered" else ()
+    numbered = [_picture(row.get(f"image {number}")) for number in numbers]
+    images = [picture for picture in numbered if picture is not None] or ([] if image is None else [image])
     domain = row.get("category") or task
     discipline = task if domain == task else DISCIPLINES.get(domain, "other")
     return Query(
@@ -158,7 +148,7 @@ class Mrmr(Protocol):
         """The task's main score; official rounded to five digits, as the released code does."""
         score = self.main_score(wanted, scored)
         return {
-            "main_score": score | {"value": round(score["value"], 5)} if self.profile == "official" else score
+            "main_score": score | ({"value": round(score["value"], 5)} if self.profile == "official" else {})
         }
 
     def suite_figures(self, results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

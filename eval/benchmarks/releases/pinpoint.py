@@ -14,8 +14,6 @@ Pitfalls of the shipped table:
 The set holds each judgement once. The original lengths of the lists, by which the released scorer divides, are kept in
 ``num_listed_positives`` and ``num_listed_negatives``.
 
-The protocol reports AP@10, the cost of explicit negatives, and sensitivity to paraphrases.
-
 Shape suffixes: Q = queries, K = ranks, M = metrics, G = groups.
 """
 
@@ -47,6 +45,7 @@ from eval.sets.retrieval_set import RetrievalSet, picture_ids, query_column
 from eval.sets.write_set import Candidate, Query
 from rge.stats.intervals import cluster_bootstrap, figures, index_of, ratio_bootstrap
 
+REPOSITORY = "pinterest/pinpoint-dataset"
 TABLE, INDEX = "pinpoint_licensed.parquet", "index_signatures.txt"
 COLUMNS = ("query_id", "instruction", "query_image_signature", "positive_candidates", "negative_candidates")
 CUTS = (1, 5, 10, 50)
@@ -67,12 +66,8 @@ class PinpointOptions(PictureOptions):
 
 def import_pinpoint(options: PinpointOptions) -> RetrievalSet:
     """Read the release and write a retrieval set."""
-    table, index_file = (
-        existing(options.src / name, "pinterest/pinpoint-dataset") for name in (TABLE, INDEX)
-    )
-    index = dict.fromkeys(
-        line.strip() for line in index_file.read_text("utf-8-sig").splitlines() if line.strip()
-    )
+    table, index_file = (existing(options.src / name, REPOSITORY) for name in (TABLE, INDEX))
+    index = dict.fromkeys(filter(None, map(str.strip, index_file.read_text("utf-8-sig").splitlines())))
     pictures = Pictures(
         options.images or options.src / "images", options.src,
         hint="download it with the release's tools, then pass images=DIR",
@@ -90,7 +85,7 @@ def import_pinpoint(options: PinpointOptions) -> RetrievalSet:
         meta={
             "name": "PinPoint",
             "benchmark": "pinpoint",
-            "source": "pinterest/pinpoint-dataset, imported by eval.benchmarks.releases.pinpoint",
+            "source": f"{REPOSITORY}, imported by eval.benchmarks.releases.pinpoint",
             "report_by": ["images"],
             "num_missing_positives": len(draft.lost),
             "exclude_query_image": options.exclude_query_image,
@@ -153,11 +148,9 @@ class Pinpoint(Protocol):
             np.array(query_column(wanted, f"num_listed_{kind}", "integers"), np.int64)
             for kind in ("positives", "negatives")
         )
-        found_Q = np.array([len(rows) for rows, _ in wanted.positives], np.int64)
         # repeated positives count in the denominator, like ones never found
-        judged = judged_rows(
-            replace(wanted, negatives=None, num_missing_Q=listed_Q - found_Q), ranking.rows_QW
-        )
+        missing_Q = listed_Q - [len(rows) for rows, _ in wanted.positives]
+        judged = judged_rows(replace(wanted, negatives=None, num_missing_Q=missing_Q), ranking.rows_QW)
         negative_QK = np.stack(list(map(np.isin, ranking.rows_QW, wanted.negatives or [])))
         judged = replace(judged, negative_QK=negative_QK, num_negatives_Q=bad_Q)
         names = self.names(wanted)
@@ -250,8 +243,8 @@ def over_groups(
 ) -> dict[str, float | None] | None:
     """Mean over paraphrase groups of a statistic of their values, with an interval; None if no group has enough queries.
 
-    NaN is left out. ``same``: each query's paraphrase group. ``group``: unit of resampling, which may contain several of
-    them. ``of``: statistic of a group's values: range, `numpy.std`, or mean, which weights all groups equally.
+    NaN is left out. ``same``: each query's paraphrase group. ``group``: unit of resampling, which may contain several
+    of them. ``of``: range, `numpy.std`, or mean, which weights all groups equally.
     """
     table = pd.DataFrame({"value": value_Q, "group": group, "same": same}).dropna(subset="value")
     table = table.groupby("same", sort=False).filter(lambda rows: len(rows) >= least)

@@ -1,9 +1,9 @@
 """RMIR (reasoning-intensive multimodal image retrieval): queries of a picture and a question over one pool of pictures.
 
 This was written before the release was available, so columns may have several names (`ALIASES`), and right answers are
-either a list beside each query or a table ``qrels`` (query-id, corpus-id, score), as in BEIR and our format. The pool is a
-separate table. Pictures are bytes, paths, or ids of Open Images (16 hexadecimal digits, looked up by file name in any folder)
-or Visual Genome (integers, which are not file names and need a manifest).
+either a list beside each query or a table ``qrels`` (query-id, corpus-id, score), as in BEIR and our format. The pool
+is a separate table. Pictures are bytes, paths, or ids of Open Images (16 hexadecimal digits, looked up by file name in
+any folder) or Visual Genome (integers, which are not file names and need a manifest).
 """
 
 import re
@@ -249,9 +249,7 @@ def _query_files(options: RmirOptions, others: Sequence[Path | None]) -> list[Pa
     named = [path for path in files if SPLIT in path.stem or len(files) == 1]
     if not named:
         listed = ", ".join(path.name for path in files)
-        raise ReleaseError(
-            f"{options.src}: which of {listed} has the queries? Name it {SPLIT}{files[0].suffix}"
-        )
+        raise ReleaseError(f"{options.src}: which of {listed} has the queries? Name it {SPLIT}")
     return named
 
 

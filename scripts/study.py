@@ -5,7 +5,7 @@
     python scripts/study.py a on=valid seeds=1 # a pilot on validation queries, for making choices
     python scripts/study.py all collect=true   # no training: all tables again, from finished runs and docs/kept
 
-This file declares arms, contrasts, doses and seeds; scripts/arms.py trains, evaluates and compares them. A claim is a paired contrast
+findings.yaml declares arms and contrasts; scripts/arms.py trains, evaluates and compares them. A claim is a paired contrast
 on the same test queries, which no choice was based on, with a 95 % interval over seeds and groups of queries together. The verdict is
 *confirmed* if the interval is on the paper's side of zero, *contradicted* if it is on the other side, and *undecided* if it contains
 zero. Tables are written to ``page_NAME.md`` in the study's folder, per-query results to ``kept.json``.
@@ -26,8 +26,10 @@ from arms import (
     DEMO_SET,
     DIAGNOSES,
     ROOT,
+    TRAINED,
     Arm,
     Results,
+    Row,
     Slice,
     Study,
     Table,
@@ -51,10 +53,13 @@ from data_prep.study.build import build
 from rge.common.commands import start
 from rge.common.errors import UserError
 from rge.common.files import write_json, write_text
-from rge.common.options import HELP, one_of, parse_options
+from rge.common.options import HELP, one_of, parse_options, read_yaml
 from rge.config import AtLeastOne, load_recipe
 from rge.stats.intervals import index_of
 from rge.towers import smollm2
+
+DATA = read_yaml(ROOT / "scripts" / "findings.yaml")
+TITLES: dict[str, str] = DATA["titles"]
 
 
 @dataclass
@@ -152,14 +157,20 @@ def diagnose(finding: Finding, only: Sequence[str]) -> None:
             run([sys.executable, "-m", "rge.diagnose", *words, f"checkpoint={checkpoint}", f"out={out}"])
 
 
+def declared(group: str, after: str, first: Sequence[str] = (), **settings: Any) -> list[Arm]:
+    """Joint stages of a group of findings.yaml, each with the evaluations of its checkpoint in other modes."""
+    arms = []
+    for name, about in DATA[group].items():
+        mode, *others = about.get("modes", [TRAINED])
+        words = (*first, *about.get("settings", ()))
+        arms.append(Arm(name, "joint", about.get("after", after), words, query_mode=mode, **settings))
+        arms += [Arm(f"{name}, {other}", "", name, query_mode=other, **settings) for other in others]
+    return arms
+
+
 # --- the study set: eyes, a, d, i
 
-ANCHORS = {
-    "self": (),
-    "oracle": ("loss.anchor=oracle",),
-    # Its own learning rate, chosen for the demo on training families.
-    "none": ("loss.anchor=none", "loss.ratio=none", "joint.lr=2e-3"),
-}
+ANCHORS: dict[str, list[str]] = DATA["anchors"]
 DOSES = (1, 3, 10, 30, 100)
 """Number of values that the serial can take."""
 VARIANTS = (
@@ -225,14 +236,8 @@ def study_set(options: Options) -> Study:
     for length, times in LENGTHS.items():
         for anchor, words in ANCHORS.items():
             arms.append(joint(f"{anchor}_{length}", "hidden_100", *words, multiple=times))
-    states = [
-        joint("both", "hidden_100", "loss.states.direct=1"),
-        joint("latent", "hidden_100", "model.think_tokens=4", *LATENT),
-    ]
-    arms += states
-    for arm, mode in ((states[0], "direct"), (states[1], "direct"), (states[1], "latent")):
-        name = f"{arm.name}, {mode}"
-        arms.append(replace(arm, name=name, stage="", after=arm.name, overrides=(), query_mode=mode))
+    plain = (records("joint", "hidden_100"), f"joint.steps={recipe.joint.steps}")
+    arms += declared("study", "cold_hidden_100", plain, sets=sets("hidden_100"))
     return Study(
         options.out, arms, ("recipe=study",), {}, options.seeds, options.launcher,
         metrics=("hit@1", "thing", "ground", "serial"), columns=("fact",), steps=options.steps, derive=hit_figures,
@@ -312,32 +317,18 @@ def read_pictures(backbone: Path, path: Path) -> dict[str, tuple[int, float]]:
 
 
 def table_4(options: Options) -> Finding:
-    """Table 4: whose rationale the contrastive loss sees, by how much the oracle's text tells (study set)."""
+    """Anchors by what the oracle's text tells, then the doses of that, then lengths."""
     shown = [f"{anchor}_{variant}" for variant in VARIANTS[:3] for anchor in ANCHORS]
-    text = """
-        self_hidden_100 | 67.4
-        none_hidden_100 | 63.7
-        oracle_hidden_100 | 60.4
-        self_hidden_100 - oracle_hidden_100 | +7.0 | +
-        self_hidden_100 - none_hidden_100 | +3.7 | +
-        none_hidden_100 - oracle_hidden_100 | +3.3 | +
-    """
-    for variant in VARIANTS[1:3]:
-        text += f"self_{variant}\n"
-        text += "\n".join(
-            f"{anchor}_{variant}\nself_{variant} - {anchor}_{variant}\n" for anchor in ("none", "oracle")
-        )
-    text += "hidden more than known = self_hidden_100 - oracle_hidden_100 - self_known_100 + oracle_known_100 | | +\n"
+    text = DATA["rows"]["a"]
     # The slope of a line through the doses, by the logarithm of their values.
     place = np.log10(DOSES) - np.log10(DOSES).mean()
     for arm, side in (("hidden", "+"), ("known", "")):
-        text += "\n".join(f"{dose} values, {arm} = self_{arm}_{dose} - oracle_{arm}_{dose}" for dose in DOSES)
+        text += "".join(f"{dose} values, {arm} = self_{arm}_{dose} - oracle_{arm}_{dose}\n" for dose in DOSES)
         terms = zip(DOSES, place / (place**2).sum(), strict=True)
         total = " + ".join(f"{w}*self_{arm}_{dose} - {w}*oracle_{arm}_{dose}" for dose, w in terms)
-        text += f"\npoints for ten times as many values, {arm} = {total} | | {side}\n"
-    text += "\n".join(
-        f"{times:g} times the steps = self_{length} - oracle_{length}" for length, times in LENGTHS.items()
-    )
+        text += f"points for ten times as many values, {arm} = {total} | | {side}\n"
+    for length, times in LENGTHS.items():
+        text += f"{times:g} times the steps = self_{length} - oracle_{length}\n"
     links = {
         "thing": "The first hit shows the right thing, %",
         "ground": "The first hit has the query's ground, % (chance: 16.7)",
@@ -345,31 +336,20 @@ def table_4(options: Options) -> Finding:
     }
     tables = [Table("hit@1, % and points", rows_of(text), STUDY_SLICES)]
     tables += [Table(title, rows_of("\n".join(shown)), ALL, metric) for metric, title in links.items()]
-    # Order and controls first, then doses, then length.
     arms = [*shown, *(f"{anchor}_{variant}" for variant in VARIANTS[3:] for anchor in ("self", "oracle"))]
     arms += [f"{anchor}_{length}" for length in LENGTHS for anchor in ANCHORS]
     return on_study_set(options, arms, tables)
 
 
 def study_modes(options: Options) -> Finding:
-    """One checkpoint with a rationale, directly, and with think tokens (study set)."""
-    text = """
-        self_hidden_100
-        both
-        both - self_hidden_100
-        both - both, direct
-        none_hidden_100
-        both, direct
-        both, direct - none_hidden_100
-        latent
-        latent, direct
-        latent, latent
-        latent, latent - latent
-        latent, latent - latent, direct
-    """
-    arms = ["self_hidden_100", "both", "both, direct", "none_hidden_100"]
-    arms += ["latent", "latent, direct", "latent, latent"]
-    return on_study_set(options, arms, [Table("hit@1, % and points", rows_of(text), STUDY_SLICES)])
+    """Its arms are on the study set too."""
+    rows = rows_of(DATA["rows"]["i"])
+    return on_study_set(options, arms_in(rows), [Table("hit@1, % and points", rows, STUDY_SLICES)])
+
+
+def arms_in(rows: Iterable[Row]) -> list[str]:
+    """Arms of the rows of a table."""
+    return list(dict.fromkeys(name for row in rows for name in row.weights))
 
 
 def figure_4(options: Options) -> Finding:
@@ -404,86 +384,18 @@ def figure_4(options: Options) -> Finding:
 
 # --- the demo: b, c, e, f, g, h
 
-TABLE_3 = {
-    "100:1": ("lm_100", 53.1), "10:1": ("self", 62.7), "1:1": ("equal", 66.2), "1:10": ("con_10", 67.4),
-    "1:100": ("con_100", 67.2), "none": ("none", 63.7),
-}  # fmt: skip
-"""By ratio of LM to contrastive loss: our arm, and the paper's figure."""
 RATIOS = ("1:1", "10:1", "20:1")
 """Ratios that the demo's own is chosen from, the simplest first."""
 EQUAL = "loss.ratio=1:1"
 """The demo's ratio until finding g chose another one; finding f was measured with it."""
-DEMO_ARMS = {
-    "self": (),
-    "equal": (EQUAL,),
-    "none": ANCHORS["none"],
-    "oracle": ANCHORS["oracle"],
-    "lm_100": ("loss.ratio=100:1",),
-    "con_10": ("loss.ratio=1:10",),
-    "con_100": ("loss.ratio=1:100",),
-    "half_direct": ("rollout.direct_share=0.5",),
-    "sampled": ("rollout.temperature=1.0",),
-}
-"""Joint stages of the demo, by their settings; `self` is the recipe as it is, at 10:1."""
-DEMO_MODES = {
-    "self, direct": ("self", "direct", "direct"),
-    "self, candidates only": ("self", "direct", "reasoning"),
-    "self, both sides": ("self", "reasoning", "reasoning"),
-    "none, reasoning": ("none", "reasoning", "direct"),
-    "half_direct, direct": ("half_direct", "direct", "direct"),
-}
-"""Evaluations of these in other modes: arm, mode of the queries, mode of the candidates."""
-RL_WEIGHTS = {
-    "rl": ("rl.alpha_con=0.5", "rl.alpha_lm=0.05"),
-    "rl_lm": ("rl.alpha_con=0.5", "rl.alpha_lm=0.5"),
-    "rl_no_con": ("rl.alpha_con=0", "rl.alpha_lm=0.05"),
-    "rl_lm_no_con": ("rl.alpha_con=0", "rl.alpha_lm=0.5"),
-}
-"""Weights that the stage rl's own are chosen from, after the joint stage at 10:1."""
 PAIRS = {
     "all": Slice(), "seen pairs": Slice("", "pair", "seen"), "held-out pairs": Slice("", "pair", "held_out"),
 }  # fmt: skip
 """Slices of the demo's queries."""
-ADAPTIVE = ("loss.adaptive.share=0.5", "loss.adaptive.margin=0.05", "loss.adaptive.warmup_steps=60")
 ADAPTERS = "model.lora={rank: 8, modules_to_save: [merger]}"
-LATENT = ("loss.states={direct: 1, latent: 1}", "loss.think_lm=0.5")
-WITH_LATENT = ("reasoning", "direct", "latent")
-DEMO_STEPS = load_recipe(["recipe=demo"]).joint.steps or 0
-TWICE, FOUR_TIMES = (f"joint.steps={2 * DEMO_STEPS}",), (f"joint.steps={4 * DEMO_STEPS}",)
-STATES = {
-    # At the learning rate of `none`, chosen on the families that finding g holds back.
-    "both": (("reasoning", "direct"), ("loss.states.direct=1", "joint.lr=2e-3")),
-    "adaptive": (("reasoning", "direct", "auto"), ("loss.states.direct=1", *ADAPTIVE)),
-    "both_quarter": (("reasoning", "direct"), ("loss.states.direct=0.25",)),
-    "latent": (WITH_LATENT, ("model.think_tokens=4", *LATENT)),
-    **{f"latent_{num}": (WITH_LATENT, (f"model.think_tokens={num}", *LATENT)) for num in (1, 2, 8)},
-    "taught": (WITH_LATENT, (
-        "model.think_tokens=4", "loss.states={direct: 0.25, latent: 1}", "loss.think_lm=0.5", "loss.align=1",
-    )),
-    "silent": (("latent", "direct"), (
-        "model.think_tokens=4", "loss.anchor=latent", "loss.states.direct=1", "loss.think_lm=1", "joint.lr=2e-3",
-    )),
-    "none_lm": (("direct",), ("loss.anchor=none", "joint.lr=2e-3")),
-    "equal_long": (("reasoning",), TWICE),
-    "both_long": (("reasoning", "direct"), ("loss.states.direct=1", "joint.lr=2e-3", *TWICE)),
-    "aligned_long": (("reasoning", "direct"), ("loss.states.direct=1", "joint.lr=2e-3", "loss.align=1", *TWICE)),
-    "none_long": (("direct",), (*ANCHORS["none"], *TWICE)),
-    "latent_long": (WITH_LATENT, ("model.think_tokens=4", *LATENT, "joint.lr=2e-3", *TWICE)),
-}  # fmt: skip
-"""By arm: the query modes of its evaluations, and the settings of its training at 1:1; `equal` trains the reasoned state only."""
 WIDE = "model.scratch.text={hidden_size: 256, intermediate_size: 768}"
-"""A text model of twice the width, and a base of its own."""
-MIXED = {
-    "mixed_words": (),
-    "mixed_both": ("loss.states.direct=1",),
-    "mixed_adaptive": ("loss.states.direct=1", *ADAPTIVE),
-    "mixed_quarter": ("loss.states.direct=0.25", *ADAPTIVE),
-    "mixed_adaptive_long": ("loss.states.direct=1", "joint.lr=2e-3", *ADAPTIVE, *TWICE),
-    "mixed_adaptive_longest": ("loss.states.direct=1", "joint.lr=2e-3", *ADAPTIVE, *FOUR_TIMES),
-}
-"""Settings trained on records with a share of easy pairs, and tested on a set that is half easy."""
 MIXED_WEIGHTS = {"relations": 0.4, "text": 0.2, "naming": 0.4}
-"""Weights of their records; the recipe's own are 0.6, 0.3 and 0.1."""
+"""Weights of the records with a share of easy pairs; the recipe's own are 0.6, 0.3 and 0.1."""
 LATENTS = ("latent_1", "latent_2", "latent", "latent_8", "taught", "silent")
 """Arms with think tokens; the last writes nothing itself."""
 AUTO = (0.02, 0.1, 0.25, 0.5, 0.75, 0.9, 0.98)
@@ -495,106 +407,59 @@ GATES = {"mixed_adaptive_longest": (30, 40, 50)}
 
 
 def on_demo(options: Options, folder: str, arms: Sequence[Arm], names: Sequence[str], rows: str) -> Finding:
-    """A finding of the demo's queries."""
+    """A finding of the demo's queries; no names: the arms of its rows."""
     study = Study(
         options.out / folder, arms, ("recipe=demo",), {options.on: DEMO_SET.with_name(options.on)}, options.seeds, options.launcher,
         metrics=("hit@1", "rationale_tokens"), columns=("pair", "kind"), steps=options.steps,
     )  # fmt: skip
-    return Finding(study, names, [Table("hit@1, % and points", rows_of(rows), PAIRS)])
+    table = Table("hit@1, % and points", rows_of(rows), PAIRS)
+    return Finding(study, names or arms_in(table.rows), [table])
 
 
-def on_shipped_base(options: Options, names: Sequence[str], rows: str) -> Finding:
-    """A finding about the demo from its shipped base, a cold start for each seed; b, c, e, f and h share their runs."""
-    quarter = round((load_recipe(["recipe=demo"]).cold_start.steps or 0) / 4)
+def shipped_arms() -> list[Arm]:
+    """Arms from the demo's shipped base, a cold start for each seed; b, c, e, f and h share their runs."""
     base = "init=rge/demo_base"
+    quarter = round((load_recipe(["recipe=demo"]).cold_start.steps or 0) / 4)
     arms = [
         Arm("cold", "cold_start", "", (base,), query_mode=""),
         Arm("cold_quarter", "cold_start", "", (base, f"cold_start.steps={quarter}"), query_mode=""),
-        *(Arm(name, "joint", "cold", words) for name, words in DEMO_ARMS.items()),
-        Arm("quarter", "joint", "cold_quarter"),
+        *declared("demo", "cold"),
     ]
-    for name, (after, query, candidate) in DEMO_MODES.items():
+    for name, (after, query, candidate) in DATA["demo_modes"].items():
         arms.append(Arm(name, "", after, query_mode=query, ask=(f"candidate_mode={candidate}",)))
-    return on_demo(options, "shipped", arms, names, rows)
+    return arms
 
 
-def table_3(options: Options) -> Finding:
-    """Table 3: the ratio of LM to contrastive loss (demo)."""
-    text = "\n".join(f"{ratio} = {name} | {paper}" for ratio, (name, paper) in TABLE_3.items())
-    best, paper = TABLE_3["1:10"]
-    for ratio, (name, theirs) in TABLE_3.items():
-        text += f"\n1:10 over {ratio} = {best} - {name} | {paper - theirs:+.1f} | +" if name != best else ""
-    return on_shipped_base(options, [name for name, _ in TABLE_3.values()], text)
-
-
-def tables_6_and_7(options: Options) -> Finding:
-    """Tables 6 and 7: reasoning on and off at test (demo)."""
-    text = """
-        self | 67.4
-        self, direct | 65.7
-        none | 63.7
-        reasoning at test over none, same checkpoint = self - self, direct | +1.7 | +
-        no reasoning at test over trained without = self, direct - none | +2.0 | +
-        trained without, asked with reasoning, over without = none, reasoning - none
-        on both sides over queries only = self, both sides - self | mixed
-        on candidates only over queries only = self, candidates only - self | mixed
-        half of the queries direct in training: no reasoning at test, over trained without = half_direct, direct - none
-        the same: reasoning at test, over none direct in training = half_direct - self
-    """
-    return on_shipped_base(options, ["self", "none", "half_direct", *DEMO_MODES], text)
-
-
-def cold_starts(options: Options) -> Finding:
-    """A shorter cold start, and sampled instead of greedy rollouts (demo)."""
-    text = """
-        quarter
-        sampled
-        a quarter of the cold start, over the recipe's = quarter - self
-        rollouts sampled at temperature 1, over greedy = sampled - self
-    """
-    return on_shipped_base(options, ["self", "quarter", "sampled"], text)
+def from_shipped_base(name: str, options: Options) -> Finding:
+    """A finding that is a table of arms from the demo's shipped base."""
+    return on_demo(options, "shipped", shipped_arms(), (), DATA["rows"][name])
 
 
 def default_weights(options: Options) -> Finding:
-    """The demo's weights of the losses and when to write, chosen on two training families that are held back (demo).
-
-    Nothing here is trained on these families, the base included.
-    """
+    """Nothing here is trained on the families that are held back, the base included."""
     data, recipe = options.out / "rotated" / "data", load_recipe(["recipe=demo"])
     records = [f"model.scratch.naming={data}/train/naming.jsonl"]
     for stage in ("cold_start", "joint"):
         sources = getattr(recipe, stage).sources
         weights = {data / "train" / Path(str(source.path)).name: source.weight for source in sources}
         records.append(sources_word(stage, weights))
-    names = {ratio: ratio.replace(":", "_") for ratio in RATIOS}
     arms = [
         Arm("cold", "cold_start", shared=True, query_mode=""),  # includes the backbone
-        *(Arm(name, "joint", "cold", (f"loss.ratio={ratio}",)) for ratio, name in names.items()),
-        *(Arm(name, "rl", "10_1", words) for name, words in RL_WEIGHTS.items()),
+        *(Arm(ratio.replace(":", "_"), "joint", "cold", (f"loss.ratio={ratio}",)) for ratio in RATIOS),
+        *(Arm(name, "rl", "10_1", tuple(words)) for name, words in DATA["rl_weights"].items()),
     ]
-    deciding = {"mixed_adaptive_longest": MIXED["mixed_adaptive_longest"]}
+    deciding = ["mixed_adaptive_longest"]
     mixed = mixed_arms(deciding, dict.fromkeys(MIXED_WEIGHTS, data / "train"), {"mixed": data / "mixed"})
-    rows = "\n".join(f"{ratio} = {name}" for ratio, name in names.items())
-    rows += "".join(f"\n{ratio} over 1:1 = {name} - 1_1" for ratio, name in names.items() if ratio != "1:1")
-    rows += "".join(f"\n{name}\n{name} over its start = {name} - 10_1" for name in RL_WEIGHTS)
+    names = [arm.name for arm in (*arms[1:], *mixed)]
+    finding = on_demo(options, "rotated", [*arms, *mixed], names, DATA["rows"]["g"])
     slices = {title: replace(which, set_name="valid") for title, which in PAIRS.items()}
-    needed = [*names.values(), *RL_WEIGHTS, *(arm.name for arm in mixed)]
-    finding = on_demo(options, "rotated", [*arms, *mixed], needed, rows)
-    [hits] = finding.tables
     return replace(
         finding,
         study=replace(finding.study, recipe=("recipe=demo", *records), sets={"valid": data / "valid"}),
-        tables=[replace(hits, slices=slices)],
+        tables=[replace(finding.tables[0], slices=slices)],
         needs={data / "mixed" / "meta.json": partial(write_rotated, data)},
         extra=lambda results: decided(results, deciding, "mixed"),
     )
-
-
-def shipped(options: Options) -> Finding:
-    """The demo's ratio and anchor on its test families (demo)."""
-    names = ["self", "equal", "none", "oracle"]
-    rows = "\n".join(names) + "".join(f"\n{name} - self" for name in names[1:])
-    return on_shipped_base(options, names, rows)
 
 
 def pretrained(options: Options) -> Finding:
@@ -638,27 +503,10 @@ def pretrained(options: Options) -> Finding:
 
 
 def pretrained_for_longer(options: Options) -> Finding:
-    """The same after 216 steps of 48 queries, for a GPU: a seed takes hours on a CPU."""
+    """The same at 216 steps."""
     naming = ("model.scratch.naming_steps=1500", "model.scratch.naming_batch_size=64")
-    arms = [Arm("cold_long", "cold_start", "", (*naming, "cold_start.steps=100"), query_mode="")]
-    sizes = (f"{key}=48" for key in ("joint.batch_size", "rollout.batch_size", "train.micro_batch_size"))
-    longer = ("joint.steps=216", *sizes)
-    for name, settings, mode, other in (
-        ("self", (), "reasoning", "direct"),
-        ("none", ("loss.anchor=none",), "direct", "reasoning"),
-        ("both", ("loss.states.direct=1",), "reasoning", "direct"),
-    ):
-        arms.append(Arm(f"{name}_long", "joint", "cold_long", (*settings, *longer), query_mode=mode))
-        arms.append(Arm(f"{name}_long, {other}", "", f"{name}_long", query_mode=other))
-    text = """
-        self_long - none_long
-        both_long - self_long
-        both_long - none_long
-        both_long - none_long, reasoning
-        both_long - both_long, direct
-        none_long, reasoning - none_long
-    """
-    return on_smol(options, arms, [arm.name for arm in arms[1:]], text)
+    cold = Arm("cold_long", "cold_start", "", (*naming, "cold_start.steps=100"), query_mode="")
+    return on_smol(options, [cold, *declared("smol_long", "cold_long")], (), DATA["rows"]["smol_long"])
 
 
 def on_smol(options: Options, arms: Sequence[Arm], names: Sequence[str], text: str) -> Finding:
@@ -676,113 +524,56 @@ def on_smol(options: Options, arms: Sequence[Arm], names: Sequence[str], text: s
 
 
 def modes(options: Options) -> Finding:
-    """One checkpoint in several modes (demo)."""
-    arms = []
-    for name, ((first, *others), settings) in STATES.items():
-        arms.append(Arm(name, "joint", "cold", (EQUAL, *settings), query_mode=first))
-        arms += [Arm(f"{name}, {mode}", "", name, query_mode=mode) for mode in others]
-    both = STATES["both"][1]
-    arms += [
-        Arm("wide_equal", "joint", "wide_cold", (EQUAL,)),
-        Arm("wide_none", "joint", "wide_cold", ANCHORS["none"]),
-        Arm("wide_both", "joint", "wide_cold", (EQUAL, *both)),
-        Arm("wide_both, direct", "", "wide_both", query_mode="direct"),
-    ]
-    names = ["equal", "none", *(arm.name for arm in arms)]
-    arms += [
-        Arm(
-            "wide_base",
-            "cold_start",
-            "",
-            (WIDE, "cold_start.steps=1"),
-            shared=True,
-            query_mode="",
-            ends_with="backbone",
-        ),
+    """Arms that train several states, and decide between them; the latter on queries half of which are easy."""
+    base, arms = shipped_arms(), declared("modes", "cold")
+    wide = (WIDE, "cold_start.steps=1")
+    base += [
+        Arm("wide_base", "cold_start", "", wide, shared=True, query_mode="", ends_with="backbone"),
         Arm("wide_cold", "cold_start", "wide_base", query_mode=""),
     ]
-    text = """
-        both - equal
-        both - both, direct
-        both, direct - none
-        equal_long - equal
-        both_long - equal_long
-        both_long - both_long, direct
-        both_long, direct - none_long
-        aligned_long - both_long
-        aligned_long, direct - both_long, direct
-        aligned_long - aligned_long, direct
-        wide_both - wide_equal
-        wide_both - wide_both, direct
-        wide_both, direct - wide_none
-        wide_equal - equal
-        wide_both, direct - both, direct
-        both_quarter - equal
-        both_quarter, direct - none
-        adaptive - equal
-        adaptive, direct - none
-        adaptive, auto - adaptive
-        latent - equal
-        latent, direct - none
-        latent_8, latent - latent_1, latent
-        taught - equal
-        taught, latent - latent, latent
-        silent - none
-        silent - silent, direct
-        silent, direct - none
-        silent, direct - none_lm
-    """
+    names = ["equal", "none", *(arm.name for arm in arms)]
+    text = "\n".join(names) + "\n" + DATA["rows"]["f"]
     for name in LATENTS[:-1]:
         text += f"{name}, latent - {name}\n{name}, latent - {name}, direct\n"
-    finding = on_shipped_base(options, names, "\n".join(names) + text)
-    data, on = finding.study.out / "data", f"mixed_{options.on}"
+    data, on = options.out / "shipped" / "data", f"mixed_{options.on}"
     shipped = DEMO_SET.parent / "train"
     files = {"relations": shipped, "text": shipped, "naming": data / "train"}
-    mixed = mixed_arms(MIXED, files, {on: data / options.on})
-    study = replace(finding.study, arms=[*finding.study.arms, *arms, *mixed])
+    mixed = mixed_arms(DATA["mixed"], files, {on: data / options.on})
     shown = "\n".join(arm.name for arm in mixed if arm.point)
-    over = ""
-    for name, settings in MIXED.items():
-        if settings and not {*TWICE, *FOUR_TIMES} & {*settings}:
-            over += f"{name}, words - mixed_words, words\n"
-        over += f"{name}, direct - {name}, words\n"
     slices = {"all": Slice(on), "easy": Slice(on, "kind", "easy"), "relations": Slice(on, "kind", "relation")}
-    demo = f"data={DEMO_SET.with_name(options.on)}"
-    ablate = ("sensitivity", demo, "mode=latent", "limit=2000")
-    return Finding(
-        study,
-        [*names, *(arm.name for arm in mixed)],
-        [
+    rows = rows_of(f"{shown}\n{DATA['rows']['f_mixed']}")
+    needed = [*names, *(arm.name for arm in mixed)]
+    finding = on_demo(options, "shipped", [*base, *arms, *mixed], needed, text)
+    ablate = ("sensitivity", f"data={DEMO_SET.with_name(options.on)}", "mode=latent", "limit=2000")
+    return replace(
+        finding,
+        tables=[
             *finding.tables,
-            Table("Easy queries beside relations: hit@1, % and points", rows_of(f"{shown}\n{over}"), slices),
+            Table("Easy queries beside relations: hit@1, % and points", rows, slices),
             Table("The same: tokens a query, times 100", rows_of(shown), slices, "rationale_tokens"),
         ],
         diagnoses={f"{name}_{options.on}": (ablate, name) for name in LATENTS},
         needs={data / "valid" / "meta.json": partial(write_mixed, data)},
         extra=lambda results: [
-            *decided(results, [name for name in MIXED if name != "mixed_words"], on),
+            *decided(results, [name for name in DATA["mixed"] if name != "mixed_words"], on),
             *ablated(results, options.on),
         ],
     )
 
 
-def mixed_arms(
-    trained: Mapping[str, Sequence[str]], files: Mapping[str, Path], sets: Mapping[str, Path]
-) -> list[Arm]:
-    """Arms on records with a share of easy pairs, and all query modes of their checkpoints.
-
-    ``trained``: settings by arm; ``files``: folder by name of the records.
-    """
+def mixed_arms(trained: Iterable[str], files: Mapping[str, Path], sets: Mapping[str, Path]) -> list[Arm]:
+    """Arms on records with a share of easy pairs, and all query modes of their checkpoints; ``files``: folder by name of the records."""
     weights = {files[name] / f"{name}.jsonl": weight for name, weight in MIXED_WEIGHTS.items()}
     records, arms = (sources_word("joint", weights), EQUAL), list[Arm]()
-    for name, settings in trained.items():
+    for name in trained:
+        settings = DATA["mixed"][name]
         shares, thresholds = GATES.get(name, (50,)), sorted((*AUTO, *AUTO_BETWEEN.get(name, ())))
         auto = f"auto={','.join(f'{value:g}' for value in thresholds)}"
         asked = ("k=0", f"gate={','.join(f'{share / 100:g}' for share in shares)}", auto)
         arms.append(Arm(name, "joint", "cold", (*records, *settings), query_mode=""))
         points = {"words": "reasoning", "direct": "direct"}
         points |= {"gate" if share == 50 else f"gate {share}": f"gate-{share}" for share in shares}
-        if set(ADAPTIVE) <= set(settings):
+        if any(word.startswith("loss.adaptive.") for word in settings):
             points |= {f"auto {value:g}": f"auto-{value:g}" for value in thresholds}
         arms += [
             Arm(f"{name}, {title}", "", name, query_mode="budget", ask=asked, sets=sets, point=point)
@@ -857,20 +648,6 @@ SPOILED = {
     25: ("again", "rl_con"),
 }
 """Second halves by percentage of spoiled oracles, the most informative first."""
-SECOND = {
-    "again": ("joint", ("joint.lr=3e-4", "joint.min_lr_ratio=0.1")),
-    "rl_con": ("rl", ()),
-    "rl": ("rl", ("rl.alpha_con=0", "rl.alpha_lm=0")),
-    "ume": ("rl", (
-        "rl.alpha_con=0", "rl.alpha_lm=0", "rl.loss_type=grpo", "rl.beta=0.04", "rl.epsilon_high=0.28",
-        "rl.rewards=[{name: format}, {name: ume_r1}]",
-    )),
-    # The ratio of the joint stage, whose losses it then keeps.
-    "rl_lm": ("rl", ("rl.alpha_lm=0.5",)),
-    "length": ("rl", ("rl.rewards=[{name: margin}, {name: length, weight: 0.1}]",)),
-    "adaptive": ("rl", ("rl.rewards=[{name: gain_over_direct}, {name: length, weight: 0.03}]",)),
-}  # fmt: skip
-"""Stage and settings of each second half; none costs more counted FLOPs than repeating the joint stage."""
 ONCE: dict[str, Any] = {"shared": True, "query_mode": ""}
 """Trained for all seeds, and not evaluated."""
 RL_SLICES = {
@@ -942,9 +719,10 @@ def dose_arms(dose: int, halves: Sequence[str], options: Options) -> list[Arm]:
         Arm(joint, "joint", cold, (records["joint"],)),
     ]
     for name in halves:
-        stage, settings = SECOND[name]
-        limit = "" if name == "again" else again
-        arms.append(Arm(f"{name}_{dose}", stage, joint, (records[stage], *settings), flops_of=limit))
+        about = DATA["rl"][name]
+        stage, limit = about.get("stage", "rl"), "" if name == "again" else again
+        words = (records[stage], *about.get("settings", ()))
+        arms.append(Arm(f"{name}_{dose}", stage, joint, words, flops_of=limit))
     return arms
 
 
@@ -969,11 +747,9 @@ def written_figures(frame: pd.DataFrame, path: Path) -> pd.DataFrame:
 
 
 DECLARED: dict[str, Callable[[Options], Finding]] = {
-    "eyes": eyes, "a": table_4, "b": table_3, "c": tables_6_and_7, "d": figure_4, "e": cold_starts, "f": modes,
-    "g": default_weights, "h": shipped, "i": study_modes, "rl": reinforcement,
-    "smol": pretrained, "smol_long": pretrained_for_longer,
+    "eyes": eyes, "a": table_4, "d": figure_4, "f": modes, "g": default_weights, "i": study_modes, "rl": reinforcement,
+    "smol": pretrained, "smol_long": pretrained_for_longer, **{name: partial(from_shipped_base, name) for name in "bceh"},
 }  # fmt: skip
-TITLES = {name: (declare.__doc__ or "").partition("\n")[0].rstrip(".") for name, declare in DECLARED.items()}
 
 
 # --- pages

@@ -641,7 +641,7 @@ def test_two_processes_do_not_build_the_data_at_once(study, monkeypatch):
 def test_a_process_whose_cold_start_another_makes_goes_on_to_the_next_seed(study):
     import fcntl
 
-    made = study.shipped(study.Options(out=study.folder, launcher="true")).study
+    made = study.DECLARED["h"](study.Options(out=study.folder, launcher="true")).study
     arm, cold = made.by_name["self"], made.by_name["cold"]
     folder = made.folder(cold, 0)
     folder.mkdir(parents=True)

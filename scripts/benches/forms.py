@@ -482,12 +482,11 @@ def _count_3b(
     # Text layers, windowed and global vision layers: one of each, then one more of each.
     wanted = (text["num_hidden_layers"], vision["depth"] - num_global, num_global)
     found = []
-    text_sizes = {key: value for key, value in text.items() if key != "vocab_size"}
-    vision_sizes = {key: value for key, value in vision.items() if key != "out_hidden_size"}
+    whole_model = layer_sizes(shape)
     for num_text, windowed, whole in ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)):
         blocks = {"depth": windowed + whole, "fullatt_block_indexes": [*range(windowed, windowed + whole)]}
-        layers = {"text": text_sizes | {"num_hidden_layers": num_text}, "vision": vision_sizes | blocks}
-        sizes = {"vocab_size": 2048, **layers}
+        layers = whole_model["text"] | {"num_hidden_layers": num_text}, whole_model["vision"] | blocks
+        sizes = {"vocab_size": 2048, "text": layers[0], "vision": layers[1]}
         setting = prepare(long_setting(options, sizes))
         # A tokenizer of that size cannot be learned here; only the number of rows affects the cost.
         setting.embedder.model.resize_token_embeddings(text["vocab_size"], mean_resizing=False)
@@ -503,6 +502,13 @@ def _count_3b(
         name: gflop + sum((num - 1) * (more[name] - gflop) for num, more in zip(wanted, others, strict=True))
         for name, gflop in base.items()
     }
+
+
+def layer_sizes(known: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Sizes of text model and vision tower, as `rge.scratch.build` takes them, of a Qwen2.5-VL of the table of known models."""
+    text, vision = dict(known["text_config"]), dict(known["vision_config"])
+    del text["vocab_size"], vision["out_hidden_size"]
+    return {"text": text | {"tie_word_embeddings": known["tie_word_embeddings"]}, "vision": vision}
 
 
 def checkpoint_gradients(embedder: EmbeddingModel) -> None:

@@ -17,6 +17,7 @@ from PIL import Image
 if TYPE_CHECKING:
     from rge.data.collate import Batch
     from rge.model.backbone import Backbone
+    from rge.model.embedding_model import EmbeddingModel
     from rge.model.prompts import Prompt
 
 GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
@@ -127,6 +128,31 @@ def random_backbone(texts: Sequence[str], sizes: Mapping[str, Any], **pixels: An
         path = Path(folder) / "backbone"
         build(path, texts, seed=0, **sizes, **pixels)
         return load_backbone(path, add_emb=True, **pixels)
+
+
+def random_batch(
+    embedder: "EmbeddingModel",
+    num: int,
+    side_px: int = 112,
+    rationale: int = 12,
+    *,
+    candidates: int = 2,
+    texts: tuple[int, int] = (2, 12),
+) -> "Batch":
+    """Queries and their candidates, all with a picture and a text repeated so often (the last excluded); random oracle rationales."""
+    from rge.common.schema import Item
+    from rge.model.prompts import PromptBuilder
+
+    chance, builder = np.random.default_rng(0), PromptBuilder(embedder.processor)
+
+    def prompt(side: str, name: str) -> "Prompt":
+        text = "what opens this " * int(chance.integers(*texts))
+        return builder.build(Item(name, text), side, [random_picture(chance, side_px)])
+
+    queries = [prompt("query", f"q{row}") for row in range(num)]
+    found = [[prompt("candidate", f"c{row}.{place}") for place in range(candidates)] for row in range(num)]
+    oracles = chance.integers(0, min(embedder.suppressed_ids), (num, rationale - 1)).tolist()
+    return make_batch(queries, found, [[*ids, embedder.emb_id] for ids in oracles])
 
 
 def make_batch(

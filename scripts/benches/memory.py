@@ -9,22 +9,18 @@ import statistics
 import time
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from benches.harness import (
     Rows,
     in_new_process,
-    make_batch,
     peak_growth,
     random_backbone,
-    random_picture,
+    random_batch,
     show,
 )
-from rge.common.schema import Item
 from rge.data.collate import Batch
 from rge.model.embedding_model import EmbeddingModel
-from rge.model.prompts import Prompt, PromptBuilder
 from rge.objective import Objective
 from rge.rollout.generate import generate
 from rge.rollout.writer import Rollout
@@ -50,18 +46,6 @@ class Options:
     """Batches that are also run undivided; [] for none."""
 
 
-def random_batch(builder: PromptBuilder, size: int) -> Batch:
-    """A batch of random pictures, each query with one candidate."""
-    chance = np.random.default_rng(0)
-
-    def prompts(side: str) -> list[Prompt]:
-        items = [Item(f"{side} {row}", "what opens this " * 4) for row in range(size)]
-        return [builder.build(item, side, [random_picture(chance, SIDE_PX)]) for item in items]
-
-    oracles = [builder.rationale_ids("a key opens it " * 6, "")] * size
-    return make_batch(prompts("query"), [[candidate] for candidate in prompts("candidate")], oracles)
-
-
 def point(size: int, micro_batch: int, first: int) -> dict[str, float]:
     """Measure one step of `size` queries, after one of `first` queries for one-time allocations."""
     torch.set_num_threads(1)
@@ -70,8 +54,10 @@ def point(size: int, micro_batch: int, first: int) -> dict[str, float]:
     sizes = {"vocab_size": 400, "text": TEXT, "vision": VISION}
     backbone = random_backbone(texts, sizes, min_pixels=SIDE_PX**2, max_pixels=SIDE_PX**2)
     embedder = EmbeddingModel(backbone).train()
-    builder = PromptBuilder(embedder.processor)
     objective = Objective(1 / 11, 10 / 11, 0.03)
+
+    def batch_of(num: int) -> Batch:
+        return random_batch(embedder, num, SIDE_PX, RATIONALE_TOKENS, candidates=1, texts=(4, 5))
 
     def step(batch: Batch) -> None:
         rationales = generate(
@@ -80,8 +66,8 @@ def point(size: int, micro_batch: int, first: int) -> dict[str, float]:
         TrainingStep(embedder, embedder, objective, micro_batch)(batch, Rollout(rationales))
         embedder.zero_grad(set_to_none=True)
 
-    step(random_batch(builder, first))
-    batch = random_batch(builder, size)
+    step(batch_of(first))
+    batch = batch_of(size)
     pictures = [prompt.pixels for prompt in (*batch.queries, *batch.candidates)]
     pixels = sum(part.nbytes for part in pictures if part is not None)
     began = time.perf_counter()

@@ -1,8 +1,11 @@
 """Prompts for writing rationales, and checks on the answers."""
 
+from pathlib import Path
+
 from rge.calls.replies import Reply, check_complete, tag
 from rge.calls.request import Part
 from rge.common.mmeb_prompts import TRAINING_TASKS, set_of
+from rge.common.options import read_yaml
 from rge.common.schema import Positive, Record
 
 TASK = "Task: explain an answer"
@@ -19,61 +22,7 @@ FORBIDDEN = (
 )
 """A rationale must read as if its writer had not seen the answer; `<emb>` is reserved for the trainer."""
 
-_TASKS = {
-    "classification": (
-        "an expert at naming what a picture shows",
-        "Work out from shape, parts, material and surroundings what it is, and what tells it from its nearest likes.",
-        "A small brown bird sits on a fence. The short thick bill is made for seeds, and grey crown and black bib are "
-        "those of a male house sparrow, not of a tree sparrow with its brown crown.",
-    ),
-    "vqa": (
-        "an expert at answering questions about pictures",
-        "Let the question guide your eyes: find the part of the picture that decides, and reason from it to the answer.",
-        "The question asks for the weather. People on the pavement hold umbrellas, the road reflects the traffic lights "
-        "and nobody wears sunglasses, so it is raining.",
-    ),
-    "image_to_text": (
-        "an expert at finding the text that belongs to a picture",
-        "Describe the whole, then the objects and what they do, and say which of it a fitting text would mention.",
-        "A man in a yellow helmet kneels on a flat roof with a drill beside dark panels. Tools, helmet and panels point to "
-        "a text about installing solar power.",
-    ),
-    "image_to_image": (
-        "an expert at finding pictures that look alike",
-        "Say what likeness would rest on: the subject, its pose and number, the view, the light and the setting.",
-        "A tabby cat sleeps curled up on a grey sofa, seen from above in soft light. A picture like it must show one such "
-        "cat in the same pose on something soft and plain.",
-    ),
-    "text_to_image": (
-        "an expert at finding the picture that a text describes",
-        "Work out what must be seen in the picture, and what follows from the text without being said.",
-        "The text speaks of a crowded finish line. The picture must show runners with numbers, a banner above the road and "
-        "people behind barriers, in daylight.",
-    ),
-    "composed_retrieval": (
-        "an expert at finding a picture by another one and a wish",
-        "Say what the given picture shows, what the text changes in it, and what stays.",
-        "The picture shows a red dress with short sleeves and a belt. The text wants it longer and blue, so cut and belt "
-        "stay: a blue dress to the ankles, belted, with short sleeves.",
-    ),
-    "grounding": (
-        "an expert at finding the part of a picture that a text means",
-        "Find all parts that might be meant, and say by place, colour and neighbours which one is.",
-        "Two dogs lie on the lawn. The text means the one with the ball: the black one at the left edge, beside the hedge, "
-        "with a yellow ball between its paws.",
-    ),
-    "reasoning_retrieval": (
-        "an expert at questions whose answers are other pictures",
-        "Say what the given picture shows, then reason in one or two steps from the question to what must be seen.",
-        "A bottle is closed with a cork that sits too tight for fingers. To get at the wine, the cork must be pulled out, "
-        "so a corkscrew is needed.",
-    ),
-    "text_retrieval": (
-        "an expert at finding the text that answers another",
-        "Work out what is asked for and what a fitting text must say.",
-        "The question asks why iron rusts. A fitting text speaks of oxygen and water reacting with the metal.",
-    ),
-}  # fmt: skip
+_TASKS = read_yaml(Path(__file__).with_name("tasks.yaml"))
 TASKS = tuple(_TASKS)
 
 
@@ -111,7 +60,7 @@ def parts(
     rewrite: bool,
 ) -> tuple[Part, ...]:
     """The prompt for a query-target pair; `rewrite` tells the writer that its last rationale copied the answer."""
-    role, work, example = _TASKS[task]
+    role, work, example = _TASKS[task].values()
     rules = f"""{TASK}
 
 You are {role}. You see a query and, at the end, the answer that belongs to it. Write the rationale that leads from the

@@ -24,11 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from benches.harness import reset_peak, resident
+from benches.harness import Rows, reset_peak, resident, show
 from data_prep.rmir import prompts
 from data_prep.rmir.config import CATEGORIES, EncoderConfig, GenerateConfig, LibraryConfig, RmirConfig
 from data_prep.rmir.run import Run, stages_of
@@ -45,6 +46,7 @@ A_CLUSTER, DRAWN, A_QUESTION = 100, 10, 400
 BAD = 3
 """Of ten questions."""
 MEASURED = "measured.json"
+TOTAL = {"seconds": "sum", "cpu_s": "sum", "calls": "sum", "peak_mb": "max"}
 
 
 @dataclass
@@ -175,8 +177,7 @@ def served(num_concepts: int) -> Iterator[str]:
 def measure(options: Options) -> dict:
     """Run all stages in this process, recording time and peak memory of each; or show such runs."""
     if options.table is not None:
-        print("\n".join(lines := tables(Path(options.table), options.paper)))
-        return {"table": lines}
+        return show(table(Path(options.table), options.paper))
     out = Path(options.out)
     write_library(out / "library", options.pictures)
     with served(max(1, options.pictures // A_CONCEPT)) as url:
@@ -216,8 +217,8 @@ def measure(options: Options) -> dict:
     return found
 
 
-def tables(folder: Path, paper: int) -> list[str]:
-    """The runs below a folder as Markdown, smallest first, extrapolated from the last two.
+def table(folder: Path, paper: int) -> Rows:
+    """The runs below a folder, smallest first, extrapolated from the last two.
 
     CPU time of a stage is assumed to grow by the power between its last two runs, at least linearly; memory linearly.
     """
@@ -228,39 +229,23 @@ def tables(folder: Path, paper: int) -> list[str]:
         raise UserError(
             f"table={folder}: two finished runs are needed to tell how time grows; there are {len(runs)}"
         )
-    sizes = [run["pictures"] for run in runs]
-    head = [f"{size:,}: s | CPU s | MB" for size in sizes]
-    lines = [
-        f"| stage | calls at {sizes[-1]:,} | {' | '.join(head)} | growth: s | CPU s | {paper:,}, computed: CPU h | GB |",
-        f"|---|---:|{'---:|---:|---:|' * len(sizes)}---:|---:|---:|---:|",
-    ]
-    times = math.log(sizes[-1] / sizes[-2])
-    hours = most = 0.0
-    for stage in stages:
-        found = [run["stages"][stage] for run in runs]
-        before, last = found[-2:]
-        power = max(1.0, math.log(_grown(found, "cpu_s")) / times)
-        hours += (needed := last["cpu_s"] * (paper / sizes[-1]) ** power / 3600)
-        slope = max(0.0, (last["peak_mb"] - before["peak_mb"]) / (sizes[-1] - sizes[-2]))
-        most = max(most, memory := (last["peak_mb"] + slope * (paper - sizes[-1])) / 1024)
-        lines.append(_line(stage, found, needed, memory))
-    whole = []
+    frames = []
     for run in runs:
-        parts = run["stages"].values()
-        sums = {key: sum(part[key] for part in parts) for key in ("seconds", "cpu_s", "calls")}
-        whole.append(sums | {"peak_mb": max(part["peak_mb"] for part in parts), "resumed": False})
-    return [*lines, _line("all", whole, hours, most)]
-
-
-def _line(name: str, found: list[dict], hours: float, memory_gb: float) -> str:
-    cells = [
-        f"{run['seconds']:,.1f}{' (resumed)' if run['resumed'] else ''} | {run['cpu_s']:,.1f} | {run['peak_mb']:,.0f}"
-        for run in found
-    ]
-    growth = f"{_grown(found, 'seconds'):.1f} | {_grown(found, 'cpu_s'):.1f}"
-    return f"| {name} | {found[-1]['calls']:,} | {' | '.join(cells)} | {growth} | {hours:.2f} | {memory_gb:.1f} |"
-
-
-def _grown(found: list[dict], key: str) -> float:
+        frame = pd.DataFrame(run["stages"]).T
+        print(
+            f"{run['pictures']:,} pictures; resumed: {', '.join(frame.index[frame['resumed'].astype(bool)]) or 'none'}"
+        )
+        frame = frame.loc[list(stages), list(TOTAL)].astype(float)
+        frames.append(pd.concat([frame, frame.agg(TOTAL).to_frame("all").T]))
+    sizes, (before, last) = [run["pictures"] for run in runs], frames[-2:]
     # Below a hundredth of a second, growth means nothing.
-    return max(found[-1][key], 0.01) / max(found[-2][key], 0.01)
+    growth = last.clip(lower=0.01) / before.clip(lower=0.01)
+    power = (np.log(growth["cpu_s"]) / math.log(sizes[-1] / sizes[-2])).clip(lower=1)
+    slope = ((last["peak_mb"] - before["peak_mb"]) / (sizes[-1] - sizes[-2])).clip(lower=0)
+    hours = last["cpu_s"] * (paper / sizes[-1]) ** power / 3600
+    memory_gb = (last["peak_mb"] + slope * (paper - sizes[-1])) / 1024
+    computed = pd.DataFrame({"CPU h": hours, "GB": memory_gb})
+    computed.loc["all"] = computed.drop("all").agg({"CPU h": "sum", "GB": "max"})
+    measured = {f"{size:,}: ": frame for size, frame in zip(sizes, frames, strict=True)}
+    parts = measured | {"growth: ": growth[["seconds", "cpu_s"]], f"{paper:,}: ": computed}
+    return pd.concat([part.add_prefix(name) for name, part in parts.items()], axis=1).to_dict(orient="index")

@@ -26,7 +26,6 @@ from arms import (
     Slice,
     Study,
     Table,
-    check_evaluation,
     in_table,
     markdown,
     refuse_launcher,
@@ -250,7 +249,7 @@ def slices_of(frame: pd.DataFrame, options: Options) -> tuple[dict[str, Slice], 
 
 
 def check_run(study: Study, arm: Arm, seed: int) -> None:
-    """Refuse a finished run of other settings, of another set, or of other records or another start than the arm's first seed."""
+    """Refuse a finished run of other settings, or of other records or another start than the arm's first seed."""
     folder = study.folder(arm, seed)
     if other := study.changed(arm, seed):
         raise UserError(f"{folder} was trained with other settings: {', '.join(other)}")
@@ -262,7 +261,6 @@ def check_run(study: Study, arm: Arm, seed: int) -> None:
         raise UserError(
             f"{folder} was not trained from what {study.folder(arm, 0)} was: {'; '.join(other)}. Delete the older one, and run it again"
         )
-    check_evaluation(study, arm, seed, "")
 
 
 def write_tables(study: Study, key: str, values: list[str], options: Options) -> None:

@@ -141,16 +141,15 @@ class Study:
         then: Any = read_json(self.folder(arm, seed) / NOTE)
         if then is None:
             return []
-        words, free = self.words(arm, seed), f"{arm.stage}.steps" if arm.flops_of else None
-        older = isinstance(then, list)  # the command alone
-        (out,) = (word[4:] for word in (then if older else then["command"]) if word.startswith("out="))
+        if isinstance(then, list):  # the command, as notes once were
+            then = {"command": then, "recipe": to_dict(load_recipe(then))}
+        (out,) = (word[4:] for word in then["command"] if word.startswith("out="))
         # The study's folder may have been moved.
         before = out.removesuffix(self.run_name(arm, seed)).rstrip("/")
-        then = json.loads(json.dumps(then, ensure_ascii=False).replace(f"{before}/", f"{self.out}/"))
-        if older:
-            apart = {*words, f"out={self.folder(arm, seed)}"}.symmetric_difference(then)
-            return sorted(word for word in apart if word.partition("=")[0] != free)
-        theirs, ours = (given(recipe, arm.stage) for recipe in (then["recipe"], to_dict(load_recipe(words))))
+        recipe = json.dumps(then["recipe"], ensure_ascii=False).replace(f"{before}/", f"{self.out}/")
+        theirs = given(json.loads(recipe), arm.stage)
+        ours = given(to_dict(load_recipe(self.words(arm, seed))), arm.stage)
+        free = f"{arm.stage}.steps" if arm.flops_of else None
         return [
             f"{key} (there {theirs.get(key, 'the default')!r}, now {ours.get(key, 'the default')!r})"
             for key in sorted(theirs.keys() | ours.keys())
@@ -276,7 +275,6 @@ def _train(study: Study, arm: Arm, seed: int, folder: Path) -> None:
 
 def _evaluate(study: Study, arm: Arm, seed: int, name: str, path: Path) -> None:
     out, checkpoint = study.evaluation(arm, seed, name), study.checkpoint(arm, seed)
-    about = checkpoint / RGE_JSON
     if (out / "results.json").is_file():
         check_evaluation(study, arm, seed, name)
         return
@@ -284,38 +282,30 @@ def _evaluate(study: Study, arm: Arm, seed: int, name: str, path: Path) -> None:
     if not arm.point:
         mode = arm.query_mode
         if mode == TRAINED:
-            settings = json.loads(about.read_text())
+            settings = json.loads((checkpoint / RGE_JSON).read_text())
             silent = "latent" if settings.get("think_tokens") else "direct"
             mode = silent if settings["reasons"] == "none" else "reasoning"
         words.append(f"query_mode={mode}")
     command = [sys.executable, "-m", "rge", "eval", "budget" if arm.point else "run", *words]
     run([*command, *study.ask, *arm.ask, "report=false"])
-    of_this_command = [arm]
-    if arm.point:
-        of_this_command = [
-            one for one in study.arms if one.point and one.after == arm.after and name in study.sets_of(one)
-        ]
-    for one in of_this_command:
-        write_text(_note_of_set(study.evaluation(one, seed, name)), f"{path}\n{_hash(about)}")
+    write_text(_note_of_set(arm, out), f"{path}\n{_hash(checkpoint / RGE_JSON)}")
 
 
 def check_evaluation(study: Study, arm: Arm, seed: int, name: str) -> None:
     """Refuse a finished evaluation on another set, or of an older checkpoint of that run."""
-    out, path, checkpoint = (
-        study.evaluation(arm, seed, name),
-        study.sets_of(arm)[name],
-        study.checkpoint(arm, seed),
-    )
-    note, about = _note_of_set(out), checkpoint / RGE_JSON
+    out, path = study.evaluation(arm, seed, name), study.sets_of(arm)[name]
+    note, about = _note_of_set(arm, out), study.checkpoint(arm, seed) / RGE_JSON
     then, _, of = note.read_text().partition("\n") if note.is_file() else (str(path), "", "")
     if then != str(path):
         raise UserError(f"{out} is an evaluation on {then}, now set={path}: use another out=, or delete it")
     if of and about.is_file() and of != _hash(about):  # the checkpoint may have been deleted since
-        raise UserError(f"{out} is an evaluation of another checkpoint than {checkpoint}: delete it")
+        raise UserError(f"{out} is an evaluation of another checkpoint than {about.parent}: delete it")
 
 
-def _note_of_set(out: Path) -> Path:
-    return out.with_name(f"{out.name}.set")
+def _note_of_set(arm: Arm, out: Path) -> Path:
+    """Beside the output of the command, which for all points of a checkpoint is one."""
+    folder = out.parent if arm.point else out
+    return folder.with_name(f"{folder.name}.set")
 
 
 def _hash(path: Path) -> str:

@@ -9,23 +9,20 @@ without one-time work.
     wait     the host is idle until the device has finished; capturing a graph waits too, and has its own column
     copy     from host to device, without a wait; the driver copies unpinned (pageable) memory once more
 
-Below the table: how often positions of prompts were computed; and what consecutive rollouts capture while their rows end one
-after another and the batch shrinks. ``places=true`` lists the lines that wait.
+Below the table: what consecutive rollouts capture while their rows end one after another and the batch shrinks. ``places=true``
+lists the lines that wait.
 """
 
 import sys
-from collections.abc import Callable
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
 
 import torch
 
 from benches import forms
 from benches.harness import Rows, show
 from rge.model.embedding_model import EmbeddingModel, encode_prompts
-from rge.model.families import FAMILIES
 from rge.rollout.generate import generate
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "helpers"))
@@ -52,66 +49,49 @@ def measure(options: Options) -> dict:
     """Count and print the tables."""
     found = {form: _count(form, options) for form in FORMS}
     rows: Rows = {}
-    for form, counts in found.items():
-        phases = counts["phases"]
+    for form, (phases, _) in found.items():
         whole = {name: sum(row[name] for row in phases.values()) for name in COLUMNS}
         rows |= {f"{form}: {phase}": row for phase, row in (phases | {"all": whole}).items()}
     show(rows)
-    print("\npositions computed")
-    show({form: counts["positions"] for form, counts in found.items()})
     captures = count_captures(options)
-    print(f"rollouts of {8 * options.batch} rows that end one after the other: {captures}")
-    if options.places:
-        for form, counts in found.items():
-            print(f"\n{form} waits")
-            for place, number in counts["places"].items():
-                print(f"{number:6} {place}")
-    return {"counts": found, "captures": captures}
+    print(f"\nrollouts of {8 * options.batch} rows that end one after the other: {captures}")
+    for form, (_, places) in found.items() if options.places else ():
+        print(f"\n{form} waits")
+        for (phase, kind, place), number in places.most_common():
+            print(f"{number:6} {phase}: {kind} at {place}")
+    return {"counts": rows, "captures": captures}
 
 
-def _count(form: str, options: Options) -> dict[str, dict[str, Any]]:
-    """Of the second step: `COLUMNS` by phase, how often positions are computed, and the places that wait."""
-    family = FAMILIES["qwen2_5_vl"]
+def _count(form: str, options: Options) -> tuple[Rows, Counter]:
+    """Of the second step: `COLUMNS` by phase, and the places that wait."""
     run = _three_passes if form == "three passes" else _ours
     # Loaded on the host: within `FakeGpu`, transformers leaves the rotary frequencies uninitialised.
     setting = replace(forms.long_setting(options), stop_B=[])
-    with patch.object(family, "positions", wraps=family.positions) as positions, FakeGpu() as gpu:
+    with FakeGpu() as gpu:
         embedder = setting.embedder.bfloat16().train()
         embedder.cuda_graphs = form == "ours"
         _never_end(embedder)
         gpu.move(embedder)
-        inside = _kernels_of_graphs(gpu)
         run(setting, gpu)
-        with_prompts = positions.call_count
         embedder.zero_grad()
-        positions.reset_mock()
-        for counts in (gpu.kernels, gpu.waits, gpu.graphs, gpu.copies, gpu.unpinned, inside):
+        for counts in (gpu.kernels, gpu.waits, gpu.graphs, gpu.copies, gpu.unpinned, gpu.replayed):
             counts.clear()
         run(setting, gpu)
         gpu.phase = "-"
-    phases = sorted({phase for phase, _ in gpu.kernels} - {"-"})
-    return {
-        "phases": {phase: _counts(gpu, phase, inside.get(phase, 0)) for phase in phases},
-        "positions": {"with prompts": with_prompts, "in a step": positions.call_count},
-        "places": {
-            f"{phase}: {kind} at {place}": number
-            for (phase, kind, place), number in gpu.waits.most_common()
-            if phase != "-"
-        },
-    }
+    phases: Rows = {}
+    for phase in sorted({phase for phase, _ in gpu.kernels}):
+        launches = gpu.of(gpu.kernels, phase)
+        kernels = launches - gpu.kernels[phase, "graph"] + gpu.replayed[phase]
+        others = gpu.graphs[phase], gpu.copies[phase], gpu.unpinned[phase]
+        counted = kernels, launches, gpu.of(gpu.waits, phase), *others
+        phases[phase] = dict(zip(COLUMNS, counted, strict=True))
+    return phases, gpu.waits
 
 
 def _never_end(embedder: EmbeddingModel) -> None:
     """Let no rationale end before the cap, so that all forms take equally many steps."""
     with torch.no_grad():
         embedder.model.get_input_embeddings().weight[embedder.emb_id] = 0
-
-
-def _counts(gpu: FakeGpu, phase: str, in_graphs: int) -> dict[str, int]:
-    launches = gpu.of(gpu.kernels, phase)
-    kernels = launches - gpu.kernels[phase, "graph"] + in_graphs
-    others = gpu.graphs[phase], gpu.copies[phase], gpu.unpinned[phase]
-    return dict(zip(COLUMNS, (kernels, launches, gpu.of(gpu.waits, phase), *others), strict=True))
 
 
 def count_captures(options: Options) -> list[dict[str, int]]:
@@ -133,25 +113,6 @@ def count_captures(options: Options) -> list[dict[str, int]]:
             found.append({"captures": gpu.graphs[gpu.phase], "waits": gpu.of(gpu.waits, gpu.phase)})
         gpu.phase = "-"
     return found
-
-
-def _kernels_of_graphs(gpu: FakeGpu) -> dict[str, int]:
-    """A dict that fills with the number of kernels in replayed graphs, by phase."""
-    inside: dict[str, int] = {}
-    capture = gpu.capture
-
-    def counted(work: Callable[[], None]) -> Callable[[], None]:
-        replay = capture(work)
-        held = gpu.last_captured
-
-        def run() -> None:
-            inside[gpu.phase] = inside.get(gpu.phase, 0) + held
-            replay()
-
-        return run
-
-    gpu.use_capture(counted)
-    return inside
 
 
 def _ours(setting: forms.Setting, gpu: FakeGpu) -> None:

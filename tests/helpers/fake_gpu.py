@@ -131,6 +131,7 @@ class _Recording:
         self.operations: list[tuple[Any, tuple, dict, Any]] = []
         self.before: dict[int, tuple[Tensor, Tensor]] = {}
         self.made: set[int] = set()
+        self.kernels = 0
 
     def note_written(self, func: Any, args: tuple, kwargs: dict) -> None:
         for place, argument in enumerate(func._schema.arguments):
@@ -164,7 +165,8 @@ class FakeGpu(TorchDispatchMode):
         phase: name under which counts are kept now.
         waits: by phase, kind and place in the code.
         kernels: by phase and operation; a replayed graph is one, ``graph``.
-        graphs: pieces of work captured, by phase; `last_captured` is the number of kernels in the last of them.
+        graphs: pieces of work captured, by phase.
+        replayed: kernels in replayed graphs, by phase.
         copies: from host to device without a wait, by phase.
         unpinned: those of them from memory that is not pinned, which a device's driver copies once more and cannot queue.
         attention: which attention was computed how often, by phase.
@@ -180,9 +182,8 @@ class FakeGpu(TorchDispatchMode):
         self.copies: collections.Counter = collections.Counter()
         self.unpinned: collections.Counter = collections.Counter()
         self.attention: collections.Counter = collections.Counter()
-        self.last_captured = 0
+        self.replayed: collections.Counter = collections.Counter()
         self._recording: _Recording | None = None
-        self._captures_by: Callable[[Callable[[], None]], Callable[[], None]] = self.capture
         self._undo: list[Callable[[], None]] = []
 
     def __enter__(self) -> "FakeGpu":
@@ -199,7 +200,7 @@ class FakeGpu(TorchDispatchMode):
         checked, verified = set(generate._checked), set(varlen._verified)
         torch.cuda._lazy_init = lambda: None
         torch._C._set_only_lift_cpu_tensors(True)
-        generate.CAPTURES["cuda"] = lambda: lambda work: self._captures_by(work)
+        generate.CAPTURES["cuda"] = lambda: self.capture
         if self.flash_in_float32:
             varlen.TOLERANCE[torch.float32] = 1e-5
         generate._checked.clear()
@@ -257,7 +258,6 @@ class FakeGpu(TorchDispatchMode):
         self._wait("capture")
         self._recording = recording = _Recording()
         self.graphs[self.phase] += 1
-        self.last_captured = 0
         try:
             work()
         finally:
@@ -267,16 +267,13 @@ class FakeGpu(TorchDispatchMode):
 
         def replay() -> None:
             self.kernels[self.phase, "graph"] += 1
+            self.replayed[self.phase] += recording.kernels
             # What was recorded is cast already.
             uncast = torch.autocast("cpu", enabled=False)
             with uncast, torch.utils._python_dispatch._disable_current_modes():
                 recording.replay()
 
         return replay
-
-    def use_capture(self, capture: Callable[[Callable[[], None]], Callable[[], None]]) -> None:
-        """Another way to capture until this context ends, e.g. one that counts."""
-        self._captures_by = capture
 
     def _wait(self, kind: str) -> None:
         if self._recording is not None:
@@ -325,7 +322,7 @@ class FakeGpu(TorchDispatchMode):
         if not on_gpu:
             return out
         if name not in _VIEWS and self._recording is not None:
-            self.last_captured += 1
+            self._recording.kernels += 1
         elif name not in _VIEWS:
             self.kernels[self.phase, name] += 1
             if "attn" in name or "attention" in name:

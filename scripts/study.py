@@ -667,10 +667,8 @@ def reinforcement(options: Options) -> Finding:
     out = options.out / "rl"
     # Tower and tokens are the same at every dose. One step, since some stage must be named.
     arms = [Arm("eyes", "cold_start", "", ("cold_start.steps=1",), **ONCE, ends_with="backbone")]
-    text = ""
     for dose, halves in SPOILED.items():
         arms += dose_arms(dose, halves, options)
-        text += differences(dose, halves)
     sets = {"unseen": out / "data_50" / "unseen", "test": DEMO_SET}
     metrics = {
         "hit@1, %": "hit@1",
@@ -685,14 +683,13 @@ def reinforcement(options: Options) -> Finding:
     names = [arm.name for arm in arms if arm.query_mode]
     tables = [Table(title, rows_of("\n".join(names)), RL_SLICES, metric) for title, metric in metrics.items()]
     for title, metric in (("hit@1", "hit@1"), ("right rationales written", "right_rationale")):
-        tables.append(Table(f"Paired differences, points of {title}", rows_of(text), RL_SLICES, metric))
+        rows = rows_of(DATA["rows"]["rl"])
+        tables.append(Table(f"Paired differences, points of {title}", rows, RL_SLICES, metric))
 
-    needs = {
-        out / f"data_{dose}" / "unseen" / "meta.json": partial(
-            spoil.write, out / f"data_{dose}", dose / 100, seed=0
-        )
-        for dose in SPOILED
-    }
+    needs = dict[Path, Callable[[], object]]()
+    for dose in SPOILED:
+        data = out / f"data_{dose}"
+        needs[data / "unseen" / "meta.json"] = partial(spoil.write, data, dose / 100, seed=0)
 
     def costs(results: Results) -> list[str]:
         rows = []
@@ -724,18 +721,6 @@ def dose_arms(dose: int, halves: Sequence[str], options: Options) -> list[Arm]:
         words = (records[stage], *about.get("settings", ()))
         arms.append(Arm(f"{name}_{dose}", stage, joint, words, flops_of=limit))
     return arms
-
-
-def differences(dose: int, halves: Sequence[str]) -> str:
-    """The differences between a dose's second halves, and to its joint stage."""
-    pairs = [(name, "joint") for name in halves] + [(name, "again") for name in halves[1:]]
-    pairs += [("rl_con", "ume"), ("rl_lm", "rl_con"), ("length", "rl_con"), ("adaptive", "rl_con")]
-    text = "".join(f"{a}_{dose} - {b}_{dose}\n" for a, b in pairs if {a, b} <= {"joint", *halves})
-    if dose:
-        joint = f"joint_{dose}"
-        text += f"cost of spoiling {dose} % = {joint} - joint_0\n"
-        text += f"beyond half of the way back, {dose} % = rl_con_{dose} - 0.5*{joint} - 0.5*joint_0\n"
-    return text
 
 
 def written_figures(frame: pd.DataFrame, path: Path) -> pd.DataFrame:

@@ -25,25 +25,18 @@ GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131
 
 
 def in_turns(
-    work: Mapping[str, Callable[[], object]],
-    repeats: int,
-    before: Callable[[], object] = lambda: None,
-    cpu_clocks: Mapping[str, Callable[[], float]] | None = None,
+    work: Mapping[str, Callable[[], object]], repeats: int, before: Callable[[], object] = lambda: None
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Wall and CPU seconds of each piece of work; every second repetition goes through them backwards.
-
-    ``cpu_clocks`` are those of pieces that other processes do.
-    """
+    """Wall and CPU seconds of each piece of work; every second repetition goes through them backwards."""
     wall: dict[str, list[float]] = {name: [] for name in work}
     cpu: dict[str, list[float]] = {name: [] for name in work}
-    clocks = dict.fromkeys(work, time.process_time) | dict(cpu_clocks or {})
     for repeat in range(repeats):
         for name in list(work) if repeat % 2 == 0 else reversed(list(work)):
             before()
-            began, cpu_began = time.perf_counter(), clocks[name]()
+            began, cpu_began = time.perf_counter(), time.process_time()
             work[name]()
             wall[name].append(time.perf_counter() - began)
-            cpu[name].append(clocks[name]() - cpu_began)
+            cpu[name].append(time.process_time() - cpu_began)
     return wall, cpu
 
 

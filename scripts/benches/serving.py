@@ -1,12 +1,12 @@
 """Throughput and latency of `rge serve` against a loop over `encode_query`. `python scripts/bench.py serving checkpoint=demo`.
 
-    python scripts/bench.py serving checkpoint=runs/demo/joint/final [engines=own,vllm] [clients=1,16,1000]
+    python scripts/bench.py serving checkpoint=runs/demo/joint/final [clients=1,16,1000]
     python scripts/bench.py serving checkpoint=demo types=true       # what int8 and binary embeddings cost in accuracy
 
-Every query is a question and a picture of the shipped test set, with a rationale. A server per engine runs on the loopback; each
-client sends its next request when the last is answered, and embeddings are compared with the loop's. A lone client and the loop
-take turns, query by query, so that both see the same load; their CPU times, which say more on a busy machine, are printed too. A
-row takes at most ``requests`` requests and ``limit_s`` seconds.
+Every query is a question and a picture of the shipped test set, with a rationale. The server runs on the loopback; each client sends
+its next request when the last is answered, and embeddings are compared with the loop's. A lone client and the loop take turns, query
+by query, so that both see the same load; their CPU times, which say more on a busy machine, are printed too. A row takes at most
+``requests`` requests and `LIMIT_S` seconds.
 """
 
 import asyncio
@@ -34,9 +34,11 @@ from eval.sets.retrieval_set import load_set
 from rge.common.errors import UserError
 from rge.common.files import find_shipped
 from rge.common.images import picture_bytes
-from rge.common.options import AtLeastOne, one_of
+from rge.common.options import AtLeastOne
 
 SET = "data_prep/demo/data/test"
+LIMIT_S = 300.0
+"""Time for a row."""
 
 
 @dataclass(kw_only=True)
@@ -45,22 +47,17 @@ class Options:
 
     checkpoint: Path
     """Checkpoint directory, or ``demo``."""
-    engines: tuple[str, ...] = ("own",)
-    """own and/or vllm."""
     clients: tuple[Annotated[int, Field(ge=1, le=4000)], ...] = (1, 16, 1000)
     """Numbers of concurrent clients, one row of the table each."""
     requests: AtLeastOne = 480
     """Requests per row; a tenth of it with one client, and one per client if there are more clients."""
-    limit_s: Annotated[float, Field(gt=0)] = 300.0
-    """Time for a row."""
     types: bool = False
     """Instead: recall of the embedding types of /v2/embed."""
 
 
 def measure(options: Options) -> Rows:
     """Measure and print."""
-    one_of("engines", options.engines, ("own", "vllm"))
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
     from rge import Embedder
@@ -78,24 +75,21 @@ def measure(options: Options) -> Rows:
 
     loop(0)
     rows: Rows = {}
-    for engine in options.engines:
-        with _server(options.checkpoint, engine) as (port, cpu):
-            asyncio.run(_load(port, bodies[:32], 16, options.limit_s))  # warm
-            for count in options.clients:
-                if count == 1:
-                    rows |= _in_turns(loop, bodies[:few], port, cpu, engine)
-                    continue
-                asked = [bodies[row % len(bodies)] for row in range(max(count, options.requests))]
-                began = time.perf_counter()
-                answers = asyncio.run(_load(port, asked, count, options.limit_s))
-                seconds = time.perf_counter() - began
-                times = [answer[0] for answer in answers if answer is not None]
-                pairs = zip(answers, map(loop, range(few)), strict=False)
-                rows[f"rge serve engine={engine}, {count} clients"] = _row(seconds, times) | {
-                    "lost": len(answers) - len(times),
-                    "1 - least cosine": 1
-                    - min((answer[1] @ expected for answer, expected in pairs if answer), default=0),
-                }
+    with _server(options.checkpoint) as (port, cpu):
+        asyncio.run(_load(port, bodies[:32], 16))  # warm
+        for count in options.clients:
+            if count == 1:
+                rows |= _in_turns(loop, bodies[:few], port, cpu)
+                continue
+            asked = [bodies[row % len(bodies)] for row in range(max(count, options.requests))]
+            began = time.perf_counter()
+            answers = asyncio.run(_load(port, asked, count))
+            seconds = time.perf_counter() - began
+            times = [answer[0] for answer in answers if answer is not None]
+            pairs = zip(answers, map(loop, range(few)), strict=False)
+            cosine = min((answer[1] @ expected for answer, expected in pairs if answer), default=0)
+            row = _row(seconds, times) | {"lost": len(answers) - len(times), "1 - least cosine": 1 - cosine}
+            rows[f"rge serve, {count} clients"] = row
     print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
     return show(rows)
 
@@ -106,7 +100,7 @@ def _row(seconds: float, times: list[float]) -> dict[str, float]:
 
 
 def _in_turns(
-    loop: Callable[[int], np.ndarray], bodies: list[bytes], port: int, cpu: Callable[[], float], engine: str
+    loop: Callable[[int], np.ndarray], bodies: list[bytes], port: int, cpu: Callable[[], float]
 ) -> Rows:
     """One query by the loop, one by the server, and so on."""
     connection = http.client.HTTPConnection("127.0.0.1", port)
@@ -116,20 +110,21 @@ def _in_turns(
         answer = json.loads(connection.getresponse().read())
         return np.frombuffer(base64.b64decode(answer["data"][0]["embedding"]), "<f4")
 
-    looped, served = f"loop over encode_query, beside {engine}", f"rge serve engine={engine}, 1 client"
-    sides = {looped: loop, served: ask}
+    sides = {"loop over encode_query": loop, "rge serve, 1 client": ask}
     found: dict[str, list[np.ndarray]] = {name: [] for name in sides}
 
     def embed_next(name: str) -> None:
         found[name].append(sides[name](len(found[name])))
 
-    work = {name: partial(embed_next, name) for name in sides}
-    wall, used = in_turns(work, len(bodies), cpu_clocks={served: cpu})
-    cosines = [float(a @ b) for a, b in zip(found[looped], found[served], strict=True)]
+    before = cpu()
+    wall, used = in_turns({name: partial(embed_next, name) for name in sides}, len(bodies))
+    looped, served = found
+    cpu_s = {looped: sum(used[looped]), served: cpu() - before}
+    worst = 1 - min(1.0, *(float(a @ b) for a, b in zip(*found.values(), strict=True)))
     return {
-        name: _row(sum(wall[name]), wall[name])
-        | {"CPU ms a query": 1000 * sum(used[name]) / len(bodies), "1 - least cosine": 1 - min(1.0, *cosines)}
-        for name in sides
+        name: _row(sum(times), times)
+        | {"CPU ms a query": 1000 * cpu_s[name] / len(bodies), "1 - least cosine": worst}
+        for name, times in wall.items()
     }
 
 
@@ -144,9 +139,9 @@ def _body(item: Any) -> bytes:
 
 
 @contextlib.contextmanager
-def _server(checkpoint: Path, engine: str) -> Iterator[tuple[int, Callable[[], float]]]:
+def _server(checkpoint: Path) -> Iterator[tuple[int, Callable[[], float]]]:
     """Its port, and its CPU time in seconds."""
-    words = [f"checkpoint={checkpoint}", f"engine={engine}", "port=0", "access_log=false"]
+    words = [f"checkpoint={checkpoint}", "port=0", "access_log=false"]
     process = subprocess.Popen(
         [sys.executable, "-m", "rge", "serve", *words], stdout=subprocess.PIPE, text=True
     )
@@ -161,7 +156,7 @@ def _server(checkpoint: Path, engine: str) -> Iterator[tuple[int, Callable[[], f
                 yield int(line.split("http://127.0.0.1:")[1].split()[0]), cpu
                 break
         else:
-            raise UserError(f"rge serve engine={engine} did not start")
+            raise UserError("rge serve did not start")
         process.send_signal(signal.SIGTERM)
         process.wait(60)
     finally:
@@ -169,9 +164,7 @@ def _server(checkpoint: Path, engine: str) -> Iterator[tuple[int, Callable[[], f
         process.communicate()
 
 
-async def _load(
-    port: int, bodies: list[bytes], clients: int, limit_s: float
-) -> list[tuple[float, np.ndarray] | None]:
+async def _load(port: int, bodies: list[bytes], clients: int) -> list[tuple[float, np.ndarray] | None]:
     """Seconds and embedding of each request, in order; None if it failed."""
     found: list[tuple[float, np.ndarray] | None] = [None] * len(bodies)
     left = iter(range(len(bodies)))
@@ -193,7 +186,7 @@ async def _load(
                 found[row] = (time.perf_counter() - began, vector)
         writer.close()
 
-    async with asyncio.timeout(limit_s):
+    async with asyncio.timeout(LIMIT_S):
         await asyncio.gather(*(client() for _ in range(min(clients, len(bodies)))), return_exceptions=True)
     return found
 

@@ -24,7 +24,7 @@ from data_prep.demo import retrieval
 from data_prep.demo.families import FAMILIES, GALLERY, QUERIES, TRAINING
 from data_prep.demo.pictures import render_family, write_library
 from data_prep.demo.records import naming_records, reference, relation_records, text_records
-from data_prep.demo.retrieval import Drawings, SetRows
+from data_prep.demo.retrieval import write_set
 from data_prep.demo.splits import VALID_GALLERY, VALID_QUERIES, Splits, split
 from data_prep.demo.tables import HERE, Tables, read_tables
 from rge.common.options import parse_options
@@ -70,28 +70,11 @@ def build(out: Path, icons: Path) -> None:
             for concept, data in pictures[family].items()
         ]
         write_library(out / "train" / library, rows)
-    test = retrieval.test_rows(tables, splits)
-    asked, shown = Drawings(QUERIES, pictures[QUERIES]), Drawings(GALLERY, pictures[GALLERY])
-    _write(out / "test", "rge-demo-test", test, asked, shown)
-    _write(out / "valid", "rge-demo-valid", retrieval.valid_rows(tables, splits), *VALID)
+    held_out = {family: pictures[family] for family in (QUERIES, GALLERY)}
+    write_set(out / "test", "rge-demo-test", retrieval.test_rows(tables, splits), held_out)
+    write_set(out / "valid", "rge-demo-valid", retrieval.valid_rows(tables, splits))
     (out / "LICENSES.md").write_text(licences(), encoding="utf-8")
     (out / "train" / "openmoji" / "LICENSE.md").write_text(share_alike(), encoding="utf-8")
-
-
-VALID = Drawings(VALID_QUERIES), Drawings(VALID_GALLERY)
-"""Drawings of the validation queries and gallery, which are in the training libraries."""
-
-
-def _write(
-    folder: Path,
-    name: str,
-    rows: SetRows,
-    asked: Drawings,
-    shown: Drawings,
-    notes: dict[str, dict[str, str]] = retrieval.SLICE_NOTES,
-) -> None:
-    licence = f"queries {asked.family.licence}, gallery {shown.family.licence}"
-    retrieval.write_set(folder, name, rows, asked.cell, shown.cell, licence, notes)
 
 
 def write_records(out: Path, tables: Tables, splits: Splits) -> None:
@@ -121,8 +104,8 @@ def write_rotated(out: Path) -> None:
     write_records(out, replace(tables, icons=icons), splits)
     copy_pictures(out)
     rows = retrieval.rotated_rows(tables, splits)
-    _write(out / "valid", "rge-demo-rotated", rows, *VALID)
-    _write(out / "mixed", "rge-demo-rotated-mixed", retrieval.mixed_rows(rows), *VALID, retrieval.KIND_NOTES)
+    write_set(out / "valid", "rge-demo-rotated", rows)
+    write_set(out / "mixed", "rge-demo-rotated-mixed", retrieval.mixed_rows(rows), notes=retrieval.KIND_NOTES)
 
 
 def write_mixed(out: Path) -> None:
@@ -135,17 +118,19 @@ def write_mixed(out: Path) -> None:
     splits = split(tables)
     copy_pictures(out)
     valid = retrieval.mixed_rows(retrieval.valid_rows(tables, splits))
-    held = {reference(concept, VALID_QUERIES) for concept in valid.sources}
+    held = {reference(*drawing) for drawing in valid.sources}
     kept = [record for record in naming_records(tables) if held.isdisjoint(record.query.images)]
     write_jsonl(out / "train" / "naming.jsonl", kept)
     queries, corpus = (
         pq.read_table(OUT / "test" / f"{name}.parquet").to_pylist() for name in ("queries", "corpus")
     )
-    asked = Drawings(QUERIES, {row["group"]: row["image"][0]["bytes"] for row in queries})
-    shown = Drawings(GALLERY, {row["concept"]: row["image"]["bytes"] for row in corpus})
+    pictures = {
+        QUERIES: {row["group"]: row["image"][0]["bytes"] for row in queries},
+        GALLERY: {row["concept"]: row["image"]["bytes"] for row in corpus},
+    }
     test = retrieval.mixed_rows(retrieval.test_rows(tables, splits))
-    _write(out / "test", "rge-demo-mixed-test", test, asked, shown, retrieval.KIND_NOTES)
-    _write(out / "valid", "rge-demo-mixed-valid", valid, *VALID, retrieval.KIND_NOTES)
+    write_set(out / "test", "rge-demo-mixed-test", test, pictures, retrieval.KIND_NOTES)
+    write_set(out / "valid", "rge-demo-mixed-valid", valid, notes=retrieval.KIND_NOTES)
 
 
 def licences() -> str:

@@ -2,17 +2,17 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
-from data_prep.demo.families import GALLERY, Family
+from data_prep.demo.families import GALLERY, QUERIES, Family
 from data_prep.demo.pictures import IMAGE, write_table
 from data_prep.demo.records import INSTRUCTION, NAMING_INSTRUCTION, NAMING_PHRASINGS, reference
-from data_prep.demo.splits import VALID_GALLERY, Pair, Splits, is_drawn, stable_hash
+from data_prep.demo.splits import VALID_GALLERY, VALID_QUERIES, Pair, Splits, is_drawn, stable_hash
 from data_prep.demo.tables import Concept, Fact, Tables
 from rge.identity.set_fingerprint import set_fingerprint
 
@@ -33,23 +33,6 @@ KIND_NOTES = {
 }
 """The same for sets that mix easy and relation queries."""
 
-Cell = Callable[[Concept], dict[str, object]]
-"""Makes the stored form of a picture: its bytes, or a reference to a library."""
-
-
-@dataclass(frozen=True)
-class Drawings:
-    """A family's drawings as stored in a set: as bytes by concept, or in the library in ``train`` beside the set's folder."""
-
-    family: Family
-    pictures: dict[str, bytes] | None = None
-
-    def cell(self, concept: Concept) -> dict[str, object]:
-        """The stored form of a picture."""
-        if self.pictures is None:
-            return {"bytes": None, "path": f"../train/{reference(concept, self.family)}"}
-        return {"bytes": self.pictures[concept.key], "path": f"{concept.picture(self.family)}.webp"}
-
 
 @dataclass
 class Judgements:
@@ -67,7 +50,7 @@ class SetRows(Judgements):
     gallery: Family = VALID_GALLERY
     corpus: list[Concept] = field(default_factory=list)
     queries: list[dict[str, str]] = field(default_factory=list)
-    sources: list[Concept] = field(default_factory=list)
+    sources: list[tuple[Concept, Family]] = field(default_factory=list)  # drawing of each query
 
 
 def set_rows(
@@ -77,9 +60,13 @@ def set_rows(
     num_phrasings: int = 1,
     *,
     held_out: Collection[Pair] = (),
+    asked: Callable[[str], Family] = lambda _: VALID_QUERIES,
     gallery: Family = VALID_GALLERY,
 ) -> SetRows:
-    """Queries about facts, in so many phrasings each, over a gallery of concepts; ``pair`` says which facts are `held_out`."""
+    """Queries about facts, in so many phrasings each, over a gallery of concepts; ``pair`` says which facts are `held_out`.
+
+    ``asked``: the family whose drawing of a concept a query shows.
+    """
     rows = SetRows(gallery=gallery, corpus=[tables.concepts[concept] for concept in corpus])
     for fact in facts:
         question, source = tables.questions[fact.question], tables.concepts[fact.source]
@@ -98,7 +85,7 @@ def set_rows(
                     "pair": "held_out" if fact.pair in held_out else "seen",
                 }
             )
-            rows.sources.append(source)
+            rows.sources.append((source, asked(fact.source)))
             rows.qrels += [(name, answer, 1) for answer in answers]
             rows.rationales += [(name, answer, text) for answer, text in answers.items()]
             rows.negatives += [(name, picture) for picture in wrong]
@@ -108,8 +95,8 @@ def set_rows(
 def test_rows(tables: Tables, splits: Splits) -> SetRows:
     """All facts except those of validation, in two phrasings each; the gallery shows every concept."""
     facts = [fact for fact in tables.facts if fact.pair not in splits.valid]
-    phrasings = NUM_TEST_PHRASINGS
-    return set_rows(tables, facts, tables.concepts, phrasings, held_out=splits.test, gallery=GALLERY)
+    families: Any = {"asked": lambda _: QUERIES, "gallery": GALLERY}
+    return set_rows(tables, facts, tables.concepts, NUM_TEST_PHRASINGS, held_out=splits.test, **families)
 
 
 def valid_rows(tables: Tables, splits: Splits) -> SetRows:
@@ -136,7 +123,8 @@ def mixed_rows(rows: SetRows) -> SetRows:
     The gallery must show the queries' sources too. Relations about a drawing beyond the number of naming phrasings are dropped.
     """
     mixed, asked = SetRows(gallery=rows.gallery, corpus=rows.corpus), Counter[str]()
-    for query, source in zip(rows.queries, rows.sources, strict=True):
+    for query, drawing in zip(rows.queries, rows.sources, strict=True):
+        source, _ = drawing
         number = asked[source.key]
         if number == len(NAMING_PHRASINGS):
             continue
@@ -150,7 +138,7 @@ def mixed_rows(rows: SetRows) -> SetRows:
             "kind": "easy",
         }
         mixed.queries += [query | {"kind": "relation"}, easy]
-        mixed.sources += [source, source]
+        mixed.sources += [drawing, drawing]
         answer = source.picture(rows.gallery)
         mixed.qrels.append((easy["id"], answer, 1))
         mixed.rationales.append((easy["id"], answer, f"{source.sentence}."))
@@ -164,20 +152,29 @@ def write_set(
     folder: Path,
     name: str,
     rows: SetRows,
-    query_cell: Cell,
-    corpus_cell: Cell,
-    licence: str,
+    pictures: Mapping[Family, Mapping[str, bytes]] | None = None,
     notes: dict[str, dict[str, str]] = SLICE_NOTES,
 ) -> None:
-    """Write a retrieval set; `notes` are the ``slice_notes`` of `write_tables`."""
+    """Write a retrieval set.
+
+    ``pictures``: drawings to store, by family and concept; those of other families are in the library in ``train`` beside the set's
+    folder. `notes` are the ``slice_notes`` of `write_tables`.
+    """
+
+    def cell(concept: Concept, family: Family) -> dict[str, object]:
+        if stored := (pictures or {}).get(family):
+            return {"bytes": stored[concept.key], "path": f"{concept.picture(family)}.webp"}
+        return {"bytes": None, "path": f"../train/{reference(concept, family)}"}
+
     corpus = {
         "id": [concept.picture(rows.gallery) for concept in rows.corpus],
-        "image": pa.array([corpus_cell(concept) for concept in rows.corpus], IMAGE),
+        "image": pa.array([cell(concept, rows.gallery) for concept in rows.corpus], IMAGE),
         "concept": [concept.key for concept in rows.corpus],
     }
-    pictures = pa.array([[query_cell(concept)] for concept in rows.sources], pa.list_(IMAGE))
+    shown = pa.array([[cell(*drawing)] for drawing in rows.sources], pa.list_(IMAGE))
+    licences = sorted({family.licence for _, family in rows.sources})
     queries: dict[str, Any] = {
-        column: pictures if column == "image" else [query[column] for query in rows.queries]
+        column: shown if column == "image" else [query[column] for query in rows.queries]
         for column in ("id", "text", "image", "category", "group", "instruction", *notes)
     }
     write_tables(
@@ -186,7 +183,7 @@ def write_set(
         queries,
         rows,
         name=name,
-        licence=licence,
+        licence=f"queries {', '.join(licences)}, gallery {rows.gallery.licence}",
         source="hand-written relations over icon families, see LICENSES.md",
         counts={value: queries[column].count(value) for column, values in notes.items() for value in values},
         slice_notes=notes,

@@ -15,7 +15,7 @@ from data_prep.demo.build import copy_pictures
 from data_prep.demo.families import Family
 from data_prep.demo.records import naming_records, relation_records, text_records
 from data_prep.demo.splits import VALID_GALLERY, Splits, choose, split, stable_hash
-from data_prep.demo.tables import Concept, Fact, Tables, read_tables
+from data_prep.demo.tables import Fact, Tables, read_tables
 from rge.common.schema import Record
 from rge.data.sources import write_jsonl
 
@@ -28,7 +28,7 @@ def write(out: Path, dose: float, seed: int) -> tuple[int, int]:
     """
     tables = read_tables()
     splits = split(tables)
-    held = {concept.key: _held_back(tables, concept) for concept in tables.concepts.values()}
+    held = _held_back(tables)
     mistakes = {fact.pair: _mistake(tables, fact, seed) for fact in tables.facts}
     spoiled = total = 0
     written = {"relations": relation_records(tables, splits), "text": text_records(tables, splits)}
@@ -36,7 +36,7 @@ def write(out: Path, dose: float, seed: int) -> tuple[int, int]:
         kept = []
         for record in records:
             question, source, variant = record.id.split(".", 2)
-            if (family := held[source]) is not None and variant == family.name:
+            if source in held and variant == held[source].name:
                 continue
             is_spoiled = stable_hash("spoiled", str(seed), record.id) < dose * 2**64
             wrong = mistakes[question, source] if is_spoiled else None
@@ -50,10 +50,14 @@ def write(out: Path, dose: float, seed: int) -> tuple[int, int]:
     return spoiled, total
 
 
-def _held_back(tables: Tables, concept: Concept) -> Family | None:
-    """The family whose drawing of a thing is kept out of the questions; never the gallery's."""
-    others = [family for family in tables.families(concept.key) if family != VALID_GALLERY]
-    return choose(others, "held back", concept.key) if len(others) > 1 else None
+def _held_back(tables: Tables) -> dict[str, Family]:
+    """By concept, the family whose drawing of a thing is kept out of the questions; never the gallery's."""
+    held = {}
+    for concept in tables.concepts:
+        others = [family for family in tables.families(concept) if family != VALID_GALLERY]
+        if len(others) > 1:
+            held[concept] = choose(others, "held back", concept)
+    return held
 
 
 def _mistake(tables: Tables, fact: Fact, seed: int) -> str | None:
@@ -78,24 +82,15 @@ def _with_inference(record: Record, inference: str) -> Record:
     return record.model_copy(update={"positives": positives})
 
 
-def _write_test(folder: Path, tables: Tables, splits: Splits, held: dict[str, Family | None]) -> None:
+def _write_test(folder: Path, tables: Tables, splits: Splits, held: dict[str, Family]) -> None:
     """Trained questions about the held-back drawings, over a gallery of training drawings."""
     drawn = tables.drawn_by(VALID_GALLERY)
     facts = [
         fact
         for fact in tables.facts
         if fact.pair not in splits.words_only | splits.valid_seen
-        and held[fact.source] is not None
+        and fact.source in held
         and all(concept in drawn for concept in (*fact.answers, *fact.wrong))
     ]
-    rows = retrieval.set_rows(tables, facts, drawn)
-
-    def query(concept: Concept) -> dict[str, object]:
-        family = held[concept.key]
-        assert family is not None
-        return retrieval.Drawings(family).cell(concept)
-
-    shown = {held[concept.key] for concept in rows.sources}
-    licence = ", ".join(sorted({family.licence for family in shown if family} | {VALID_GALLERY.licence}))
-    gallery = retrieval.Drawings(VALID_GALLERY)
-    retrieval.write_set(folder, "rge-demo-unseen", rows, query, gallery.cell, licence)
+    rows = retrieval.set_rows(tables, facts, drawn, asked=held.__getitem__)
+    retrieval.write_set(folder, "rge-demo-unseen", rows)

@@ -16,6 +16,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 from jinja2 import Template
@@ -50,10 +51,7 @@ def main(words: Sequence[str]) -> None:
     out = options.out or OUT
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rge" / "icons"
     build(out, options.icons or cache)
-    files = sorted(path for path in out.rglob("*") if path.is_file())
-    for path in files:
-        print(f"{path.stat().st_size:>9,}  {path.relative_to(out)}")
-    print(f"{sum(path.stat().st_size for path in files):>9,}  bytes in total")
+    print_files(out)
 
 
 def build(out: Path, icons: Path) -> None:
@@ -74,7 +72,9 @@ def build(out: Path, icons: Path) -> None:
     write_set(out / "test", "rge-demo-test", retrieval.test_rows(tables, splits), held_out)
     write_set(out / "valid", "rge-demo-valid", retrieval.valid_rows(tables, splits))
     (out / "LICENSES.md").write_text(licences(), encoding="utf-8")
-    (out / "train" / "openmoji" / "LICENSE.md").write_text(share_alike(), encoding="utf-8")
+    share_alike = next(family for family in TRAINING if family.licence == "CC-BY-SA-4.0")
+    notice = _rendered("share_alike.md", family=share_alike)
+    (out / "train" / "openmoji" / "LICENSE.md").write_text(notice, encoding="utf-8")
 
 
 def write_records(out: Path, tables: Tables, splits: Splits) -> None:
@@ -136,16 +136,19 @@ def write_mixed(out: Path) -> None:
 def licences() -> str:
     """Text of LICENSES.md: credits, licences and processing of all pictures."""
     files = {QUERIES: "test/queries.parquet", GALLERY: "test/corpus.parquet"}
-    rows = [(family, files.get(family, f"train/{family.library}")) for family in FAMILIES]
-    path = HERE / "templates" / "licences.md"
-    return Template(path.read_text(encoding="utf-8"), keep_trailing_newline=True).render(rows=rows)
-
-
-def share_alike() -> str:
-    """The notice beside the share-alike pictures."""
-    family = next(family for family in TRAINING if family.licence == "CC-BY-SA-4.0")
-    return (
-        f"The pictures in this folder are by [{family.title}]({family.url}), the open-source emoji and icon project,\n"
-        f"under [CC BY-SA 4.0]({family.licence_url}): rendered to 84 x 84 pixels on white, centred and scaled, stored\n"
-        "as WebP. Adaptations must be shared under the same licence.\n"
+    return _rendered(
+        "licences.md", rows=[(family, files.get(family, f"train/{family.library}")) for family in FAMILIES]
     )
+
+
+def _rendered(template: str, **values: Any) -> str:
+    text = (HERE / "templates" / template).read_text(encoding="utf-8")
+    return Template(text, keep_trailing_newline=True).render(**values)
+
+
+def print_files(folder: Path) -> None:
+    """List the files of a folder with their sizes."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    for path in files:
+        print(f"{path.stat().st_size:>10,}  {path.relative_to(folder)}")
+    print(f"{sum(path.stat().st_size for path in files):>10,}  bytes in total")

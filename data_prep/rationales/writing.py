@@ -53,12 +53,10 @@ class Writing:
             records = [source.records for source in self.sources]
             if faults := Verdicts().undecodable(records, queries=options.select is not None):
                 looks = (
-                    "encoder looks at every target's picture"
-                    if options.select is None
-                    else "select looks at every picture"
+                    "encoder looks at every target's" if options.select is None else "select looks at every"
                 )
                 listed = "\n".join(faults)
-                raise UserError(f"{looks}: repair these, or leave out their records:\n{listed}")
+                raise UserError(f"{looks} picture: repair these, or leave out their records:\n{listed}")
         self.judge = None if options.select is None else _judge(options.select, options.min_knowability)
         self.by_sight: ImageEncoder | None = None
         if options.encoder is not None:

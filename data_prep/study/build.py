@@ -28,7 +28,7 @@ from PIL import Image, ImageOps
 from pydantic import Field
 
 from data_prep.demo.build import OUT as DEMO
-from data_prep.demo.build import licences
+from data_prep.demo.build import licences, print_files
 from data_prep.demo.families import TRAINING
 from data_prep.demo.pictures import IMAGE, SIZE_PX, write_table
 from data_prep.demo.records import INSTRUCTION, NAMING_PHRASINGS, naming_record
@@ -111,9 +111,7 @@ def main(words: Sequence[str]) -> None:
     """Build the set and list its files."""
     options = parse_options(StudyOptions, words, "rge data study")
     build(options.out, options.doses)
-    files = sorted(path for path in options.out.rglob("*") if path.is_file())
-    for path in files:
-        print(f"{path.stat().st_size:>10,}  {path.relative_to(options.out)}")
+    print_files(options.out)
 
 
 def build(out: Path, doses: Sequence[int], chosen: list[Fact] | None = None) -> None:

@@ -96,7 +96,7 @@ class Setting:
         )
 
 
-def demo_setting(_: Sizes) -> Setting:
+def demo_setting() -> Setting:
     """The demo recipe: its architecture, objective and the batch of its first joint step."""
     recipe = load_recipe(["recipe=demo"])
     config, stage = recipe.model.scratch, recipe.joint
@@ -164,9 +164,6 @@ def long_setting(options: Sizes, sizes: dict | None = None) -> Setting:
     return Setting(embedder, batch, Objective(1 / 11, 10 / 11), lengths(), options.rationale_tokens)
 
 
-SETTINGS: dict[str, Callable[[Sizes], Setting]] = {"demo": demo_setting, "long": long_setting}
-
-
 Work = Mapping[str, Callable[[], object]]
 """Pieces of a step by name. Those that report losses are forms of the whole step."""
 
@@ -183,7 +180,7 @@ def measure_settings(
     ``prepare`` changes a setting before the work is made of it. FLOPs of ``3b`` are only counted; of other settings, losses and
     gradients of all forms are first compared in float64.
     """
-    one_of("settings", options.settings, [*SETTINGS, "3b"])
+    one_of("settings", options.settings, ("demo", "long", "3b"))
     torch.manual_seed(0)
     found = {}
     for name in options.settings:
@@ -191,7 +188,8 @@ def measure_settings(
         if name == "3b":
             found[name] = {"GFLOP": _count_3b(options, work_of, prepare)}
         else:
-            found[name] = _measure(prepare(SETTINGS[name](options)), work_of, repeats)
+            setting = demo_setting() if name == "demo" else long_setting(options)
+            found[name] = _measure(prepare(setting), work_of, repeats)
     return found
 
 

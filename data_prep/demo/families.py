@@ -43,13 +43,9 @@ GALLERY = FAMILIES[6]
 
 
 def load_icons(family: Family, folder: Path) -> dict:
-    """Load a family's icons; a package that the folder lacks is fetched with ``npm pack``.
+    """A family's ``icons.json``: ``icons`` and ``aliases`` by name, default ``width`` and ``height``.
 
-    Returns:
-        Content of ``icons.json``: ``icons`` and ``aliases`` by name, default ``width`` and ``height``.
-
-    Raises:
-        UserError: the installed package has the wrong version, or cannot be fetched.
+    A package that the folder lacks is fetched with ``npm pack``. UserError: it has the wrong version, or cannot be fetched.
     """
     package = folder / "@iconify-json" / family.name
     if not (package / "icons.json").is_file():

@@ -21,10 +21,9 @@ from rge.data.sources import write_jsonl
 
 
 def write(out: Path, dose: float, seed: int) -> tuple[int, int]:
-    """Write records and test; `dose` is the share of records to corrupt, `seed` decides which and how.
+    """Write records and test; returns the number of corrupted rationales, and of all.
 
-    Returns:
-        Number of corrupted rationales, and of all rationales.
+    `dose` is the share of records to corrupt, `seed` decides which and how.
     """
     tables = read_tables()
     splits = split(tables)

@@ -19,17 +19,9 @@ from rge.model.packing import Branch
 def gains(
     without_D: np.ndarray, with_KD: np.ndarray, target_CD: np.ndarray, right: int, temperature: float
 ) -> np.ndarray:
-    """Gain of each rationale: log p(right | query, rationale) - log p(right | query), with a softmax over the targets.
+    """Gain of each of K rationales, nats: log p(right | query, rationale) - log p(right | query), with a softmax over the targets.
 
-    Args:
-        without_D: the query's embedding without a rationale, unit norm.
-        with_KD: its embeddings after each of K rationales.
-        target_CD: the candidate targets, including the right one.
-        right: row of the right target.
-        temperature: divides the cosines.
-
-    Returns:
-        (K,) float64, nats.
+    ``right`` is the row of the right target; embeddings have unit norm, and ``temperature`` divides their cosines.
     """
     query_QD = np.vstack([without_D[None], with_KD]).astype(np.float64)
     scores = query_QD @ target_CD.T.astype(np.float64) / temperature
@@ -48,7 +40,7 @@ class GainJudge:
     def judge(
         self, pairs: Sequence[tuple[Record, Target]], candidates: Sequence[Sequence[str]]
     ) -> list[np.ndarray]:
-        """Gains of each pair's candidates, (number of candidates,) for each pair.
+        """Gains of each pair's candidates.
 
         The softmax runs over the targets and negatives of all given pairs, except targets that are also right for the query
         (another positive of its record, or an equal identity).

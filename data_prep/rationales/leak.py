@@ -65,14 +65,8 @@ def embedding_leak(score_N: np.ndarray, target: int) -> float:
     A text that names the thing is as close to other pictures of it as to the target; one that describes the target is
     closer to the target alone. With s the cosine to the text, the score is (s(target) - mean s(best-fitting others)) /
     (s(target) - mean s(all others)). Offsets and scales of the encoder, such as CLIP's modality gap, cancel. If the target
-    is the only picture of its kind, its name alone scores high.
-
-    Args:
-        score_N: cosine of the text with each picture, at least `MIN_OTHERS` others.
-        target: row of the target.
-
-    Returns:
-        Between 0 and 1; 0 unless the target is at least one standard deviation above the mean of the others.
+    is the only picture of its kind, its name alone scores high. Between 0 and 1; 0 unless the target is at least one standard
+    deviation above the mean of the others.
     """
     others_N = np.delete(score_N, target)
     lead = score_N[target] - others_N.mean()
@@ -85,15 +79,10 @@ def embedding_leak(score_N: np.ndarray, target: int) -> float:
 def picture_leaks(
     encoder: ImageEncoder, refs: Mapping[str, str], asked: Sequence[tuple[str, str, str]]
 ) -> list[float | None]:
-    """`embedding_leak` of each rationale minus that of the query's own text.
+    """`embedding_leak` of each rationale minus that of the query's own text, for triples of target id, rationale and query text.
 
-    Args:
-        encoder: embeds pictures and texts.
-        refs: all target pictures to compare, by id.
-        asked: (target id, rationale, text of the query) triples.
-
-    Returns:
-        None for targets that are not among the pictures, and for all if there are fewer than `MIN_OTHERS` others.
+    ``refs``: all target pictures to compare, by id. None for targets that are not among them, and for all if there are fewer than
+    `MIN_OTHERS` others.
     """
     # One row per picture, even if several targets show it.
     row_of = {ref: row for row, ref in enumerate(dict.fromkeys(refs.values()))}

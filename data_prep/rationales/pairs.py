@@ -177,11 +177,7 @@ def _digest(ref: ImageRef) -> str:
 
 
 def read_captions(records: Path, given: Path | None) -> dict[str, str]:
-    """Captions by id, or by path as in the records, from the given table or from the one that the rmir pipeline writes beside its records.
-
-    Raises:
-        UserError: the file is not such a table.
-    """
+    """Captions by id, or by path as in the records, from the given table or from the one that the rmir pipeline writes beside its records."""
     path = given or records.with_name(PICTURES)
     try:
         if given is None and not (path.is_file() and "caption" in pq.read_schema(path).names):

@@ -81,15 +81,10 @@ class Writing:
             )
 
     def run(self) -> dict[str, Any]:
-        """Write the records with rationales to ``out``, and a report to ``out`` + ``.report.json``.
+        """Write the records with rationales to ``out``, and a report to ``out`` + ``.report.json``; returns it, for a folder by file.
 
-        The calls of all files are made together, so that a provider's batches are awaited once.
-
-        Returns:
-            The report; for a folder, the reports by file name.
-
-        Raises:
-            UserError: another process writes there; calls are unanswered, or all are rejected.
+        The calls of all files are made together, so that a provider's batches are awaited once. Raises `UserError`: another process
+        writes there; calls are unanswered, or all are rejected.
         """
         options, replies = self.options, replies_of(self.options)
         with closing(open_locked(replies.with_suffix(".lock"))), closing(AnswerStore(replies)) as store:

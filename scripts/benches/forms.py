@@ -425,11 +425,7 @@ def stock_nll(embedder: EmbeddingModel, prompts: Sequence[Prompt], oracle_ids: S
 
 
 def check_equal(embedder: EmbeddingModel, work: Work) -> float:
-    """Largest relative difference of losses and gradients between the first form of a step and the others.
-
-    Raises:
-        RuntimeError: it exceeds `TOLERANCE`, or two forms reach different parameters.
-    """
+    """Largest relative difference of losses and gradients between the first form of a step and the others; an error if too large."""
     reports, gradients = [], []
     for step in work.values():
         embedder.zero_grad(set_to_none=True)

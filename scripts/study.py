@@ -60,6 +60,10 @@ from rge.towers import smollm2
 
 DATA = read_yaml(ROOT / "scripts" / "findings.yaml")
 TITLES: dict[str, str] = DATA["titles"]
+SLICES = {
+    group: {title: Slice(**where) for title, where in found.items()}
+    for group, found in DATA["slices"].items()
+}
 
 
 @dataclass
@@ -183,11 +187,6 @@ LENGTHS = {"short": 0.5, "long": 2.0, "longest": 4.0}
 """Multiples of the joint stage's steps: does the harm shrink?"""
 WARM_STEPS = 300
 """InfoNCE without rationales before any cold start, on targets of any ground: stands for pretraining."""
-ALL = {"all": Slice()}
-STUDY_SLICES = ALL | {
-    "facts embedded in training": Slice("", "fact", "embedded"),
-    "facts only written": Slice("", "fact", "written"),
-}
 
 
 def sources_word(stage: str, weights: Mapping[Path, float]) -> str:
@@ -334,8 +333,11 @@ def table_4(options: Options) -> Finding:
         "ground": "The first hit has the query's ground, % (chance: 16.7)",
         "serial": "The first hit bears the serial that was written, %",
     }
-    tables = [Table("hit@1, % and points", rows_of(text), STUDY_SLICES)]
-    tables += [Table(title, rows_of("\n".join(shown)), ALL, metric) for metric, title in links.items()]
+    tables = [Table("hit@1, % and points", rows_of(text), SLICES["study"])]
+    all_queries = {"all": Slice()}
+    tables += [
+        Table(title, rows_of("\n".join(shown)), all_queries, metric) for metric, title in links.items()
+    ]
     arms = [*shown, *(f"{anchor}_{variant}" for variant in VARIANTS[3:] for anchor in ("self", "oracle"))]
     arms += [f"{anchor}_{length}" for length in LENGTHS for anchor in ANCHORS]
     return on_study_set(options, arms, tables)
@@ -344,7 +346,7 @@ def table_4(options: Options) -> Finding:
 def study_modes(options: Options) -> Finding:
     """Its arms are on the study set too."""
     rows = rows_of(DATA["rows"]["i"])
-    return on_study_set(options, arms_in(rows), [Table("hit@1, % and points", rows, STUDY_SLICES)])
+    return on_study_set(options, arms_in(rows), [Table("hit@1, % and points", rows, SLICES["study"])])
 
 
 def arms_in(rows: Iterable[Row]) -> list[str]:
@@ -388,14 +390,8 @@ RATIOS = ("1:1", "10:1", "20:1")
 """Ratios that the demo's own is chosen from, the simplest first."""
 EQUAL = "loss.ratio=1:1"
 """The demo's ratio until finding g chose another one; finding f was measured with it."""
-PAIRS = {
-    "all": Slice(), "seen pairs": Slice("", "pair", "seen"), "held-out pairs": Slice("", "pair", "held_out"),
-}  # fmt: skip
-"""Slices of the demo's queries."""
 ADAPTERS = "model.lora={rank: 8, modules_to_save: [merger]}"
 WIDE = "model.scratch.text={hidden_size: 256, intermediate_size: 768}"
-MIXED_WEIGHTS = {"relations": 0.4, "text": 0.2, "naming": 0.4}
-"""Weights of the records with a share of easy pairs; the recipe's own are 0.6, 0.3 and 0.1."""
 LATENTS = ("latent_1", "latent_2", "latent", "latent_8", "taught", "silent")
 """Arms with think tokens; the last writes nothing itself."""
 AUTO = (0.02, 0.1, 0.25, 0.5, 0.75, 0.9, 0.98)
@@ -412,7 +408,7 @@ def on_demo(options: Options, folder: str, arms: Sequence[Arm], names: Sequence[
         options.out / folder, arms, ("recipe=demo",), {options.on: DEMO_SET.with_name(options.on)}, options.seeds, options.launcher,
         metrics=("hit@1", "rationale_tokens"), columns=("pair", "kind"), steps=options.steps,
     )  # fmt: skip
-    table = Table("hit@1, % and points", rows_of(rows), PAIRS)
+    table = Table("hit@1, % and points", rows_of(rows), SLICES["demo"])
     return Finding(study, names or arms_in(table.rows), [table])
 
 
@@ -449,10 +445,12 @@ def default_weights(options: Options) -> Finding:
         *(Arm(name, "rl", "10_1", tuple(words)) for name, words in DATA["rl_weights"].items()),
     ]
     deciding = ["mixed_adaptive_longest"]
-    mixed = mixed_arms(deciding, dict.fromkeys(MIXED_WEIGHTS, data / "train"), {"mixed": data / "mixed"})
+    mixed = mixed_arms(
+        deciding, dict.fromkeys(DATA["weights"]["mixed"], data / "train"), {"mixed": data / "mixed"}
+    )
     names = [arm.name for arm in (*arms[1:], *mixed)]
     finding = on_demo(options, "rotated", [*arms, *mixed], names, DATA["rows"]["g"])
-    slices = {title: replace(which, set_name="valid") for title, which in PAIRS.items()}
+    slices = {title: replace(which, set_name="valid") for title, which in SLICES["demo"].items()}
     return replace(
         finding,
         study=replace(finding.study, recipe=("recipe=demo", *records), sets={"valid": data / "valid"}),
@@ -563,7 +561,7 @@ def modes(options: Options) -> Finding:
 
 def mixed_arms(trained: Iterable[str], files: Mapping[str, Path], sets: Mapping[str, Path]) -> list[Arm]:
     """Arms on records with a share of easy pairs, and all query modes of their checkpoints; ``files``: folder by name of the records."""
-    weights = {files[name] / f"{name}.jsonl": weight for name, weight in MIXED_WEIGHTS.items()}
+    weights = {files[name] / f"{name}.jsonl": weight for name, weight in DATA["weights"]["mixed"].items()}
     records, arms = (sources_word("joint", weights), EQUAL), list[Arm]()
     for name in trained:
         settings = DATA["mixed"][name]
@@ -637,24 +635,8 @@ def ablated(results: Results, on: str) -> list[str]:
 
 # --- reinforcement learning: rl
 
-WEIGHTS = {
-    "cold_start": {"relations": 0.5, "text": 0.4, "naming": 0.1},
-    **dict.fromkeys(("joint", "rl"), {"relations": 0.6, "text": 0.3, "naming": 0.1}),
-}
-"""Weights of the files of records, by stage."""
-SPOILED = {
-    50: ("again", "rl_con", "rl", "ume", "rl_lm", "length", "adaptive"),
-    0: ("again", "rl_con", "rl_lm"),
-    25: ("again", "rl_con"),
-}
-"""Second halves by percentage of spoiled oracles, the most informative first."""
 ONCE: dict[str, Any] = {"shared": True, "query_mode": ""}
 """Trained for all seeds, and not evaluated."""
-RL_SLICES = {
-    "unseen drawings of training families": Slice("unseen"),
-    "test families, seen pairs": Slice("test", "pair", "seen"),
-    "test families, held-out pairs": Slice("test", "pair", "held_out"),
-}
 
 
 def reinforcement(options: Options) -> Finding:
@@ -667,7 +649,7 @@ def reinforcement(options: Options) -> Finding:
     out = options.out / "rl"
     # Tower and tokens are the same at every dose. One step, since some stage must be named.
     arms = [Arm("eyes", "cold_start", "", ("cold_start.steps=1",), **ONCE, ends_with="backbone")]
-    for dose, halves in SPOILED.items():
+    for dose, halves in DATA["spoiled"].items():
         arms += dose_arms(dose, halves, options)
     sets = {"unseen": out / "data_50" / "unseen", "test": DEMO_SET}
     metrics = {
@@ -681,13 +663,15 @@ def reinforcement(options: Options) -> Finding:
         metrics=tuple(metrics.values()), columns=("pair",), steps=options.steps, derive=written_figures,
     )  # fmt: skip
     names = [arm.name for arm in arms if arm.query_mode]
-    tables = [Table(title, rows_of("\n".join(names)), RL_SLICES, metric) for title, metric in metrics.items()]
+    tables = [
+        Table(title, rows_of("\n".join(names)), SLICES["rl"], metric) for title, metric in metrics.items()
+    ]
     for title, metric in (("hit@1", "hit@1"), ("right rationales written", "right_rationale")):
         rows = rows_of(DATA["rows"]["rl"])
-        tables.append(Table(f"Paired differences, points of {title}", rows, RL_SLICES, metric))
+        tables.append(Table(f"Paired differences, points of {title}", rows, SLICES["rl"], metric))
 
     needs = dict[Path, Callable[[], object]]()
-    for dose in SPOILED:
+    for dose in DATA["spoiled"]:
         data = out / f"data_{dose}"
         needs[data / "unseen" / "meta.json"] = partial(spoil.write, data, dose / 100, seed=0)
 
@@ -707,8 +691,10 @@ def dose_arms(dose: int, halves: Sequence[str], options: Options) -> list[Arm]:
     """Cold start, joint stage and second halves on records with this percentage of spoiled oracles."""
     folder = options.out / "rl" / f"data_{dose}" / "train"
     records = {
-        stage: sources_word(stage, {folder / f"{name}.jsonl": weight for name, weight in weights.items()})
-        for stage, weights in WEIGHTS.items()
+        stage: sources_word(
+            stage, {folder / f"{name}.jsonl": weight for name, weight in DATA["weights"][stage].items()}
+        )
+        for stage in ("cold_start", "joint", "rl")
     }
     cold, joint, again = f"cold_{dose}", f"joint_{dose}", f"again_{dose}"
     arms = [

@@ -45,8 +45,10 @@ from rge.stats.intervals import in_words
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = "data_prep/demo/data"
-RUN, PROGRESS = "runs/demo", "progress.html"
+RUN = "runs/demo"
 BASE = "rge/demo_base"
+TRAIN, FIRST_STAGE = 10, 15
+"""Shares of the demo's time: training from `BASE`, and the stage before it, which makes such a base."""
 EVAL = ("-m", "rge", "eval")
 BASELINE = ("stage=joint", "loss.anchor=none", "loss.ratio=none", "joint.lr=2e-3", "loss.temperature=0.05")
 """Overrides of the model without rationales: no LM loss, InfoNCE on the state directly after the prompt."""
@@ -77,76 +79,63 @@ class Step:
     command: tuple[str, ...]  # arguments after the interpreter
     inputs: tuple[str, ...]  # files whose change, like that of the command, repeats a finished step
     output: str  # file that a finished step has written
+    share: float = 1.0  # rough share of the demo's time, relative to the other steps
 
 
 def steps(baseline: bool, run: str = RUN) -> list[Step]:
     """All steps, in order; for any folder `run` but `RUN`, training includes the backbone."""
+    from_base, none = run == RUN, f"{run}_none"
+    train = (*launcher(), "rge/train.py", "recipe=demo")
 
-    def files_below(folder: str) -> tuple[str, ...]:
+    def files_below(folder: str) -> list[str]:
         files = (path for path in (ROOT / folder).rglob("*") if path.is_file())
-        return tuple(sorted(str(path.relative_to(ROOT)) for path in files))
+        return sorted(str(path.relative_to(ROOT)) for path in files)
 
-    def train(name: str, out: str, inputs: tuple[str, ...], *words: str) -> Step:
-        command = (*launcher(), "rge/train.py", "recipe=demo", *words, f"out={out}")
-        return Step(
-            name,
-            command,
-            ("recipes/demo.yaml", *files_below(f"{DATA}/train"), *inputs),
-            f"{out}/joint/final/rge.json",
-        )
-
-    def evaluate(name: str, of: str, output: str, *words: str) -> Step:
-        # One item at a time would make run.trec independent of the batch, and take twice as long here.
-        given = (f"set={DATA}/test", "overwrite=true", "report=false", "exact=false")
-        command = (*EVAL, "run", *given, f"checkpoint={of}/joint/final", f"out={of}/eval", *words)
-        inputs = (*files_below(f"{DATA}/test"), f"{of}/joint/final/model.safetensors")
-        return Step(name, command, inputs, f"{of}/eval/{output}results.json")
-
-    none, first = f"{run}_none", CONDITIONS[0]
-    modes = ("query_mode=reasoning,direct", "query_modality=both,text,image")
-    base = (BASE,) if run == RUN else ()
+    recipe, test_set = ("recipes/demo.yaml", *files_below(f"{DATA}/train")), files_below(f"{DATA}/test")
+    # One item at a time would make run.trec independent of the batch, and take twice as long here.
+    evaluate = (*EVAL, "run", f"set={DATA}/test", "overwrite=true", "report=false", "exact=false")
+    weights, weights_none = f"{run}/joint/final/model.safetensors", f"{none}/joint/final/model.safetensors"
+    conditions = tuple(f"{run}/eval/{name}/results.json" for name in CONDITIONS)
+    rivals = {"question_only": "reasoning-text", "picture_only": "reasoning-image", "direct": "direct-both"}
+    pairs = {name: f"{run}/eval/{folder}" for name, folder in rivals.items()}
+    base, start = ((f"{BASE}/model.safetensors",), (f"init={BASE}",)) if from_base else ((), ())
+    trained, modes = f"{run}/joint/final", ("query_mode=reasoning,direct", "query_modality=both,text,image")
+    train_own, share = (*train, *start, f"out={run}"), TRAIN if from_base else FIRST_STAGE + TRAIN
+    eval_own = (*evaluate, f"checkpoint={trained}", f"out={run}/eval", *modes)
     found = [
-        train(
-            "train",
-            run,
-            tuple(f"{path}/model.safetensors" for path in base),
-            *(f"init={path}" for path in base),
-        ),
-        evaluate("eval", run, f"{first}/", *modes),
+        Step("train", train_own, (*recipe, *base), f"{trained}/rge.json", share),
+        Step("eval", eval_own, (*test_set, weights), conditions[0], share=3),
     ]
-    evaluations = [f"{run}/eval/{name}" for name in CONDITIONS]
-    pairs = dict(
-        zip(
-            ("question_only", "picture_only", "direct"),
-            ("reasoning-text", "reasoning-image", "direct-both"),
-            strict=True,
-        )
+    report: tuple[str, ...] = (
+        *(*EVAL, "report", f"runs={run}/eval", f"out={run}/report.html", "metric=hit@1"),
+        f"log={run}/cold_start/metrics.jsonl,{run}/joint/metrics.jsonl",
     )
-    pairs = {name: f"{run}/eval/{folder}" for name, folder in pairs.items()}
-    logs = [f"{run}/{stage}/metrics.jsonl" for stage in ("cold_start", "joint")]
-    report = [
-        *EVAL,
-        "report",
-        f"runs={run}/eval",
-        f"out={run}/report.html",
-        "metric=hit@1",
-        f"log={','.join(logs)}",
-    ]
+    figures = conditions
     if baseline:
-        cold = f"{run}/cold_start/final"
-        found += [
-            train("baseline", none, (f"{cold}/model.safetensors",), *BASELINE, f"init={cold}"),
-            evaluate("eval_none", none, "", "query_mode=direct"),
-        ]
         pairs["trained_without"] = f"{none}/eval"
-        evaluations.append(f"{none}/eval")
-        report.append(f"baseline=Trained without rationales:{none}/eval")
-    results = tuple(f"{folder}/results.json" for folder in evaluations)
+        figures = (*conditions, f"{none}/eval/results.json")
+        report = (*report, f"baseline=Trained without rationales:{none}/eval")
+        found += [
+            Step(
+                "baseline",
+                (*train, *BASELINE, f"init={run}/cold_start/final", f"out={none}"),
+                (*recipe, f"{run}/cold_start/final/model.safetensors"),
+                f"{none}/joint/final/rge.json",
+                share=4,
+            ),
+            Step(
+                "eval_none",
+                (*evaluate, f"checkpoint={none}/joint/final", f"out={none}/eval", "query_mode=direct"),
+                (*test_set, weights_none),
+                f"{none}/eval/results.json",
+            ),
+        ]
     for name, folder in pairs.items():
         out = f"{run}/compare/{name}"
-        words = (f"a={run}/eval/{first}", f"b={folder}", "metric=hit@1", f"out={out}")
-        found.append(Step(f"compare_{name}", (*EVAL, "compare", *words), results, f"{out}/compare.json"))
-    found.append(Step("report", tuple(report), (*results, logs[1]), f"{run}/report.html"))
+        words = (f"a={run}/eval/{CONDITIONS[0]}", f"b={folder}", "metric=hit@1", f"out={out}")
+        command = (*EVAL, "compare", *words)
+        found.append(Step(f"compare_{name}", command, figures, f"{out}/compare.json", share=0.3))
+    found.append(Step("report", report, (*figures, f"{run}/joint/metrics.jsonl"), f"{run}/report.html"))
     return found
 
 
@@ -172,8 +161,8 @@ def main(arguments: list[str]) -> int:
     record: dict[str, dict[str, Any]] = read_json(record_path) or {}
     todo = steps(options.baseline, run)
     page = ROOT / run / "report.html"
-    watched = ROOT / run / PROGRESS
-    print(f"demo: open {watched} to watch it; it leads to the report at the end", flush=True)
+    progress = Progress(run, todo)
+    print(f"demo: open {progress.path} to watch it; it leads to the report at the end", flush=True)
     for number, step in enumerate(todo, start=1):
         title = f"demo [{number}/{len(todo)}] {step.name}"
         entry = record.get(step.name, {})
@@ -183,7 +172,7 @@ def main(arguments: list[str]) -> int:
             continue
         print(f"{title}: python {shlex.join(step.command)}", flush=True)
         began, cpu = time.monotonic(), children_cpu()
-        code = call(step.command, partial(write_progress, run, todo, number))
+        code = call(step.command, partial(progress.write, number))
         seconds = entry.get("seconds_so_far", 0.0) + time.monotonic() - began
         cpu = entry.get("cpu_so_far", 0.0) + children_cpu() - cpu
         if code == 0:
@@ -197,7 +186,7 @@ def main(arguments: list[str]) -> int:
             return code if code > 0 else SIGNALLED - code
         print(f"{title}: {seconds / 60:.1f} min", flush=True)
     leads_there = f'<meta charset="utf-8"><meta http-equiv="refresh" content="0; url={page.name}">'
-    write_text(watched, leads_there)
+    write_text(progress.path, leads_there)
     minutes = {step.name: round(record[step.name]["seconds"] / 60, 2) for step in todo}
     cpu_minutes = sum(record[step.name].get("cpu_seconds", 0.0) for step in todo) / 60
     rows = figures(options.baseline, run)
@@ -215,36 +204,59 @@ def children_cpu() -> float:
     return sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
 
 
-def write_progress(run: str, todo: Sequence[Step], number: int) -> None:
-    """Write progress.html while the step of this number (from 1) runs."""
-    shown = dict.fromkeys(range(1, number), "{}: done") | {number: "<b>{}: running</b>"}
-    rows = "".join(
-        f"<li>{shown.get(place, '{}').format(step.name)}</li>" for place, step in enumerate(todo, start=1)
-    )
-    write_text(
-        ROOT / run / PROGRESS,
-        '<!doctype html><html lang="en"><meta charset="utf-8"><meta http-equiv="refresh" content="2">'
-        '<meta name="viewport" content="width=device-width"><title>rge demo</title>'
-        "<style>body{font:16px/1.5 system-ui;max-width:40rem;margin:3rem auto;padding:0 1rem;color-scheme:light dark}"
-        "progress{width:100%;height:1.2rem}</style><h1>The demo is running</h1>"
-        f'<p>Training:</p><p><progress max="1" value="{trained(run):.3f}"></progress></p><ol>{rows}</ol>'
-        "<p>A small model learns to say what a picture shows, to reason to what is needed, and to find it. "
-        "This page reloads itself and leads to the report.</p></html>",
-    )
+class Progress:
+    """Writes progress.html while the demo runs: the current step, and the minutes left."""
 
+    def __init__(self, run: str, todo: Sequence[Step]):
+        self.run, self.todo, self.began = run, todo, time.monotonic()
+        self.path = ROOT / run / "progress.html"
+        self.skipped: float | None = None
 
-def trained(run: str) -> float:
-    """Share of the steps of the first training that is done, from the last logged ones."""
-    recipe = load_recipe(["recipe=demo"])
-    stages = {name: getattr(recipe, name).steps for name in recipe.stages()}
-    if run != RUN and recipe.model.scratch is not None:
-        stages["naming"] = recipe.model.scratch.naming_steps
-    done = 0
-    for stage in stages:
+    def write(self, number: int) -> None:
+        """The page while the step of this number (from 1) runs."""
+        step = self.todo[number - 1]
+        done = sum(one.share for one in self.todo[: number - 1])
+        done += self._trained() * step.share if step.name == "train" else 0.0
+        if self.skipped is None:
+            self.skipped = done
+        whole = sum(step.share for step in self.todo)
+        elapsed = time.monotonic() - self.began
+        in_this_run = (done - self.skipped) / whole
+        left = "estimating the time left"
+        if in_this_run > 0.03:
+            left = f"about {max(elapsed / in_this_run * (1 - done / whole) / 60, 0.1):.0f} min left"
+        shown = dict.fromkeys(range(1, number), "{}: done") | {number: "<b>{}: running</b>"}
+        rows = "".join(
+            f"<li>{shown.get(place, '{}').format(step.name)}</li>"
+            for place, step in enumerate(self.todo, start=1)
+        )
+        write_text(
+            self.path,
+            '<!doctype html><html lang="en"><meta charset="utf-8"><meta http-equiv="refresh" content="2">'
+            '<meta name="viewport" content="width=device-width"><title>rge demo</title>'
+            "<style>body{font:16px/1.5 system-ui;max-width:40rem;margin:3rem auto;padding:0 1rem;color-scheme:light dark}"
+            "progress{width:100%;height:1.2rem}</style><h1>The demo is running</h1>"
+            f'<p><progress max="1" value="{done / whole:.3f}"></progress></p><p>{done / whole:.0%}, {left}</p><ol>{rows}</ol>'
+            "<p>A small model learns to say what a picture shows, to reason to what is needed, and to find it. "
+            "This page reloads itself and leads to the report.</p></html>",
+        )
+
+    def _trained(self) -> float:
+        """Share of the training that is done, from the last logged steps."""
+        recipe = load_recipe(["recipe=demo"])
+        stages = {name: getattr(recipe, name).steps for name in recipe.stages()}
+        trained = sum(map(self._steps, stages)) / sum(stages.values())
+        if self.run == RUN:
+            return trained
+        assert recipe.model.scratch is not None
+        first = self._steps("naming") / recipe.model.scratch.naming_steps
+        return (FIRST_STAGE * first + TRAIN * trained) / (FIRST_STAGE + TRAIN)
+
+    def _steps(self, stage: str) -> int:
+        path = ROOT / self.run / stage / "metrics.jsonl"
         with contextlib.suppress(OSError, IndexError, ValueError):
-            lines = (ROOT / run / stage / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-            done += json.loads(lines[-1])["step"]
-    return done / sum(stages.values())
+            return json.loads(path.read_text(encoding="utf-8").splitlines()[-1])["step"]
+        return 0
 
 
 def call(command: Sequence[str], every_two_seconds: Callable[[], None]) -> int:

@@ -12,19 +12,18 @@ end for workers that must outlive a SIGTERM.
 import contextlib
 import ctypes
 import fcntl
+import math
 import multiprocessing
 import os
 import pickle
 import signal
-import struct
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -40,7 +39,6 @@ PIPE_BYTES = 1 << 20
 """Linux's maximum pipe size without privileges, so that a batch passes in fewer pieces."""
 
 _FORK = multiprocessing.get_context("fork")
-_HEADER = struct.Struct("<QQ")
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 _PR_SET_PDEATHSIG = 1
 
@@ -63,10 +61,9 @@ class Loader:
         settings: DataConfig,
         device: torch.device | str = "cpu",
     ):
-        self.batches, self.steps = batches, steps
+        self.batches, self.steps, self.device = batches, steps, torch.device(device)
         self.num_workers = min(settings.num_workers, len(steps))
         self.prefetch_bytes = settings.prefetch_mb << 20
-        self.device = torch.device(device)
 
     def __iter__(self) -> Iterator[Batch]:
         """The batches. Raises the workers' errors, and WorkerError if one was killed or no batch came for `PATIENCE_S`."""
@@ -85,50 +82,19 @@ class Loader:
         return unflatten(head, pixels.to(self.device, non_blocking=True))
 
 
-class _Worker:
-    """A process that makes every n-th batch, and the reading end of its pipe."""
-
-    def __init__(self, number: int, batches: StepBatches, steps: Sequence[int], others: Sequence["_Worker"]):
-        self.number = number
-        self.inlet, outlet = os.pipe()
-        with contextlib.suppress(OSError, AttributeError):  # smaller pieces, if the system does not allow it
-            fcntl.fcntl(outlet, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-        inlets = [self.inlet, *(worker.inlet for worker in others)]
-        self.process: BaseProcess = _FORK.Process(
-            target=_work,
-            args=(batches, steps, outlet, inlets, os.getpid()),
-            name=f"data worker {number}",
-            daemon=True,
-        )
-        self.process.start()
-        os.close(outlet)  # so that reading ends when the worker does
-
-    def read_into(self, view: memoryview, step: int) -> None:
-        """Fill `view` from the pipe; WorkerError if the worker is gone."""
-        while len(view):
-            count = os.readv(self.inlet, [view])
-            if not count:
-                self.process.join(5.0)
-                how = how_it_ended(self.process.exitcode or 0)
-                raise WorkerError(
-                    f"data worker {self.number} {how} while it made the batch of step {step + 1}; if memory ran out, "
-                    "lower data.num_workers or data.prefetch_mb"
-                )
-            view = view[count:]
-
-
 class _Queue:
-    """The workers, and the thread that reads their batches in step order."""
+    """The workers, each of which makes every n-th batch, and the thread that reads their pipes in step order."""
 
     def __init__(
         self, batches: StepBatches, steps: range, num_workers: int, limit: int, device: torch.device
     ):
         self.steps, self.limit, self.device = steps, limit, device
-        self.workers: list[_Worker] = []
+        self.workers: list[BaseProcess] = []
+        self.inlets: list[BinaryIO] = []
         # Runs before multiprocessing's own clean-up at exit, which would wait for them.
         self._end = Finalize(self, _kill, args=(self.workers,), exitpriority=100)
         for number in range(num_workers):
-            self.workers.append(_Worker(number, batches, steps[number::num_workers], self.workers))
+            self._start(batches, steps[number::num_workers])
         self.waiting: deque[tuple[int, Any]] = deque()
         self.num_bytes = 0
         self.changed = threading.Condition()
@@ -136,16 +102,26 @@ class _Queue:
         self.thread = threading.Thread(target=self._read, name="batches", daemon=True)
         self.thread.start()
 
+    def _start(self, batches: StepBatches, steps: Sequence[int]) -> None:
+        inlet, outlet = os.pipe()
+        with contextlib.suppress(OSError, AttributeError):  # smaller pieces, if the system does not allow it
+            fcntl.fcntl(outlet, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+        self.inlets.append(open(inlet, "rb"))
+        worker = _FORK.Process(
+            target=_work, args=(batches, steps, outlet, self.inlets, os.getpid()), daemon=True
+        )
+        worker.start()
+        self.workers.append(worker)
+        os.close(outlet)  # so that reading ends when the worker does
+
     def get(self) -> tuple[dict[str, Any], Tensor]:
         """The next batch, flat; see `flatten`."""
-        until = time.monotonic() + PATIENCE_S
         with self.changed:
-            while not self.waiting:
-                if not self.changed.wait(until - time.monotonic()) and time.monotonic() >= until:
-                    raise WorkerError(
-                        f"no batch came from the data workers for {PATIENCE_S / 60:.0f} minutes: is the file system with "
-                        "the pictures available?"
-                    )
+            if not self.changed.wait_for(lambda: self.waiting, PATIENCE_S):
+                raise WorkerError(
+                    f"no batch came from the data workers for {PATIENCE_S / 60:.0f} minutes: is the file system with "
+                    "the pictures available?"
+                )
             num_bytes, found = self.waiting.popleft()
             self.num_bytes -= num_bytes
             self.changed.notify_all()
@@ -160,42 +136,43 @@ class _Queue:
             self.changed.notify_all()
         self._end()
         self.thread.join(5.0)
-        for worker in self.workers:
-            os.close(worker.inlet)
+        for inlet in self.inlets:
+            inlet.close()
 
     def _read(self) -> None:
         try:
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device.index or 0)  # per thread; memory is pinned for its context
             for place, step in enumerate(self.steps):
-                if not self._read_one(self.workers[place % len(self.workers)], step):
-                    return
+                self._read_one(place % len(self.workers), step)
         except BaseException as error:  # noqa: BLE001 - training raises it
             self._put(0, error)
 
-    def _read_one(self, worker: _Worker, step: int) -> bool:
-        header = bytearray(_HEADER.size)
-        worker.read_into(memoryview(header), step)
-        head_bytes, pixel_bytes = _HEADER.unpack(header)
-        # Pinned memory comes in powers of two.
-        pinned = self.device.type == "cuda" and pixel_bytes > 0
-        num_bytes = head_bytes + (1 << (pixel_bytes - 1).bit_length() if pinned else pixel_bytes)
-        with self.changed:
-            self.changed.wait_for(
-                lambda: self.closed or not self.waiting or self.num_bytes + num_bytes <= self.limit
-            )
-            if self.closed:
-                return False
-        packed = bytearray(head_bytes)
-        worker.read_into(memoryview(packed), step)
-        found = pickle.loads(packed)  # noqa: S301 - written by a fork of this process
+    def _read_one(self, number: int, step: int) -> None:
+        inlet, pinned = self.inlets[number], self.device.type == "cuda"
+        try:
+            head_bytes, shape = pickle.load(inlet)  # noqa: S301 - written by a fork of this process
+            num_pixels = math.prod(shape)
+            # Pinned memory comes in powers of two.
+            room = head_bytes + (1 << (num_pixels - 1).bit_length() if pinned and num_pixels else num_pixels)
+            with self.changed:  # once it is closed, the worker is killed, and reading ends
+                self.changed.wait_for(
+                    lambda: self.closed or not self.waiting or self.num_bytes + room <= self.limit
+                )
+            found = pickle.load(inlet)  # noqa: S301
+            pixels = torch.empty(shape, dtype=torch.uint8, pin_memory=pinned)
+            if inlet.readinto(pixels.numpy()) < num_pixels:  # type: ignore[attr-defined]
+                raise EOFError
+        except (EOFError, pickle.UnpicklingError):
+            self.workers[number].join(5.0)
+            how = how_it_ended(self.workers[number].exitcode or 0)
+            raise WorkerError(
+                f"data worker {number} {how} while it made the batch of step {step + 1}; if memory ran out, "
+                "lower data.num_workers or data.prefetch_mb"
+            ) from None
         if isinstance(found, BaseException):
-            self._put(0, found)
-            return False
-        pixels = torch.empty(pixel_bytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
-        worker.read_into(pixels.numpy().data, step)
-        self._put(num_bytes, (found["head"], pixels.view(found["shape"])))
-        return True
+            raise found
+        self._put(room, (found, pixels))
 
     def _put(self, num_bytes: int, found: Any) -> None:
         with self.changed:
@@ -204,15 +181,15 @@ class _Queue:
             self.changed.notify_all()
 
 
-def _kill(workers: Sequence[_Worker]) -> None:
+def _kill(workers: Sequence[BaseProcess]) -> None:
     for worker in workers:
-        worker.process.kill()
+        worker.kill()
     for worker in workers:
-        worker.process.join(5.0)
+        worker.join(5.0)
 
 
 def _work(
-    batches: StepBatches, steps: Sequence[int], outlet: int, inlets: Sequence[int], parent: int
+    batches: StepBatches, steps: Sequence[int], outlet: int, inlets: Sequence[BinaryIO], parent: int
 ) -> None:
     """Make and write batches until none are left or the reader has exited."""
     # Schedulers send SIGTERM, and terminals SIGINT, to every process of a job, but training needs its workers to finish
@@ -224,28 +201,21 @@ def _work(
     if os.getppid() != parent:
         return  # the parent ended before prctl
     for inlet in inlets:
-        os.close(inlet)  # so that writing fails when the reader is gone
+        inlet.close()  # so that writing fails when the reader is gone
     # Threads in the workers would compete with the training step for cores.
     torch.set_num_threads(1)
-    with contextlib.suppress(BrokenPipeError):
+    with contextlib.suppress(BrokenPipeError), open(outlet, "wb") as out:
         for step in steps:
+            found: Any
             try:
-                head, pixels = flatten(batches[step])
+                found, pixels = flatten(batches[step])
             except Exception as error:  # noqa: BLE001 - training raises it
-                _write(outlet, portable(error), torch.empty(0, dtype=torch.uint8))
+                found, pixels = portable(error), torch.empty(0, dtype=torch.uint8)
+            packed = pickle.dumps(found)
+            pickle.dump((len(packed), tuple(pixels.shape)), out)
+            out.write(packed)
+            out.write(pixels.numpy())
+            out.flush()
+            if isinstance(found, Exception):
                 return
-            _write(outlet, {"head": head, "shape": pixels.shape}, pixels)
-            del head, pixels
-
-
-def _write(outlet: int, found: Any, pixels: Tensor) -> None:
-    packed = pickle.dumps(found)
-    parts: list[bytes | memoryview] = [
-        _HEADER.pack(len(packed), pixels.nbytes),
-        packed,
-        pixels.numpy().data.cast("B"),
-    ]
-    for part in parts:
-        view = memoryview(part)
-        while len(view):
-            view = view[os.write(outlet, view) :]
+            del found, packed, pixels

@@ -13,12 +13,11 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    GetPydanticSchema,
-    PlainSerializer,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
+    PlainValidator,
+    ValidationInfo,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 ImageRef = str | bytes
 """Encoded picture bytes, a path to a picture file, or ``library.parquet#row-id``."""
@@ -31,20 +30,15 @@ def safe_id(name: str) -> str:
     return re.sub(r"\s", lambda match: f"%{ord(match[0]):02X}", name)
 
 
-def _or_bytes(value: object, check: ValidatorFunctionWrapHandler) -> ImageRef:
-    ref: ImageRef = value if isinstance(value, bytes) and value else check(value)
-    return ref
+def _picture(value: object, info: ValidationInfo) -> ImageRef:
+    """Check a reference, and join it to the folder of the context, if there is one."""
+    if not isinstance(value, (str, bytes)) or not value:
+        raise PydanticCustomError("picture", "Input should be a path or encoded bytes")
+    folder = (info.context or {}).get("folder")
+    return value if folder is None or isinstance(value, bytes) else str(folder / value)
 
 
-Picture = Annotated[
-    ImageRef,
-    GetPydanticSchema(
-        lambda _, schema: schema.generate_schema(
-            Annotated[Text, WrapValidator(_or_bytes), PlainSerializer(lambda ref: ref)]
-        )
-    ),
-]
-"""A reference in a file, or encoded bytes from a data set. Not a union, whose error messages would name both."""
+Picture = Annotated[ImageRef, PlainValidator(_picture)]
 
 
 class _Model(BaseModel):

@@ -161,7 +161,7 @@ class _Queue:
                 )
             found = pickle.load(inlet)  # noqa: S301
             pixels = torch.empty(shape, dtype=torch.uint8, pin_memory=pinned)
-            if inlet.readinto(pixels.numpy()) < num_pixels:  # type: ignore[attr-defined]
+            if inlet.readinto(pixels.numpy().data) < num_pixels:  # type: ignore[attr-defined]
                 raise EOFError
         except (EOFError, pickle.UnpicklingError):
             self.workers[number].join(5.0)
@@ -214,7 +214,7 @@ def _work(
             packed = pickle.dumps(found)
             pickle.dump((len(packed), tuple(pixels.shape)), out)
             out.write(packed)
-            out.write(pixels.numpy())
+            out.write(pixels.numpy().data)
             out.flush()
             if isinstance(found, Exception):
                 return

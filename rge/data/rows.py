@@ -10,7 +10,7 @@ from typing import Any, Unpack
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from rge.common.commands import progress_bar
 from rge.common.errors import did_you_mean
@@ -19,12 +19,13 @@ from rge.config import RecordsConfig
 from rge.data.sources import (
     PRESENT,
     Checks,
+    Parsed,
     RecordError,
     Records,
     Scanned,
     StoredRecords,
     names_of,
-    problems_of,
+    parsed_fields,
     texts_of,
     with_defaults,
     without_nulls,
@@ -131,6 +132,8 @@ class Columns:
 
     def record(self, row: Mapping[str, Any], number: int | str) -> dict[str, Any]:
         """A row as the fields of a record, with defaults for id, group, source and split; ValueError if it cannot be one."""
+        if not isinstance(row, Mapping):
+            raise ValueError(f"a row is a mapping of names to values, got {type(row).__name__}")
         if self.used is None and (unknown := row.keys() - Record.model_fields.keys() - self._mapped):
             name = sorted(unknown)[0]
             raise ValueError(f"{name}: a record has no such field{did_you_mean(name, Record.model_fields)}")
@@ -252,16 +255,15 @@ class RowRecords(Reopened, StoredRecords):
                     yield Scanned(number, number, record, problems)
                 bar.update(len(numbers))
 
-    def _read(self, place: int) -> tuple[Record | None, list[str]]:
-        rows, columns, _ = self.opened
-        return parsed(columns, rows[place], place)
+    def _read(self, place: int) -> Parsed:
+        rows, columns, folder = self.opened
+        return parsed(columns, rows[place], place, folder)
 
 
-def parsed(columns: Columns, row: Mapping[str, Any], number: int | str) -> tuple[Record | None, list[str]]:
-    """A row's record, or None and its problems."""
+def parsed(columns: Columns, row: Mapping[str, Any], number: int | str, folder: Path | None = None) -> Parsed:
+    """A row's record, its pictures joined to `folder`."""
     try:
-        return Record.model_validate(columns.record(row, number)), []
-    except ValidationError as error:
-        return None, problems_of(error)
+        fields = columns.record(row, number)
     except ValueError as error:
         return None, [str(error)]
+    return parsed_fields(fields, folder)

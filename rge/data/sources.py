@@ -8,9 +8,10 @@ import sys
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Self, TypedDict, Unpack
+from typing import Any, BinaryIO, NamedTuple, Self, TypedDict, Unpack
 
 import numpy as np
 from pydantic import ValidationError
@@ -21,7 +22,7 @@ from rge.common.errors import UserError
 from rge.common.files import find_shipped, write_text
 from rge.common.images import PictureIndex
 from rge.common.prompt_profiles import EMB_TOKEN, PROFILES
-from rge.common.schema import ImageRef, Record, Target
+from rge.common.schema import Record, Target
 
 
 class RecordError(UserError):
@@ -91,21 +92,17 @@ class Checks(TypedDict, total=False):
     on_bad: str  # ``stop`` (the default) raises if records break the format; ``skip`` leaves them out
 
 
-@dataclass(slots=True)
-class Scanned:
+class Scanned(NamedTuple):
     """A record as it was read."""
 
     label: int  # number in messages: line of a file (from 1), row of a data set (from 0)
     place: int  # see `BadRecord`
     record: Record | None  # None if it breaks the format
     problems: list[str]
-    id: str | None = None  # what `forget` keeps of the record
 
-    def forget(self) -> "Scanned":
-        """Drop the record: every one of a file larger than memory may be broken."""
-        if self.record is not None:
-            self.id, self.record = self.record.id, None
-        return self
+
+Broken = dict[int, tuple[int, str | None, list[str]]]
+"""Label, id and problems of bad records, by place. Not the records: all of a file larger than memory may be bad."""
 
 
 class StoredRecords(Records, ABC):
@@ -128,20 +125,20 @@ class StoredRecords(Records, ABC):
         places, broken = self._check(sha256, checks)
         if not len(places):
             raise RecordError(f"training records {self.name}: {self.empty}")
-        self.offsets = places[~np.isin(places, [one.place for one in broken])] if broken else places
+        self.offsets = places[~np.isin(places, list(broken))] if broken else places
         skips = checks.get("on_bad", "stop") == "skip"
         if broken and not (skips and len(self.offsets)):
             none = ", and data.on_bad=skip leaves none" if skips else ""
             raise RecordError(f"training records break the format{none}:\n{self._listed(broken)}")
         self.bad = [
-            BadRecord(self.name, one.place, one.id, f"{self.unit} {one.label}: {'; '.join(one.problems)}")
-            for one in broken
+            BadRecord(self.name, place, name, f"{self.unit} {label}: {'; '.join(problems)}")
+            for place, (label, name, problems) in broken.items()
         ]
         self.size = len(self.offsets)
         numbers = {"records": self.size, "left_out": len(broken)}
         self.content = self.extent | {"sha256": sha256.hexdigest()} | numbers
         if broken:
-            self.content["left_out_at"] = number_of(str([one.place for one in broken]))
+            self.content["left_out_at"] = number_of(str(list(broken)))
 
     @abstractmethod
     def _scan(self, sha256: Any, progress: bool = False) -> Iterator[Scanned]:
@@ -149,45 +146,42 @@ class StoredRecords(Records, ABC):
 
     @abstractmethod
     def _read(self, place: int) -> tuple[Record | None, list[str]]:
-        """The record at a place, or None and its problems."""
+        """The record at a place with absolute picture references, or None and its problems."""
 
-    def _check(self, sha256: Any, checks: Checks) -> tuple[np.ndarray, list[Scanned]]:
+    def _check(self, sha256: Any, checks: Checks) -> tuple[np.ndarray, Broken]:
         """(N,) int64 places of all records, and those with problems, in order."""
         places, ids, need_rationale = Column(), Column(), checks.get("need_rationale", False)
-        broken: dict[int, Scanned] = {}
-        for one in self._scan(sha256, checks.get("progress", False)):
-            places.append(one.place)
-            if one.record is not None:
-                ids.append(number_of(one.record.id))
-                one.problems += faults_of(one.record, need_rationale, self.folder, checks.get("pictures"))
-            if one.problems:
-                broken[one.place] = one.forget()
-        for repeated in self._repeated(ids.read()):
-            known = broken.setdefault(repeated.place, repeated)
-            if known is not repeated:
-                known.problems += repeated.problems
-        return places.read(), [broken[place] for place in sorted(broken)]
+        broken: Broken = {}
+        for label, place, record, problems in self._scan(sha256, checks.get("progress", False)):
+            places.append(place)
+            if record is not None:
+                ids.append(number_of(record.id))
+                problems += faults_of(record, need_rationale, self.folder, checks.get("pictures"))
+            if problems:
+                broken[place] = label, None if record is None else record.id, problems
+        self._add_repeated(broken, ids.read())
+        return places.read(), dict(sorted(broken.items()))
 
-    def _repeated(self, ids_N: np.ndarray) -> Iterator[Scanned]:
-        """Every record with the id of an earlier one. Records are read again only if two ids' 64-bit hashes are equal."""
+    def _add_repeated(self, broken: Broken, ids_N: np.ndarray) -> None:
+        """Add every record with the id of an earlier one. Records are read again only if two ids' 64-bit hashes are equal."""
         ordered = np.sort(ids_N)
         suspects = set(ordered[1:][ordered[1:] == ordered[:-1]].tolist())
         seen: dict[str, int] = {}
-        for one in self._scan(hashlib.sha256()) if suspects else ():
-            if one.record is None or number_of(name := one.record.id) not in suspects:
+        for label, place, record, _ in self._scan(hashlib.sha256()) if suspects else ():
+            if record is None or number_of(record.id) not in suspects:
                 continue
-            if name in seen:
-                one.problems.append(f"id: {name!r} is already used in {self.unit} {seen[name]}")
-                yield one.forget()
-            seen.setdefault(name, one.label)
+            if record.id in seen:
+                fault = f"id: {record.id!r} is already used in {self.unit} {seen[record.id]}"
+                broken.setdefault(place, (label, record.id, []))[2].append(fault)
+            seen.setdefault(record.id, label)
 
-    def _listed(self, broken: Sequence[Scanned]) -> str:
-        problems = [f"{self.name}:{one.label}: {problem}" for one in broken for problem in one.problems]
+    def _listed(self, broken: Broken) -> str:
+        problems = [f"{self.name}:{label}: {one}" for label, _, several in broken.values() for one in several]
         more = f"\n... and {len(problems) - MAX_REPORTED} more" if len(problems) > MAX_REPORTED else ""
         return "\n".join(problems[:MAX_REPORTED]) + more
 
     def __getitem__(self, index: int) -> Record:
-        return absolute(self._still(*self._read(self.place(index))), self.folder)
+        return self._still(*self._read(self.place(index)))
 
     def _still(self, record: Record | None, problems: Sequence[str]) -> Record:
         if record is None:
@@ -251,7 +245,7 @@ class RecordFile(StoredRecords):
     def _read(self, place: int) -> tuple[Record | None, list[str]]:
         with _open(self.path) as lines:
             lines.seek(place)
-            return parsed_line(strip_bom(lines.readline()), self.path.name, place)
+            return parsed_line(strip_bom(lines.readline()), self.path.name, place, self.folder)
 
 
 class Column:
@@ -304,20 +298,27 @@ def strip_bom(line: bytes) -> bytes:
     return line.removeprefix(codecs.BOM_UTF8)
 
 
-def parsed_line(line: bytes, title: str, place: int) -> tuple[Record | None, list[str]]:
-    """Parse a line of a file (its `title` and byte offset as of `with_defaults`) into a record, or None and its problems."""
+Parsed = tuple[Record | None, list[str]]
+"""A record, or None and its problems."""
+
+
+def parsed_line(line: bytes, title: str, place: int, folder: Path | None = None) -> Parsed:
+    """Parse a line of a file (its `title` and byte offset as of `with_defaults`); pictures are joined to `folder`."""
     try:
-        return Record.model_validate_json(line), []
+        return Record.model_validate_json(line, context={"folder": folder}), []
     except ValidationError as error:
         problems = problems_of(error)
-    try:
+    with suppress(ValueError):
         fields = from_json(line)
-    except ValueError:
-        return None, problems
-    if not isinstance(fields, dict):
-        return None, problems
+        if isinstance(fields, dict):
+            return parsed_fields(with_defaults(without_nulls(fields), title, "train", place), folder)
+    return None, problems
+
+
+def parsed_fields(fields: dict[str, Any], folder: Path | None = None) -> Parsed:
+    """Make a record of its fields; pictures are joined to `folder`."""
     try:
-        return Record.model_validate(with_defaults(without_nulls(fields), title, "train", place)), []
+        return Record.model_validate(fields, context={"folder": folder}), []
     except ValidationError as error:
         return None, problems_of(error)
 
@@ -423,28 +424,6 @@ def _rationale_fault(rationale: str) -> str | None:
     if EMB_TOKEN in rationale:
         return f"contains {EMB_TOKEN}, which the trainer appends itself"
     return None
-
-
-def located(ref: ImageRef, folder: Path) -> ImageRef:
-    """A picture reference joined to a folder, unless it is bytes."""
-    return ref if isinstance(ref, bytes) else str(folder / ref)
-
-
-def absolute(record: Record, folder: Path) -> Record:
-    """The record with its picture references joined to a folder."""
-
-    def target(item: Target) -> Target:
-        return item if item.image is None else item.model_copy(update={"image": located(item.image, folder)})
-
-    return record.model_copy(
-        update={
-            "query": record.query.model_copy(
-                update={"images": [located(image, folder) for image in record.query.images]}
-            ),
-            "positives": [target(positive) for positive in record.positives],
-            "negatives": [target(negative) for negative in record.negatives],
-        }
-    )
 
 
 def identity(target: Target) -> int:

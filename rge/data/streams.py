@@ -21,7 +21,7 @@ from rge.common.files import read_json_lines
 from rge.common.schema import Record
 from rge.config import RecordsConfig, SourceConfig
 from rge.data.rows import Opened, Reopened, parsed
-from rge.data.sources import BrokenRecord, Checks, RecordError, Records, absolute, faults_of
+from rge.data.sources import BrokenRecord, Checks, RecordError, Records, faults_of
 
 BATCH = 64
 """Rows read together."""
@@ -101,12 +101,12 @@ class Reader(Records):
             RecordError: the stream cannot be read on, or has changed.
         """
         place, row = self._row(index)
-        record, problems = parsed(self._columns, row, place)
+        record, problems = parsed(self._columns, row, place, self._folder)
         if record is not None:
             problems = faults_of(record, self.stream.need_rationale)
         if record is None or problems:
             raise BrokenRecord("; ".join(problems))
-        return absolute(record, self._folder)
+        return record
 
     def place(self, index: int) -> str:
         """Shard and row."""

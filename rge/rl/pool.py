@@ -21,7 +21,7 @@ from rge.common.schema import Record, Target
 from rge.config import Recipe
 from rge.data.collate import Batch, target_item
 from rge.data.layout import measured, on_all_cores
-from rge.data.sources import MAX_REPORTED, RecordFile, Records, identity, located
+from rge.data.sources import MAX_REPORTED, RecordFile, Records, identity
 from rge.distributed import collectives as dist
 from rge.model.embedding_model import EmbeddingModel, eval_mode
 from rge.model.packing import Branch
@@ -143,7 +143,7 @@ def _of_corpus(folder: Path) -> Iterator[Target]:
         image = row.get("image")
         if image is not None:
             inside = image["bytes"] is not None
-            image = f"{file}#{row['id']}" if inside else located(image["path"], folder)
+            image = f"{file}#{row['id']}" if inside else str(folder / image["path"])
         yield Target(id=row["id"], text=row.get("text"), image=image, identity=row.get("identity"))
 
 

@@ -10,7 +10,6 @@ import pytest
 from data_prep.rationales.pairs import Source, read_captions
 from rge.common.errors import UserError
 from rge.common.schema import Target
-from rge.data.sources import located
 
 
 def test_captions_are_found_by_absolute_path(tmp_path: Path) -> None:
@@ -26,7 +25,7 @@ def test_captions_are_found_by_path_as_in_the_records(tmp_path: Path, name: str)
     pq.write_table(pa.table({"id": [name], "caption": ["a red car"]}), tmp_path / "captions.parquet")
     captions = read_captions(records.path, tmp_path / "captions.parquet")
     source = Source(records, tmp_path / "out.jsonl", captions)  # type: ignore[arg-type]
-    assert source.caption(Target(id="t", image=located(name, tmp_path))) == "a red car"
+    assert source.caption(Target(id="t", image=str(tmp_path / name))) == "a red car"
 
 
 def test_a_caption_by_exact_name_comes_first(tmp_path: Path) -> None:

@@ -849,7 +849,7 @@ def test_a_registered_source_gives_records(registered):
             {"type": "sheet", "options": {"count": 5}},
             ":5: negativs: a record has no such field; did you mean 'negatives'",
         ),
-        ({"type": "sheet", "options": {"count": 6}}, "row 6: a row is a mapping of names to values, got int"),
+        ({"type": "sheet", "options": {"count": 6}}, ":6: a row is a mapping of names to values, got int"),
     ],
 )
 def test_what_a_registered_source_does_wrong_is_named(registered, source, message):

@@ -16,7 +16,7 @@ from rge.data.collate import query_item, target_item
 from rge.data.readers import open_records
 from rge.data.sources import RecordError, Records, identity
 from rge.stats.intervals import cluster_bootstrap, figures, index_of
-from rge.tables.rows import table_rows
+from rge.tables.rows import picture_cell, table_rows
 
 
 @dataclass(frozen=True)
@@ -114,10 +114,7 @@ def _from_set(folder: Path, limit: int, seed: int) -> Pairs:
 
 def _item(row: dict[str, Any], folder: Path) -> Item:
     images = row.get("image")
-    cells = [
-        image.get("bytes") or image.get("path") if isinstance(image, dict) else image
-        for image in (images if isinstance(images, list) else [images])
-    ]
+    cells = map(picture_cell, images if isinstance(images, list) else [images])
     pictures = [cell if isinstance(cell, bytes) else str(folder / cell) for cell in cells if cell]
     return Item(row["id"], row.get("text"), tuple(pictures), row.get("instruction"))
 

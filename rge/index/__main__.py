@@ -41,8 +41,8 @@ def main(words: list[str]) -> int:
         if options.remove:
             return remove_source(options)
         source = read_source(options.src, id=options.id, text=options.text, image=options.image)
-        with Unreadable.noted(source, options):
-            index, reader = opened(options)
+        Unreadable.of(source, options)  # refuses a bad source before the model is loaded
+        index, reader = opened(options)
         update(options, source, index, reader)
     if options.watch:
         watch(options, source, index, reader)
@@ -65,8 +65,8 @@ def remove_source(options: IndexOptions) -> int:
 
 def update(options: IndexOptions, source: Source, index: Index, reader: "Reader") -> None:
     """Embed new and changed items, and remove deleted ones."""
-    with Unreadable.noted(source, options) as unreadable:
-        changes = update_index(index, source, reader, unreadable)
+    unreadable = Unreadable.of(source, options)
+    changes = update_index(index, source, reader, unreadable)
     recall = index.refresh(options.ann_from)
     kept = ", except those indexed before and everything below unreadable folders" if source.unseen else ""
     unreadable.report(f" and not in the index{kept}")
@@ -183,8 +183,7 @@ def _embed(
     if not todo:
         return counts
     at_start = index.as_of_now()
-    indexed_at_start = at_start.digests()
-    indexed = set(indexed_at_start)
+    indexed = at_start.digests()
     index.declare(entry.metadata for entry in source.entries)
     with progress_bar(total=len(todo), unit="item") as bar:
         for window in reader.read(todo, unreadable, indexed):
@@ -192,8 +191,7 @@ def _embed(
             by_digest = {item.content.digest: item for item in readable.values()}
             found = by_digest.keys() & indexed
             # Of the index at the start: when files are renamed in turn (a to b, b to c), a row is replaced before the next needs its vector.
-            vectors = at_start.vectors_of(found & indexed_at_start)
-            vectors |= index.vectors_of(found - indexed_at_start)
+            vectors = index.vectors_of(found) | at_start.vectors_of(found)
             for name, item in readable.items():
                 digest, before = item.content.digest, known.get(name, ("", None))[1]
                 counts["added"] += before is None

@@ -12,8 +12,8 @@ import os
 import re
 import sys
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path, PurePosixPath
@@ -27,7 +27,7 @@ from rge.common.files import visible_files, write_text
 from rge.common.images import WEB, ImageError, fetch_picture, load_image, open_picture, picture_bytes
 from rge.index.options import Reading
 from rge.tables.pictures import SUFFIXES, file_stamp
-from rge.tables.rows import TABLES, reading, table_rows
+from rge.tables.rows import TABLES, picture_cell, reading, table_rows
 
 MAX_TEXT_BYTES = 1 << 20
 """Largest text file that counts as an item: a prompt has a few thousand tokens."""
@@ -74,52 +74,50 @@ class Source:
 
 @dataclass
 class Unreadable:
-    """Unreadable items of a source, with the reason, by name; `max_share` of `total` is allowed."""
+    """Unreadable items of a source, with the reason, by name; more than `max_share` of `total` are a `UserError`."""
 
     total: int
     max_share: float
+    file: Path | None = None  # lists all of them in the end
     faults: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    @contextmanager
-    def noted(cls, source: Source, options: Reading) -> Iterator["Unreadable"]:
-        """Start with the faults of a source's listing; at the end write all to ``unreadable=``. Raises as `check` does."""
-        listed = options.unreadable
-        if listed is not None and listed.suffix.lower() == ".txt" and _is_listed(listed, Path(source.name)):
-            raise UserError(f"unreadable={listed} would be an item of {source.name}: put it elsewhere")
-        found = cls(len(source.entries) + len(source.faults), options.max_unreadable, dict(source.faults))
-        try:
-            found.check()
-            yield found
-        finally:
-            if listed is not None:
-                write_text(listed, "".join(f"{name}\t{why}\n" for name, why in found.faults.items()))
+    def of(cls, source: Source, options: Reading) -> "Unreadable":
+        """Start with the faults of a source's listing."""
+        file = options.unreadable
+        if file is not None and file.suffix.lower() == ".txt" and _is_listed(file, Path(source.name)):
+            raise UserError(f"unreadable={file} would be an item of {source.name}: put it elsewhere")
+        total = len(source.entries) + len(source.faults)
+        found = cls(total, options.max_unreadable, file, dict(source.faults))
+        found.check()
+        return found
 
     def add(self, name: str, reason: object) -> None:
-        """Record an item; raises as `check` does."""
+        """Record an item."""
         self.faults[name] = " ".join(str(reason).split())
         self.check()
 
     def check(self) -> None:
-        """Raise `UserError` if there are more than allowed."""
+        """Refuse more than are allowed."""
         if len(self.faults) > self.max_share * self.total:
-            raise UserError(
-                f"{len(self.faults)} of {self.total} items are unreadable so far, more than max_unreadable={self.max_share:g}:\n"
-                + self.listed()
-            )
+            count = f"{len(self.faults)} of {self.total} items are unreadable so far"
+            raise UserError(f"{count}, more than max_unreadable={self.max_share:g}:\n{self._listed()}")
 
-    def listed(self) -> str:
-        """The first `SHOWN`, one per line."""
+    def report(self, what: str = "") -> None:
+        """Print their number and the first of them."""
+        listed = self._listed()
+        if self.faults:
+            count = f"{len(self.faults)} of {self.total} items are unreadable{what}"
+            print(f"{count}:\n{listed}", file=sys.stderr)  # noqa: T201
+
+    def _listed(self) -> str:
+        """The first `SHOWN`, one per line; all of them are written to `file`."""
+        if self.file is not None:
+            write_text(self.file, "".join(f"{name}\t{why}\n" for name, why in self.faults.items()))
         lines = [f"  {name}: {reason}" for name, reason in list(self.faults.items())[:SHOWN]]
         if len(self.faults) > SHOWN:
             lines.append(f"  and {len(self.faults) - SHOWN} more; unreadable=FILE lists all")
         return "\n".join(lines)
-
-    def report(self, what: str = "") -> None:
-        """Print their number and the first of them."""
-        if self.faults:
-            count = f"{len(self.faults)} of {self.total} items are unreadable{what}"
-            print(f"{count}:\n{self.listed()}", file=sys.stderr)  # noqa: T201
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,15 +331,29 @@ def _printable(name: str) -> str:
 def _table(path: Path, id_column: str, text_column: str, image_column: str) -> Source:
     entries: dict[str, Entry] = {}
     faults: dict[str, str] = {}
+    is_parquet = path.suffix.lower() == ".parquet"
     with reading(str(path)):
-        columns, rows = _rows(path, id_column, image_column)
+        rows: Iterable[dict[str, Any]] = table_rows(path)
+        if is_parquet:
+            columns = pq.read_schema(path).names
+        else:
+            rows = list(rows)
+            columns = list(
+                dict.fromkeys(key for row in rows for key in row)
+            )  # JSON lines may each have others
         if columns and not {text_column, image_column} & set(columns):
             raise SourceError(
                 f"{path} has neither a column {text_column!r} nor {image_column!r}; it has "
                 f"{', '.join(map(repr, columns))}: name them, such as text=caption image=file"
             )
+        is_library = is_parquet and (id_column, image_column) == ("id", "image") and "id" in columns
         for number, row in enumerate(rows, start=1):
-            text, image = row.pop(text_column, None), row.pop(image_column, None)
+            text, image = row.pop(text_column, None), picture_cell(row.pop(image_column, None))
+            if isinstance(image, bytes) and not is_library:
+                raise SourceError(
+                    f"{path} holds encoded pictures: its columns must be called id and image, as in every picture library; "
+                    f"it has {', '.join(map(repr, columns))}"
+                )
             name = row.pop(id_column, None)
             if name is None:
                 is_path = isinstance(image, str) and image and id_column not in columns
@@ -399,26 +411,3 @@ def _entry(name: str, text: str | None, image: str | bytes | None, row: dict[str
             library, mark, _ = ref.partition(".parquet#")
             stamp.update(file_stamp(f"{library}.parquet" if mark else ref).encode())
     return Entry(name, stamp.hexdigest(), text=text, image=ref, metadata=row)
-
-
-def _rows(path: Path, id_column: str, image_column: str) -> tuple[list[str], Iterable[dict[str, Any]]]:
-    """Column names and rows."""
-    if path.suffix.lower() == ".parquet":
-        names = pq.read_schema(path).names
-        return names, _parquet(path, names, id_column, image_column)
-    rows = list(table_rows(path))
-    return list({key: None for row in rows for key in row}), rows  # JSON lines may each have other keys
-
-
-def _parquet(path: Path, names: list[str], id_column: str, image_column: str) -> Iterator[dict[str, Any]]:
-    is_library = (id_column, image_column) == ("id", "image") and "id" in names
-    for row in table_rows(path):
-        image = row.get(image_column)
-        if isinstance(image, dict):  # as the datasets library stores pictures
-            row[image_column] = image = image.get("bytes") or image.get("path")
-        if isinstance(image, bytes) and not is_library:
-            raise SourceError(
-                f"{path} holds encoded pictures: its columns must be called id and image, as in every picture library; "
-                f"it has {', '.join(map(repr, names))}"
-            )
-        yield row

@@ -118,6 +118,11 @@ def parquet_rows(
         yield from batch.slice(skipped).to_pylist()
 
 
+def picture_cell(cell: Any) -> Any:
+    """A cell with a picture: its bytes or path, which the library `datasets` keeps in a dict."""
+    return cell.get("bytes") or cell.get("path") if isinstance(cell, dict) else cell
+
+
 def is_text(kind: pa.DataType) -> bool:
     """Whether a column holds strings, such as paths of pictures."""
     return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)

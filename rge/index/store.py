@@ -108,11 +108,10 @@ class Index:
             raise SearchIndexError(
                 f"there is no index at {uri}: make one with `rge index FOLDER out={uri} checkpoint=...`"
             )
-        connection, table = opened
-        about = _about(uri, table)
+        about = _about(uri, opened[1])
         if about["format"] != 1:
             raise SearchIndexError(f"{uri} has format {about['format']}, this version reads format 1")
-        return cls(uri, connection, table, about)
+        return cls(uri, *opened, about)
 
     @staticmethod
     def exists(uri: str | Path) -> bool:
@@ -291,10 +290,10 @@ class Index:
         exact: bool = False,
         thumbnails: bool = False,
     ) -> list[list[Hit]]:
-        """The k nearest rows of each query, best first; ties are ordered by source and id.
+        """The k nearest rows of each query (N, D), unit norm, best first; ties are ordered by source and id.
 
         Args:
-            query_ND: (N, D), unit norm, of the index's checkpoint.
+            query_ND: of the index's checkpoint.
             k: hits per query; fewer if there are fewer rows.
             where: condition in SQL on `columns`, such as ``year > 2023 and album = 'Rome'``, applied before the search.
             words: N texts whose words are also searched in captions, names and metadata. The two rankings are fused by rank, so
@@ -304,8 +303,7 @@ class Index:
 
         Raises:
             ValueError: queries of another size, or k below one.
-            SearchIndexError: the index cannot be read.
-            ConditionError: `where` is not a valid condition on it.
+            SearchIndexError: the index cannot be read; as `ConditionError`, `where` is not a valid condition on it.
         """
         query_ND = np.ascontiguousarray(query_ND, dtype=np.float32)
         if query_ND.ndim != 2 or query_ND.shape[1] != self.about["dimensions"]:
@@ -343,24 +341,23 @@ class Index:
             )
         if where is not None:
             where = self._condition(where)
-        if words is not None:
-            if not self._indices("words"):
-                raise SearchIndexError(
-                    f"{self.uri} has no index of words yet: run `rge index` on its source again"
-                )
-            near = self._by_vectors(query_ND, max(k, MIN_FUSED), where, columns, exact)
-            return [
-                self._fused(hits, query_D, text, k, where, columns)
-                for hits, query_D, text in zip(near, query_ND, words, strict=True)
-            ]
-        return self._by_vectors(query_ND, k, where, columns, exact)
-
-    def _by_vectors(
-        self, query_ND: np.ndarray, k: int, where: str | None, columns: Sequence[str], exact: bool
-    ) -> list[list[Hit]]:
+        if words is not None and not self._indices("words"):
+            raise SearchIndexError(
+                f"{self.uri} has no index of words yet: run `rge index` on its source again"
+            )
+        depth = k if words is None else max(k, MIN_FUSED)
         if exact or not self._indices("vector"):
-            return self._snapshot().search(query_ND, k, where, columns)
-        return [hits_of(self._nearest(query_D, k, columns, where), query_D, k) for query_D in query_ND]
+            near = self._snapshot().search(query_ND, depth, where, columns)
+        else:
+            near = [
+                hits_of(self._nearest(query_D, depth, columns, where), query_D, depth) for query_D in query_ND
+            ]
+        if words is None:
+            return near
+        return [
+            self._fused(hits, query_D, text, k, where, columns)
+            for hits, query_D, text in zip(near, query_ND, words, strict=True)
+        ]
 
     def sample(self, count: int) -> list[tuple[str, str, bool]]:
         """Source and id of the first rows, and whether each has a picture."""
@@ -423,9 +420,8 @@ class Index:
         words = composed(words.replace('"', " "))
         if not words.strip():
             return list(near[:k])
-        table = (
-            self._snapshot().table
-        )  # `self._table` follows the writers, whose versions number the rows anew
+        # `self._table` follows the writers, whose versions number the rows anew.
+        table = self._snapshot().table
         query: Any = table.search(words, query_type="fts", fts_columns="words").with_row_id(True)
         query = query if where is None else query.where(where, prefilter=True)
         found = query.select(["source", "id", "_score"]).limit(MAX_WORDED).to_arrow()

@@ -427,15 +427,9 @@ def _written(value: Any) -> str:
 
 @cache
 def _adapter(schema: type) -> TypeAdapter[Any]:
-    for section in _dataclasses(schema):
-        section.__pydantic_config__ = {"extra": "forbid", "alias_generator": _typed}  # type: ignore[attr-defined]
+    # Dataclasses inside it have no configuration of their own, and get this one.
+    schema.__pydantic_config__ = {"extra": "forbid", "alias_generator": _typed}  # type: ignore[attr-defined]
     return TypeAdapter(schema)
-
-
-def _dataclasses(kind: Any) -> set[type]:
-    if is_dataclass(kind):
-        return {kind}.union(*map(_dataclasses, get_type_hints(kind).values()))  # type: ignore[return-value]
-    return set().union(*map(_dataclasses, get_args(kind)))
 
 
 def _typed(name: str) -> str:

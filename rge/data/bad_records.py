@@ -42,7 +42,6 @@ class BadRecords:
         self.path = folder / NAME
         self.skips, self.max_share = settings.on_bad == "skip", settings.max_bad_share
         self.num_records = sum(len(file) + len(file.bad) for file in files if file.size is not None)
-        self.streams = [source for source, file in enumerate(files) if file.size is None]
         self.mixture, self.step = mixture, first_step
         self.found: dict[tuple[str, int | str], dict[str, Any]] = {}
         if not self.skips:
@@ -73,10 +72,9 @@ class BadRecords:
             self.found.setdefault((bad.source, bad.place), {"step": step, **asdict(bad)})
 
     def _check(self) -> None:
-        number = self.num_records
-        if self.streams:
-            drawn = self.mixture.drawn_before(self.step)
-            number += max(LEAST, sum(drawn[source] for source in self.streams))
+        drawn = zip(self.mixture.drawn_before(self.step), self.mixture.sizes, strict=True)
+        of_streams = [count for count, size in drawn if size is None]
+        number = self.num_records + (max(LEAST, sum(of_streams)) if of_streams else 0)
         if len(self.found) > self.max_share * number:
             last = list(self.found.values())[-1]
             raise RecordError(

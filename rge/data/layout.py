@@ -10,7 +10,7 @@ import os
 import sys
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache, partial
 from itertools import combinations
@@ -38,20 +38,8 @@ FEW = 2000
 LONGEST = 10
 """Number of longest records in the summary."""
 
-COLUMNS = (
-    "query",
-    "query_pictures",
-    "candidate",
-    "candidate_pictures",
-    "pictures",
-    "rationale",
-    "cut",
-    "prompts",
-    "negatives",
-    "id",
-    "asks",
-    "target",
-    "shows",
+COLUMNS = tuple(
+    "query query_pictures candidate candidate_pictures pictures rationale cut prompts negatives id asks target shows".split()
 )
 """Per record: tokens of its query and its longest candidate, and of their pictures; most pictures of a prompt; tokens of its
 longest rationale, `<emb>` included; number of cut prompts and of all; labelled negatives; hashes of its id, of its query's content,
@@ -89,9 +77,10 @@ def lay_out(file: Records, builder: PromptBuilder, *, need_oracle: bool, need_ca
 def on_all_cores(measure: Callable[[Any], T], items: Sequence[Any]) -> Iterator[T]:
     """`measure` of each item, in order; of few in this process."""
     few = len(items) <= FEW
-    with ExitStack() as stack:
-        bar = stack.enter_context(progress_bar(total=len(items), desc="lengths", unit="record", disable=few))
-        each = partial(map, measure) if few else stack.enter_context(forked(measure, chunksize=64))
+    with (
+        progress_bar(total=len(items), desc="lengths", unit="record", disable=few) as bar,
+        nullcontext(partial(map, measure)) if few else forked(measure, chunksize=64) as each,
+    ):
         for found in each(items):
             bar.update(1)
             yield found

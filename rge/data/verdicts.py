@@ -13,7 +13,6 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
@@ -102,12 +101,14 @@ class Verdicts:
         files = [file for file in files if file.size is not None]
         if not files:
             return []
-        named = list(_named_pictures(files, queries))
-        shown = ((ref, file.name, record_id) for file in files for ref, record_id in _shown(file, queries))
-        embedded = (each for each in shown if isinstance(each[0], bytes))
-        pictures: Iterator[tuple[ImageRef, str, str]] = chain(named, embedded)
+        named: dict[ImageRef, tuple[str, str]] = {}  # each once, with its first source and record
+        for file in files:
+            for ref, record_id in _shown(file, queries, str):
+                named.setdefault(ref, (file.name, record_id))
+        embedded = ((ref, (file.name, name)) for file in files for ref, name in _shown(file, queries, bytes))
+        pictures = chain(named.items(), embedded)
         entries = {file.name: self._entry(Path(file.name), "pictures") for file in files}
-        good: dict[str, list[Any]] = {name: [] for name in entries}
+        good: dict[str, set[int]] = {name: set() for name in entries}
         faults: list[str] = []
         known = [found[1] for entry in entries.values() if (found := self._cached(entry)) is not None]
         look = partial(_look_at, np.unique(np.concatenate([np.zeros(0, np.int64), *known])), self.began_ns)
@@ -115,23 +116,16 @@ class Verdicts:
             forked(look, chunksize=CHUNK) as look_at,
             progress_bar(total=len(named), desc="pictures", unit="picture") as bar,
         ):
-            try:
-                while some := list(islice(pictures, AT_ONCE)):
-                    looked = look_at([ref for ref, _, _ in some])
-                    for (_, source, record_id), (number, fault) in zip(some, looked, strict=True):
-                        bar.update(1)
-                        if fault is not None:
-                            faults.append(f"{source}: record {record_id!r}: {fault}")
-                        else:
-                            good[source].append(number)
-            except BrokenProcessPool:
-                after = named[bar.n][0] if bar.n < len(named) else f"number {bar.n}"
-                count = CHUNK * len(os.sched_getaffinity(0))
-                faults.append(
-                    f"one of the {count} pictures after {after} crashes the process that decodes it"
-                )
+            while some := list(islice(pictures, AT_ONCE)):
+                looked = look_at([ref for ref, _ in some])
+                for (_, (source, record_id)), (number, fault) in zip(some, looked, strict=True):
+                    bar.update(1)
+                    if fault is not None:
+                        faults.append(f"{source}: record {record_id!r}: {fault}")
+                    elif number is not None:
+                        good[source].add(number)
         for name, numbers in good.items():
-            self._keep(entries[name], np.array(sorted({*numbers} - {None}), dtype=np.int64), files={})
+            self._keep(entries[name], np.array(sorted(numbers), dtype=np.int64), files={})
         if (more := len(faults) - MAX_REPORTED) > 0:
             faults[MAX_REPORTED:] = [f"... and {more} more pictures"]
         return faults
@@ -190,20 +184,13 @@ def _call(item: Any) -> Any:
 _action: Callable[[Any], Any]
 
 
-def _shown(file: Records, queries: bool) -> Iterator[tuple[ImageRef, str]]:
+def _shown(file: Records, queries: bool, kind: type[str] | type[bytes]) -> Iterator[tuple[ImageRef, str]]:
+    """Pictures of this kind (names or bytes) with the ids of their records."""
     for record in map(file.__getitem__, range(len(file))):
         targets = [it.image for it in (*record.positives, *record.negatives) if it.image]
-        yield from ((ref, record.id) for ref in (*(record.query.images if queries else ()), *targets))
-
-
-def _named_pictures(files: Sequence[Records], queries: bool) -> Iterator[tuple[str, str, str]]:
-    """Every picture in a file or library, once, with its first source and record."""
-    seen: set[str] = set()
-    for file in files:
-        for ref, record_id in _shown(file, queries):
-            if isinstance(ref, str) and ref not in seen:
-                seen.add(ref)
-                yield ref, file.name, record_id
+        for ref in (*(record.query.images if queries else ()), *targets):
+            if isinstance(ref, kind):
+                yield ref, record.id
 
 
 def _look_at(known: np.ndarray, began_ns: int, ref: ImageRef) -> tuple[int | None, str | None]:

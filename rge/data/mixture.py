@@ -39,8 +39,6 @@ class Mixture:
         *,
         homogeneous: bool = False,
     ):
-        if any(size is not None and size < 1 for size in sizes):
-            raise ValueError("every source needs at least one record")
         self.sizes, self.batch_size, self.seed = list(sizes), batch_size, seed
         self.homogeneous = homogeneous
         share = np.array(weights, dtype=np.float64)

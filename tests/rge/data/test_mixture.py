@@ -81,11 +81,6 @@ def test_sources_are_interleaved():
     assert abs(halves[0] - 400) < 60
 
 
-def test_a_source_without_records_is_an_error():
-    with pytest.raises(ValueError, match="every source needs at least one record"):
-        Mixture([3, 0], [1, 1], 2, seed=0)
-
-
 @pytest.mark.parametrize(("weights", "batch_size"), SHARES)
 def test_homogeneous_batches_are_of_one_source_and_steps_follow_the_weights(weights, batch_size):
     size = 50

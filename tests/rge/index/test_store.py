@@ -19,7 +19,7 @@ from lancedb.index import IvfFlat, IvfRq
 
 from rge.checkpoints.run_lock import InUseError
 from rge.common.errors import UserError
-from rge.index import exact, store
+from rge.index import store
 from rge.index.rows import Row
 from rge.index.store import ConditionError, Index, SearchIndexError, writing
 
@@ -58,8 +58,8 @@ def test_search_is_exact_and_equal_scores_are_ordered_by_name(index):
 def test_all_queries_share_one_pass_and_the_vectors_stay_in_memory(index, monkeypatch):
     stored_ND, query_QD = vectors(300), vectors(9, seed=1)
     index.put(rows(stored_ND))
-    read, real = [], exact.Snapshot._read
-    monkeypatch.setattr(exact.Snapshot, "_read", lambda self, where: read.append(where) or real(self, where))
+    read, real = [], store.Snapshot._read
+    monkeypatch.setattr(store.Snapshot, "_read", lambda self, where: read.append(where) or real(self, where))
     together = index.search(query_QD, 5)
     assert read == [None]
     assert [index.search(query_D[None], 5)[0] for query_D in query_QD] == together
@@ -69,7 +69,7 @@ def test_all_queries_share_one_pass_and_the_vectors_stay_in_memory(index, monkey
     assert read == [None] * 2
     # What does not fit into memory is read for every search, block by block, with equal hits.
     monkeypatch.setattr(store, "CACHE_BYTES", 0)
-    monkeypatch.setattr(exact, "BLOCK_ROWS", 64)
+    monkeypatch.setattr(store, "BLOCK_ROWS", 64)
     index.remove("/a folder", ["it's 999.png"])
     assert index.search(query_QD, 5) == together
     assert len(read) == 3
@@ -398,16 +398,16 @@ def test_a_search_goes_on_when_the_version_that_it_reads_is_deleted(index, monke
     """One that has been the latest for longer than `VERSION_AGE` is, as soon as a writer has replaced it."""
     index.put(rows(vectors(9)))
     index.refresh(ann_from=99)
-    reader, real = Index.open(index.uri), exact.Snapshot.search
+    reader, real = Index.open(index.uri), store.Snapshot.search
     monkeypatch.setattr(store, "VERSION_AGE", timedelta(milliseconds=1))
 
     def replaced_first(self, *args):
-        monkeypatch.setattr(exact.Snapshot, "search", real)
+        monkeypatch.setattr(store.Snapshot, "search", real)
         index.put(rows(vectors(9, seed=1)))
         index.refresh(ann_from=99)
         return real(self, *args)
 
-    monkeypatch.setattr(exact.Snapshot, "search", replaced_first)
+    monkeypatch.setattr(store.Snapshot, "search", replaced_first)
     assert reader.search(vectors(1, seed=1), 1)[0][0].score > 0.99
 
 

@@ -7,7 +7,7 @@ import os
 import sys
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,8 @@ class RecordError(UserError):
 
 
 MAX_REPORTED = 20
+Parsed = tuple[Record | None, list[str]]
+"""A record, or None and its problems."""
 PRESENT = "<bytes>"
 """In place of the bytes of a picture that are not needed."""
 
@@ -145,8 +147,8 @@ class StoredRecords(Records, ABC):
         """All records in order; `sha256` is updated with what is read."""
 
     @abstractmethod
-    def _read(self, place: int) -> tuple[Record | None, list[str]]:
-        """The record at a place with absolute picture references, or None and its problems."""
+    def _read(self, place: int) -> Parsed:
+        """The record at a place, with absolute picture references."""
 
     def _check(self, sha256: Any, checks: Checks) -> tuple[np.ndarray, Broken]:
         """(N,) int64 places of all records, and those with problems, in order."""
@@ -181,13 +183,12 @@ class StoredRecords(Records, ABC):
         return "\n".join(problems[:MAX_REPORTED]) + more
 
     def __getitem__(self, index: int) -> Record:
-        return self._still(*self._read(self.place(index)))
+        return self._still(self._read(self.place(index)))
 
-    def _still(self, record: Record | None, problems: Sequence[str]) -> Record:
+    def _still(self, parsed: Parsed) -> Record:
+        record, problems = parsed
         if record is None:
-            raise RecordError(
-                f"{self.name} has changed since this run opened it: a record can no longer be read: {'; '.join(problems)}"
-            )
+            raise RecordError(f"{self.name} has changed since this run opened it: {'; '.join(problems)}")
         return record
 
     def place(self, index: int) -> int:
@@ -197,9 +198,8 @@ class StoredRecords(Records, ABC):
     def texts(self) -> list[str]:
         """Distinct texts of all records."""
         bad = {one.place for one in self.bad}
-        scanned = (one for one in self._scan(hashlib.sha256()) if one.place not in bad)
-        records = (self._still(one.record, one.problems) for one in scanned)
-        return list(dict.fromkeys(text for record in records for text in texts_of(record)))
+        scanned = ((one.record, one.problems) for one in self._scan(hashlib.sha256()) if one.place not in bad)
+        return list(dict.fromkeys(text for one in scanned for text in texts_of(self._still(one))))
 
 
 class RecordFile(StoredRecords):
@@ -242,7 +242,7 @@ class RecordFile(StoredRecords):
                     yield Scanned(number, start, *parsed_line(line, self.path.name, start))
                 start += len(whole)
 
-    def _read(self, place: int) -> tuple[Record | None, list[str]]:
+    def _read(self, place: int) -> Parsed:
         with _open(self.path) as lines:
             lines.seek(place)
             return parsed_line(strip_bom(lines.readline()), self.path.name, place, self.folder)
@@ -296,10 +296,6 @@ def _open(path: Path) -> BinaryIO:
 def strip_bom(line: bytes) -> bytes:
     """The line without the byte order mark that some programs write at the beginning of a file."""
     return line.removeprefix(codecs.BOM_UTF8)
-
-
-Parsed = tuple[Record | None, list[str]]
-"""A record, or None and its problems."""
 
 
 def parsed_line(line: bytes, title: str, place: int, folder: Path | None = None) -> Parsed:
@@ -372,14 +368,18 @@ def faults_of(
     record: Record, need_rationale: bool, folder: Path | None = None, pictures: PictureIndex | None = None
 ) -> list[str]:
     """Problems of a record whose format is valid: missing rationales and, of references relative to `folder`, pictures."""
-    faults = []
+    found: list[tuple[str, str | None]] = []
     if need_rationale:
-        faults = [
-            f"positives.{index}.rationale: {fault} (record {record.id!r})"
-            for index, positive in enumerate(record.positives)
-            if (fault := _rationale_fault(positive.rationale or ""))
-        ]
-    return faults if pictures is None else faults + _picture_faults(record, folder or Path(), pictures)
+        for place, positive in enumerate(record.positives):
+            found.append((f"positives.{place}.rationale", _rationale_fault(positive.rationale or "")))
+    if pictures is not None:
+        refs = [(f"query.images.{place}", ref) for place, ref in enumerate(record.query.images)]
+        for side, targets in (("positives", record.positives), ("negatives", record.negatives)):
+            refs += [(f"{side}.{place}.image", it.image) for place, it in enumerate(targets) if it.image]
+        for name, ref in refs:
+            if isinstance(ref, str) and ref != PRESENT:
+                found.append((name, pictures.fault(os.path.join(folder or "", ref))))
+    return [f"{name}: {fault} (record {record.id!r})" for name, fault in found if fault]
 
 
 def check_wording(record: Record, source: str, profile: str) -> None:
@@ -404,18 +404,6 @@ def names_of(record: Record) -> list[str | None]:
     targets = (*record.positives, *record.negatives)
     names = [name for target in targets for name in (target.id, target.identity)]
     return [record.id, record.group, record.source, record.split, record.category, *names]
-
-
-def _picture_faults(record: Record, folder: Path, pictures: PictureIndex) -> list[str]:
-    refs = [(f"query.images.{place}", ref) for place, ref in enumerate(record.query.images)]
-    for side in ("positives", "negatives"):
-        targets: Sequence[Target] = getattr(record, side)
-        refs += [(f"{side}.{place}.image", it.image) for place, it in enumerate(targets) if it.image]
-    return [
-        f"{field}: {fault} (record {record.id!r})"
-        for field, ref in refs
-        if isinstance(ref, str) and ref != PRESENT and (fault := pictures.fault(os.path.join(folder, ref)))
-    ]
 
 
 def _rationale_fault(rationale: str) -> str | None:

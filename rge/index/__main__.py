@@ -64,12 +64,28 @@ def remove_source(options: IndexOptions) -> int:
 
 
 def update(options: IndexOptions, source: Source, index: Index, reader: "Reader") -> None:
-    """Embed new and changed items, and remove deleted ones."""
-    unreadable = Unreadable.of(source, options)
-    changes = update_index(index, source, reader, unreadable)
+    """Embed new and changed items, remove deleted ones, and print what changed."""
+    unreadable, known = Unreadable.of(source, options), index.known(source.name)
+    counts = _embed(index, source, reader, unreadable, known)
+    missing = known.keys() - {entry.id for entry in source.entries}
+    kept = {name for name in missing if source.may_hold(name)}
+    gone = missing | known.keys() & unreadable.faults.keys()
+    index.remove(source.name, gone - kept)
     recall = index.refresh(options.ann_from)
-    kept = ", except those indexed before and everything below unreadable folders" if source.unseen else ""
-    unreadable.report(f" and not in the index{kept}")
+    unreadable.report(
+        " and not in the index"
+        + ", except those indexed before and everything below unreadable folders" * bool(source.unseen)
+    )
+    changes = (
+        f"{counts['added']} added, {counts['changed']} changed, {len(gone - kept)} removed, "
+        f"{len(known) - len(gone) - counts['changed']} unchanged"
+    )
+    for count, what in (
+        (counts["again"], "not embedded again: their content is already in the index"),
+        (counts["unfit"], "values whose type differs from their column's, which where= ignores"),
+        (len(kept), "kept although their folder cannot be read"),
+    ):
+        changes += f", {count} {what}" if count else ""
     skipped = f", {source.num_skipped} other files skipped" if source.num_skipped else ""
     print(f"{options.out}: {changes}; {len(index)} items{skipped}", flush=True)  # noqa: T201
     search = "search is exact"
@@ -112,7 +128,17 @@ def opened(options: IndexOptions) -> "tuple[Index, Reader]":
     """The index, created if it does not exist, and a reader with its settings."""
     from rge.index.reading import Reader
 
-    index, embedder = _open(options) if Index.exists(options.out) else _create(options)
+    if Index.exists(options.out):
+        index = Index.open(options.out)
+        for key in ("captions", "dimensions"):
+            wanted, stored = getattr(options, key), index.about[key]
+            if wanted not in (None, stored):
+                raise SearchIndexError(
+                    f"{options.out} was made with {key}={stored}, not {wanted}: leave it out, or make another index"
+                )
+        embedder = index.embedder(options.checkpoint, options.base)
+    else:
+        index, embedder = _create(options)
     reader = Reader(
         embedder,
         dimensions=index.about["dimensions"],
@@ -140,38 +166,6 @@ def _create(options: IndexOptions) -> "tuple[Index, Embedder]":
         captions=options.captions or "show",
     )
     return index, embedder
-
-
-def _open(options: IndexOptions) -> "tuple[Index, Embedder]":
-    index = Index.open(options.out)
-    for key in ("captions", "dimensions"):
-        wanted, stored = getattr(options, key), index.about[key]
-        if wanted not in (None, stored):
-            raise SearchIndexError(
-                f"{options.out} was made with {key}={stored}, not {wanted}: leave it out, or make another index"
-            )
-    return index, index.embedder(options.checkpoint, options.base)
-
-
-def update_index(index: Index, source: Source, reader: "Reader", unreadable: Unreadable) -> str:
-    """Bring the index up to date with the source, and summarise the changes."""
-    known = index.known(source.name)
-    counts = _embed(index, source, reader, unreadable, known)
-    missing = known.keys() - {entry.id for entry in source.entries}
-    kept = {name for name in missing if source.may_hold(name)}
-    gone = missing | known.keys() & unreadable.faults.keys()
-    index.remove(source.name, gone - kept)
-    changes = (
-        f"{counts['added']} added, {counts['changed']} changed, {len(gone - kept)} removed, "
-        f"{len(known) - len(gone) - counts['changed']} unchanged"
-    )
-    for count, what in (
-        (counts["again"], "not embedded again: their content is already in the index"),
-        (counts["unfit"], "values whose type differs from their column's, which where= ignores"),
-        (len(kept), "kept although their folder cannot be read"),
-    ):
-        changes += f", {count} {what}" if count else ""
-    return changes
 
 
 def _embed(

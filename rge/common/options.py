@@ -464,7 +464,6 @@ def _merged(base: Any, override: Any) -> Any:
 
 
 def _sentence(schema: type, details: Any, layers: Layers) -> str:
-    """A message for one of pydantic's errors."""
     loc, kind, got = details["loc"], details["type"], details["input"]
     name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).removeprefix(".")
     given_loc = loc[:-1] if kind == "missing" else loc

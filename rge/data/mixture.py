@@ -25,7 +25,7 @@ class Mixture:
     it gets 2 or 3 records per step, seldom one more or less, 2.4 on average).
 
     Args:
-        sizes: number of records of each source; None for a stream, whose draws are numbered consecutively.
+        sizes: records of each source; None for a stream, whose draws are numbered consecutively.
         batch_size: records per step over all processes.
         homogeneous: each step's records come from one source, and weights are shares of the steps.
     """

@@ -115,13 +115,9 @@ def _open_stream(config: RecordsConfig) -> Opened:
 
 
 def load(config: RecordsConfig) -> tuple[Any, Path]:
-    """Load a data set with the library `datasets`.
+    """Load a ``datasets.Dataset``, or an ``IterableDataset`` for a stream, and the folder that paths of pictures are relative to.
 
-    Returns:
-        A ``datasets.Dataset``, or an ``IterableDataset`` for a stream; the folder that paths of pictures are relative to.
-
-    Raises:
-        RecordError: it cannot be loaded; says why and what to do.
+    RecordError: it cannot be loaded; says why and what to do.
     """
     import datasets  # takes a second, and training on files does not need it
 

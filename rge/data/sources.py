@@ -203,11 +203,7 @@ class StoredRecords(Records, ABC):
 
 
 class RecordFile(StoredRecords):
-    """The records of one JSON-lines file, read by position so that a file may be larger than memory.
-
-    Raises:
-        RecordError: also if the file is missing or unreadable.
-    """
+    """The records of one JSON-lines file, read by position so that a file may be larger than memory."""
 
     unit, empty = "line", "the file is empty"
 

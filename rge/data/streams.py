@@ -34,12 +34,8 @@ class Stream(Reopened):
 
     Opening it reads and checks one record; the others are checked when they are drawn.
 
-    Args:
-        config: the source.
-        open_stream: opens a ``datasets.IterableDataset`` of tables.
-        seed: of the order.
-        notes: file in which readers record shards' lengths, so that a resumed run can skip them.
-        checks: of the records; pictures only of the first.
+    `open_stream` opens a ``datasets.IterableDataset`` of tables. In the file `notes`, readers record shards' lengths, so that a
+    resumed run can skip them. Pictures are checked only of the first record.
     """
 
     config: SourceConfig

@@ -108,7 +108,6 @@ def compare(a_ND: np.ndarray, b_ND: np.ndarray) -> dict[str, float | None]:
 
 
 def _by_vllm(encoder: Embedder, items: Sequence[Item], batch_size: int) -> tuple[np.ndarray, list[str]]:
-    """Our states after greedy rationales of vLLM, and these."""
     vllm = VllmWriter.in_training(
         encoder.model,
         Accelerator(),

@@ -112,7 +112,6 @@ def _embed_missing(reader: "Reader", source: Source, parts: Path, unreadable: Un
 
 
 def _keys(part: pa.Table) -> Iterator[tuple[str, str]]:
-    """Ids and stamps of its rows."""
     return zip(part["id"].to_pylist(), part["stamp"].to_pylist(), strict=True)
 
 

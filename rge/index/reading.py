@@ -44,11 +44,7 @@ class Embedded:
 class Reader:
     """Embeds entries with one checkpoint and fixed settings.
 
-    Args:
-        mode: None: the side's default.
-        dimensions: components kept; None: all.
-        thumbnail_px: longer side of thumbnails; 0: none.
-        captions: embed a picture together with its text.
+    `dimensions` are the components kept, None: all. With `captions`, a picture is embedded together with its text.
     """
 
     def __init__(

@@ -139,7 +139,6 @@ def column_name(name: str) -> str:
 
 
 def _common(kinds: set[type]) -> pa.DataType:
-    """The type of a column with values of these types."""
     if kinds == {int, float}:
         return pa.float64()
     return _ARROW.get(kinds.pop(), pa.string()) if len(kinds) == 1 else pa.string()
@@ -159,7 +158,6 @@ def _fitting(value: Any, kind: pa.DataType) -> Any:
 
 
 def _words(row: Row) -> str:
-    """The text for searching by words."""
     values = [value for value in (row.metadata or {}).values() if isinstance(value, str)]
     return composed(" ".join([row.text or "", re.sub(r"[\W_]+", " ", composed(row.id)), *values]))
 

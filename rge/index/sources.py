@@ -376,7 +376,6 @@ def _table(path: Path, id_column: str, text_column: str, image_column: str) -> S
 
 
 def _as_numbers(rows: Sequence[dict[str, Any]]) -> None:
-    """Turn columns whose cells are all numbers into numbers."""
     for name in {name for row in rows for name in row}:
         cells = [row[name] for row in rows if row[name] is not None]
         kind = next((kind for form, kind in _NUMBERS if all(map(form.fullmatch, cells))), None)

@@ -272,12 +272,8 @@ class Index:
     def put(self, rows: Sequence[Row]) -> int:
         """Add rows, or replace those with the same source and id, in one commit.
 
-        Returns:
-            The number of metadata values that do not fit the type of their column, and which `where` ignores.
-
-        Raises:
-            ValueError: a vector of another size, or one that is not finite.
-            SearchIndexError: the index cannot be written.
+        Returns the number of metadata values that do not fit the type of their column, and which `where` ignores. A vector of
+        another size, or one that is not finite, is a ValueError.
         """
         if not rows:
             return 0
@@ -313,9 +309,7 @@ class Index:
     def refresh(self, ann_from: int) -> float | None:
         """After writing: merge small files, delete old versions, index words, and create, keep or drop the ANN index.
 
-        Returns:
-            The share of the exact `DEPTH` nearest neighbours that it finds; None with fewer rows than `ann_from`, where search is
-            exact.
+        Returns the share of the exact `DEPTH` nearest neighbours that it finds; None with fewer rows than `ann_from`.
         """
         from lancedb.index import FTS, IvfFlat, IvfRq
 

@@ -66,13 +66,8 @@ def cluster_bootstrap(
 ) -> Bootstrap:
     """Resample groups with replacement.
 
-    Args:
-        value_QM: per-query values, or per-query differences of two runs; NaN where not defined.
-        group_Q: cluster of each query, from `index_of`.
-        stratum_Q: category of each query, for a macro mean; None: the mean over queries. A stratum without queries in a resample
-            is omitted from its mean.
-        num_resamples: B.
-        seed: the same seed and groups give the same resamples, for any values.
+    `value_QM` may be differences of two runs; NaN where not defined. With `stratum_Q`, the mean is a macro mean; a stratum without
+    queries in a resample is omitted from it. The same seed and groups give the same resamples, for any values.
     """
     num_GSM, count_GSM = group_sums(value_QM, group_Q, stratum_Q)
     shape = num_GSM.shape[1:]
@@ -98,9 +93,8 @@ def over_seeds(bootstrap: Bootstrap, num_seeds: int) -> Bootstrap:
     groups, nominal 95 % covered 0.94 to 0.98 with three seeds and 0.92 to 0.97 with five, where intervals over groups alone
     covered 0.95 down to 0.75.
 
-    Args:
-        bootstrap: of S x M columns, all metrics of the first seed, then those of the second, from one `cluster_bootstrap`.
-        num_seeds: S. With one seed, only groups are resampled.
+    `bootstrap` has S x M columns, all metrics of the first seed, then those of the second, from one `cluster_bootstrap`. With one
+    seed, only groups are resampled.
     """
     if num_seeds == 1:
         return bootstrap

@@ -4,9 +4,9 @@ import codecs
 import hashlib
 import json
 import os
-import sys
 import tempfile
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,6 +30,8 @@ class RecordError(UserError):
 
 
 MAX_REPORTED = 20
+SPILL_BYTES = 8 << 20
+"""Longer arrays of positions are on the disk."""
 Parsed = tuple[Record | None, list[str]]
 """A record, or None and its problems."""
 PRESENT = "<bytes>"
@@ -152,7 +154,7 @@ class StoredRecords(Records, ABC):
 
     def _check(self, sha256: Any, checks: Checks) -> tuple[np.ndarray, Broken]:
         """(N,) int64 places of all records, and those with problems, in order."""
-        places, ids, need_rationale = Column(), Column(), checks.get("need_rationale", False)
+        places, ids, need_rationale = array("q"), array("q"), checks.get("need_rationale", False)
         broken: Broken = {}
         for label, place, record, problems in self._scan(sha256, checks.get("progress", False)):
             places.append(place)
@@ -161,8 +163,8 @@ class StoredRecords(Records, ABC):
                 problems += faults_of(record, need_rationale, self.folder, checks.get("pictures"))
             if problems:
                 broken[place] = label, None if record is None else record.id, problems
-        self._add_repeated(broken, ids.read())
-        return places.read(), dict(sorted(broken.items()))
+        self._add_repeated(broken, np.asarray(ids))
+        return on_disk(places), dict(sorted(broken.items()))
 
     def _add_repeated(self, broken: Broken, ids_N: np.ndarray) -> None:
         """Add every record with the id of an earlier one. Records are read again only if two ids' 64-bit hashes are equal."""
@@ -244,28 +246,15 @@ class RecordFile(StoredRecords):
             return parsed_line(strip_bom(lines.readline()), self.path.name, place, self.folder)
 
 
-class Column:
-    """Append-only array of 64-bit integers; a long one is kept on disk, and a short one needs no file descriptor."""
-
-    SPILL_BYTES = 8 << 20
-
-    def __init__(self, numbers: np.ndarray | None = None) -> None:
-        # On disk it is unlinked: it vanishes with the last process that maps it.
-        self._file = tempfile.SpooledTemporaryFile(self.SPILL_BYTES)
-        if numbers is not None:
-            self._file.write(numbers.astype(np.int64).tobytes())
-
-    def append(self, number: int) -> None:
-        """Add a number."""
-        self._file.write(number.to_bytes(8, sys.byteorder, signed=True))
-
-    def read(self) -> np.ndarray:
-        """All numbers so far, memory-mapped if there are many."""
-        if self._file.tell() > self.SPILL_BYTES:
-            self._file.flush()
-            return np.memmap(self._file, np.int64, "r")
-        self._file.seek(0)
-        return np.frombuffer(self._file.read(), np.int64)
+def on_disk(numbers: "array[int] | np.ndarray") -> np.ndarray:
+    """The int64 numbers; many are memory-mapped, in a file that vanishes with the last process that maps it."""
+    found = np.asarray(numbers, dtype=np.int64)
+    if found.nbytes <= SPILL_BYTES:
+        return found
+    with tempfile.TemporaryFile() as file:
+        found.tofile(file)
+        file.flush()
+        return np.memmap(file, np.int64, "r")
 
 
 def _refuse_other_formats(path: Path) -> None:

@@ -28,7 +28,7 @@ from rge.common.commands import progress_bar
 from rge.common.files import find_shipped, replacing
 from rge.common.images import ImageError, PictureIndex, load_image
 from rge.common.schema import ImageRef
-from rge.data.sources import MAX_REPORTED, BadRecord, Checks, Column, RecordFile, Records, number_of
+from rge.data.sources import MAX_REPORTED, BadRecord, Checks, RecordFile, Records, number_of, on_disk
 from rge.identity.run_identity import version_of
 
 T = TypeVar("T")
@@ -70,7 +70,7 @@ class Verdicts:
             about, offsets = known
             self._files[str(path)] = about["files"]
             bad = [BadRecord(**line) for line in about["bad"]]
-            return RecordFile.known(path, Column(offsets).read(), bad, about["content"])
+            return RecordFile.known(path, on_disk(offsets), bad, about["content"])
         before = _stamp(path)
         self.pictures.asked.clear()
         checks = Checks(need_rationale=need_rationale, pictures=self.pictures, progress=True, on_bad=on_bad)

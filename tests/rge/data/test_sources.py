@@ -13,8 +13,8 @@ from rge.checkpoints.description import instructions_of
 from rge.common.images import PictureIndex
 from rge.common.schema import Record, Target
 from rge.config import SourceConfig
+from rge.data import sources
 from rge.data.sources import (
-    Column,
     RecordError,
     RecordFile,
     identity,
@@ -221,14 +221,12 @@ def test_identity_defaults_to_the_id():
     assert identity(key) == -3567751758100214539
 
 
-def test_a_long_column_is_on_the_disk(monkeypatch):
-    monkeypatch.setattr(Column, "SPILL_BYTES", 40)
-    column = Column(np.array([-5, -4]))
-    for number in range(2, 10):
-        column.append(number - 5)
-        assert column.read().tolist() == [value - 5 for value in range(number + 1)]
-        assert isinstance(column.read(), np.memmap) == (number >= 5)
-    assert len(Column().read()) == 0
+def test_many_numbers_are_on_the_disk(monkeypatch):
+    monkeypatch.setattr(sources, "SPILL_BYTES", 40)
+    for count in range(10):
+        found = sources.on_disk(np.arange(count) - 5)
+        assert found.tolist() == [value - 5 for value in range(count)]
+        assert isinstance(found, np.memmap) == (count > 5)
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs /proc")
@@ -257,7 +255,7 @@ def test_broken_records_are_not_kept_in_memory(write):
 @pytest.mark.slow
 def test_a_file_takes_little_memory_and_duplicates_are_found_in_it(tmp_path, monkeypatch):
     """Neither ids nor offsets are kept in memory."""
-    monkeypatch.setattr(Column, "SPILL_BYTES", 8000)
+    monkeypatch.setattr(sources, "SPILL_BYTES", 8000)
     count, path = 20_000, tmp_path / "many.jsonl"
     line = json.dumps(record("NUMBER"))
     with path.open("w") as out:

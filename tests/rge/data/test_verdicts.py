@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from rge.data import verdicts
-from rge.data.sources import Column, RecordError, RecordFile
+from rge.data import sources, verdicts
+from rge.data.sources import RecordError, RecordFile
 from rge.data.verdicts import Verdicts
 
 THEN = time.time() - 7 * 86400
@@ -167,7 +167,7 @@ def test_what_is_left_out_is_remembered_too(home, opened):
 
 
 def test_many_places_are_on_the_disk(home, opened, monkeypatch):
-    monkeypatch.setattr(Column, "SPILL_BYTES", 8)
+    monkeypatch.setattr(sources, "SPILL_BYTES", 8)
     first, again = look(home), look(home)
     assert isinstance(again.offsets, np.memmap)
     assert (again.offsets == first.offsets).all()

@@ -11,7 +11,6 @@ import torch
 
 from rge.common.schema import Record, Target
 from rge.data.collate import query_item, target_item
-from rge.diagnose.knowability import own_rationales
 from rge.embedder import Embedder
 from rge.model.packing import Branch
 
@@ -66,7 +65,10 @@ class GainJudge:
         """Rationales that the embedder itself writes for the queries; None if it embeds queries without one."""
         if self.encoder.query_mode == "direct":
             return None
-        return own_rationales(self.encoder, list(map(query_item, records)), batch_size=self.batch_size)
+        items, size = list(map(query_item, records)), self.batch_size
+        seeds = range(len(items)) if self.encoder.settings.generation.temperature else None
+        found = self.encoder.encode(items, side="query", mode="reasoning", batch_size=size, seeds=seeds)
+        return found.rationales
 
     def _states(self, records: Sequence[Record], candidates: Sequence[Sequence[str]]) -> list[np.ndarray]:
         builder, embedder = self.encoder.builder, self.encoder.model

@@ -1,20 +1,15 @@
 """How much of an oracle rationale can be inferred from the query?
 
 An oracle sees the target, the model does not. Words that the model also writes follow from the query; the others are not learned
-yet, or only visible in the target. Free of torch, except for `own_rationales`.
+yet, or only visible in the target. Free of torch.
 """
 
 import re
 import unicodedata
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-
-from rge.common.schema import Item
-
-if TYPE_CHECKING:
-    from rge.embedder import Embedder
 
 _STOP_WORDS = frozenset(
     "a an the of on in at to for from with and or is are was were be it its this that these those".split()
@@ -48,14 +43,6 @@ def knowability(oracle: str, own: str, known: str = "") -> float | None:
     """
     words = set(content_words(oracle)) - set(content_words(known))
     return len(words & set(content_words(own))) / len(words) if words else None
-
-
-def own_rationales(encoder: "Embedder", queries: Sequence[Item], *, batch_size: int = 64) -> list[str]:
-    """Rationales that a checkpoint writes for queries."""
-    seeds = range(len(queries)) if encoder.settings.generation.temperature else None
-    return encoder.encode(
-        queries, side="query", mode="reasoning", batch_size=batch_size, seeds=seeds
-    ).rationales
 
 
 def measure_knowability(

@@ -7,7 +7,7 @@ import pytest
 import data_prep.demo
 from rge.data.collate import query_item
 from rge.data.sources import RecordFile
-from rge.diagnose.knowability import content_words, knowability, measure_knowability, own_rationales
+from rge.diagnose.knowability import content_words, knowability, measure_knowability
 from rge.embedder import Embedder
 
 
@@ -63,7 +63,8 @@ def test_the_shipped_checkpoint_writes_what_its_oracle_says():
     folder = Path(data_prep.demo.__file__).parent / "data" / "train"
     records = RecordFile(folder / "relations.jsonl")
     rows = [records[number] for number in range(0, 240, 20)]
-    own = own_rationales(Embedder.from_pretrained("demo"), [query_item(row) for row in rows])
+    embedder = Embedder.from_pretrained("demo")
+    own = embedder.encode([query_item(row) for row in rows], side="query", mode="reasoning").rationales
     found = measure_knowability(
         [row.positives[0].rationale for row in rows],
         own,

@@ -136,8 +136,9 @@ class _Queue:
             self.changed.notify_all()
         self._end()
         self.thread.join(5.0)
-        for inlet in self.inlets:
-            inlet.close()
+        if not self.thread.is_alive():  # else a worker hangs in the file system, and closing would wait for it
+            for inlet in self.inlets:
+                inlet.close()
 
     def _read(self) -> None:
         try:

@@ -136,7 +136,7 @@ class _Queue:
             self.changed.notify_all()
         self._end()
         self.thread.join(5.0)
-        if not self.thread.is_alive():  # else a worker hangs in the file system, and closing would wait for it
+        if not self.thread.is_alive():  # else a worker hangs, and closing would wait for it
             for inlet in self.inlets:
                 inlet.close()
 

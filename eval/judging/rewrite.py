@@ -12,12 +12,11 @@ from typing import Any
 
 from eval.sets.contents import content_digest, picture_digests
 from eval.sets.retrieval_set import RetrievalSet
-from rge.calls.caller import Caller
-from rge.calls.dispatch.grouping import Outcome
+from rge.calls.caller import Caller, Outcome
 from rge.calls.model_config import ModelConfig
-from rge.calls.providers.transport import served_model
 from rge.calls.request import Picture, Request
 from rge.calls.store import AnswerStore, value_key
+from rge.calls.wire import served_model
 from rge.common.commands import progress_bar
 from rge.common.errors import UserError
 from rge.common.options import one_of
@@ -56,7 +55,7 @@ class Rewriter:
     ``kind``: key of `PROMPTS`. ``key_env``: environment variable with the API key; None: no key. ``answers``: stores the texts.
 
     Attributes:
-        served: see `rge.calls.providers.transport.served_model`; part of the cache keys.
+        served: see `rge.calls.wire.served_model`; part of the cache keys.
 
     Raises:
         UserError: the variable is not set, or the endpoint cannot be reached.

@@ -10,25 +10,19 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, closing, nullcontext
 
-from rge.calls.dispatch.batch_jobs import BatchJobs
-from rge.calls.dispatch.grouping import Call, Counts, Grouping, Outcome, Read
-from rge.calls.dispatch.health import Health
-from rge.calls.dispatch.sender import Sender
+from rge.calls.batches import BatchJobs
 from rge.calls.failures import BudgetReached, StopCalls
+from rge.calls.grouping import Counts, Grouping, Outcome, Read
 from rge.calls.keys import Mask
 from rge.calls.model_config import ModelConfig, check_model
+from rge.calls.pace import Pace
 from rge.calls.pictures import Pictures
-from rge.calls.providers.transport import Connection
-from rge.calls.replies import ReplyError
 from rge.calls.request import Request
+from rge.calls.sender import Endpoint, Sender
 from rge.calls.store import AnswerStore, BatchRow
 from rge.common.commands import progress_bar
 from rge.common.errors import UserError, ungrouped
 from rge.common.files import open_locked
-from rge.common.images import ImageError
-
-CALLS_AHEAD = 1024
-"""Calls of a model that wait for a connection, before no further requests are read."""
 
 
 class Caller:
@@ -55,9 +49,7 @@ class Caller:
         for name, model in models.items():
             check_model(f"models.{name}", model)
         self._mask = Mask(model.key() for model in models.values())
-        self._health: dict[str, Health] = {}
-        for model in models.values():
-            self._health[model.endpoint] = Health(self._say, self._health.values())
+        self._paces = {model.endpoint: Pace() for model in models.values()}
         self._budget = budget
 
     def run(
@@ -72,7 +64,7 @@ class Caller:
         """Answer requests, from the store where possible.
 
         Args:
-            requests: duplicates are sent once. An iterator is read as calls are made, at most `CALLS_AHEAD` of a model ahead;
+            requests: duplicates are sent once. An iterator is read as calls are made, at most `rge.calls.sender.CALLS_AHEAD` of a model ahead;
                 for batches it is read to its end.
             on_outcome: receives the position and outcome of each request, as soon as it is settled; in a batch, when that has
                 ended.
@@ -103,53 +95,49 @@ class Caller:
         return [outcomes[position] for position in range(len(outcomes))]
 
     async def _run_all(self, grouping: Grouping, requests: Iterable[Request]) -> None:
-        healths = self._health.values()
-        for health in healths:
-            health.start()
+        call_ended = asyncio.Event()
+        endpoints = {name: Endpoint(pace, self._say, call_ended) for name, pace in self._paces.items()}
+
+        def is_stopped() -> bool:
+            return any(endpoint.stopped for endpoint in endpoints.values())
+
         with self._batches_locked(), Pictures() as pictures, ungrouped(UserError):
-            async with AsyncExitStack() as stack, asyncio.TaskGroup() as group:
-                runs: dict[str, _ModelRun] = {}
-                endpoints = {model.endpoint for model in self.models.values()}
-                batches = {
-                    endpoint: rows for endpoint in endpoints if (rows := self.store.open_batches(endpoint))
+            async with AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
+                batches = {name: self.store.open_batches(name) for name in endpoints}
+                batch_of = {
+                    (name, call.key): row.id or row.label
+                    for name, rows in batches.items()
+                    for row in rows
+                    for call in row.calls.values()
                 }
+                senders: dict[str, Sender] = {}
                 for calls in grouping.calls(requests):
-                    self._stop_batched(calls, batches)
                     for call in calls:
-                        name = call.request.model
-                        if name not in runs:
-                            connection = Connection(self.models[name], self._mask)
-                            health = self._health[self.models[name].endpoint]
-                            sender = Sender(connection, health, self.store, self.counts, self._budget)
-                            await stack.enter_async_context(connection.client)
-                            runs[name] = _ModelRun(sender, grouping, pictures, group)
-                        await runs[name].add(call)
-                    if any(health.stopped for health in healths):
+                        model = self.models[call.request.model]
+                        if (sender := senders.get(call.request.model)) is None:
+                            sender = Sender(model, grouping, pictures, endpoints, self._budget, tasks)
+                            senders[call.request.model] = sender
+                            await stack.enter_async_context(sender.client)
+                        batch = batch_of.get((model.endpoint, call.key))
+                        if model.mode == "calls" and batch is not None:
+                            sender.endpoint.stop(_in_batch(model, batch))
+                        await sender.add(call)
+                    if is_stopped():
                         break
                     await asyncio.sleep(0)  # so that cached answers do not hold up calls
-                if not any(health.stopped for health in healths):
-                    for run in runs.values():
-                        endpoint = run.sender.model.endpoint
-                        group.create_task(run.make_batches(batches.get(endpoint, [])))
-        if stopped := [health.stopped for health in healths if health.stopped is not None]:
+                for sender in senders.values():
+                    if sender.collected and not is_stopped():
+                        tasks.create_task(self._make_batches(sender, batches[sender.model.endpoint]))
+        if stopped := [endpoint.stopped for endpoint in endpoints.values() if endpoint.stopped is not None]:
             raise min(stopped, key=lambda error: isinstance(error, BudgetReached))
 
-    def _stop_batched(self, calls: Sequence[Call], batches: Mapping[str, Sequence[BatchRow]]) -> None:
-        """Stop an endpoint if one of its open batches contains some of these plain calls: they would be paid for twice."""
-        for endpoint, rows in batches.items():
-            keys = {
-                call.key
-                for call in calls
-                if (model := self.models[call.request.model]).mode == "calls" and model.endpoint == endpoint
-            }
-            for row in rows:
-                if num_calls := sum(call.key in keys for call in row.calls.values()):
-                    error = StopCalls(
-                        f"{endpoint}: batch {row.id or row.label} of an earlier run contains {num_calls:,} of these calls, which "
-                        "would be paid for twice: run with mode=batch to collect it. If you do not want to wait for it, cancel it "
-                        "at the provider first"
-                    )
-                    self._health[endpoint].stop(error)
+    async def _make_batches(self, sender: Sender, earlier: Sequence[BatchRow]) -> None:
+        """Submit a model's collected calls, and make those that the batches do not answer."""
+        try:
+            for call in await BatchJobs(sender).run(earlier):
+                sender.start(call)
+        except StopCalls as error:
+            sender.endpoint.stop(error)
 
     def _batches_locked(self) -> AbstractContextManager[object]:
         path = self.store.path
@@ -168,6 +156,14 @@ class Caller:
             sys.stderr.write(f"{text}\n")
 
 
+def _in_batch(model: ModelConfig, batch: str) -> StopCalls:
+    """The error of a plain call that an open batch contains: it would be paid for twice."""
+    return StopCalls(
+        f"{model.endpoint}: batch {batch} of an earlier run contains some of these calls, which would be paid for twice: run with "
+        "mode=batch to collect it. If you do not want to wait for it, cancel it at the provider first"
+    )
+
+
 def check_answered(unanswered: Sequence[Outcome], num_calls: int, *, wait: bool, about: str = "") -> None:
     """Raise a `UserError` if calls are unanswered; unless ``wait`` (``on_unanswered``), only say so. ``about`` begins the message."""
     if not unanswered:
@@ -179,61 +175,3 @@ def check_answered(unanswered: Sequence[Outcome], num_calls: int, *, wait: bool,
     if wait:
         raise UserError(f"{message}. on_unanswered=proceed continues without their items")
     sys.stderr.write(f"{message}; their items are left out until then\n")
-
-
-class _ModelRun:
-    """The calls of one model in one run."""
-
-    def __init__(self, sender: Sender, grouping: Grouping, pictures: Pictures, group: asyncio.TaskGroup):
-        self.sender, self.grouping, self.pictures, self.group = sender, grouping, pictures, group
-        self._batched: list[Call] = []
-        self._free = asyncio.Semaphore(sender.model.concurrency)
-        self._ahead = asyncio.Semaphore(CALLS_AHEAD + sender.model.concurrency)
-
-    async def add(self, call: Call) -> None:
-        """Make a call as soon as fewer than `ModelConfig.concurrency` are in flight; waits while `CALLS_AHEAD` others do.
-
-        With ``mode=batch``, it is only collected for `make_batches`.
-        """
-        if self.sender.model.mode == "batch":
-            self._batched.append(call)
-            return
-        await self._ahead.acquire()
-        self.group.create_task(self._make(call)).add_done_callback(lambda _: self._ahead.release())
-
-    async def make_batches(self, earlier: Sequence[BatchRow]) -> None:
-        """Submit the calls collected so far, and make those that the batches do not answer; unless calls have stopped.
-
-        ``earlier`` are the endpoint's open batches of earlier runs.
-        """
-        health = self.sender.health
-        if not self._batched or health.stopped is not None:
-            return
-        try:
-            jobs = BatchJobs(self.sender, self.grouping, self.pictures)
-            for call in await jobs.run(self._batched, earlier):
-                self.group.create_task(self._make(call))
-        except StopCalls as error:
-            health.stop(error)
-
-    async def _make(self, call: Call) -> None:
-        """Make a call, and those that request its unreadable answers again."""
-        health = self.sender.health
-        async with self._free:
-            try:
-                calls = [call]
-                while calls and health.stopped is None:
-                    result = await self._answer(calls[0])
-                    calls = self.grouping.record(calls[0], result) + calls[1:]
-            except StopCalls as error:
-                health.stop(error)
-
-    async def _answer(self, call: Call) -> bytes | ReplyError:
-        try:
-            # Before the attempt, so that scaling a photograph does not count towards its time limit.
-            pictures = await self.pictures.of(call.request)
-            return await self.sender.call(call, pictures)
-        except ImageError as error:
-            return self.sender.unanswered(str(error))
-        except ReplyError as error:
-            return error

@@ -1,4 +1,4 @@
-"""Exceptions of calls: which are retried, which are stored, and which stop the run.
+"""Failures of calls: which are retried, which are stored, which stop the run, and which of these a provider's error is.
 
 ===========  ==================================================  ==================================================
 unanswered   time-out, no connection, 429, 5xx, a web page       retried; after the last retry, left to the next run
@@ -8,13 +8,29 @@ rejected     this request is invalid (too large, a bad image)    stored; the oth
 stopped      every request fails: key, credit, model, setting    no further calls; those in flight finish
 ===========  ==================================================  ==================================================
 
-`rge.calls.providers.errors` maps providers' errors to these.
+A provider's error is classified by documented code, then by HTTP status, then by wording. Sources: the error pages of OpenAI, Azure
+OpenAI, Anthropic, Gemini (google.rpc codes), OpenRouter and vLLM, autumn 2026. An undocumented 400 may concern one request or all of
+them, and the caller finds out with a canary.
 """
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import Any, Literal
 
-from rge.calls.replies import ReplyError
+from rge.calls.keys import Mask
+from rge.calls.model_config import ModelConfig
+from rge.calls.replies import ReplyError, as_dict, dict_items, parse
 from rge.common.errors import UserError
+
+MAYBE_BILLED = (200, 408, 504)
+"""Statuses of failures that the model may have written to: it was broken off, or a proxy timed out."""
+SHOWN_CHARACTERS = 300
+"""Of a response body quoted in a message."""
+QUEUE_FULL = "token_limit_exceeded"
+"""The error code of a full queue, when a batch is created or fails."""
 
 
 class StopCalls(UserError):
@@ -64,3 +80,124 @@ class AttemptFailed(Exception):
 
     def __str__(self) -> str:
         return self.reason
+
+
+Meaning = Literal["policy", "account", "request", "overload", "unknown"]
+"""What an error concerns: declined by the provider's policy, the account cannot make calls, this request is invalid, temporary, or
+this request or all requests."""
+KEY_CODES = frozenset(("invalid_api_key", "api_key_invalid", "authentication_error", "unauthenticated"))
+"""Account codes that concern the key."""
+CODES: dict[Meaning, frozenset[str]] = {
+    "policy": frozenset(
+        "content_filter content_policy_violation image_content_policy_violation responsibleaipolicyviolation "
+        "moderation_blocked invalid_prompt".split()
+    ),
+    "account": KEY_CODES.union(
+        "account_deactivated billing_error billing_hard_limit_reached billing_not_active credit_balance_exhausted "
+        "credit_balance_too_low insufficient_quota organization_spend_limit_exceeded project_spend_limit_exceeded "
+        "permission_error permission_denied model_not_found deploymentnotfound not_found_error failed_precondition "
+        "service_disabled unsupported_country_region_territory".split()
+    ),
+    "request": frozenset(
+        "context_length_exceeded string_above_max_length request_too_large invalid_image invalid_image_format "
+        "invalid_image_mode invalid_image_url invalid_base64_image image_too_large image_too_small image_file_too_large "
+        "image_parse_error image_file_not_found unsupported_image_media_type empty_image_file failed_to_download_image".split()
+    ),
+    "overload": frozenset(
+        "rate_limit_exceeded rate_limit_error overloaded_error api_error server_error timeout_error slow_down "
+        "server_is_overloaded resource_exhausted unavailable internal deadline_exceeded aborted".split()
+    ),
+}
+"""Codes in lower case; the most specific meaning first, since an error may carry several codes."""
+STATUSES: dict[int, Meaning] = {
+    **dict.fromkeys((401, 402, 403, 404), "account"),
+    **dict.fromkeys((408, 409, 425, 429), "overload"),
+    413: "request",
+}
+WORDS: dict[str, Meaning] = {
+    # Documented, but only as text (Anthropic's invalid_request_error).
+    "credit balance is too low": "account",
+    "output blocked by content filtering policy": "policy",
+}
+
+
+def classify(status: int, body: Any) -> Meaning:
+    """Classify an error by its HTTP status (may be 200 behind a gateway) and JSON body (None: no JSON)."""
+    found, error = codes(body), _error_of(body)
+    for meaning, known in CODES.items():
+        if found & known:
+            return meaning
+    if "flagged_input" in as_dict(error.get("metadata")):  # OpenRouter's moderation, a 403
+        return "policy"
+    message = str(error.get("message") or "").lower()
+    for words, meaning in WORDS.items():
+        if words in message:
+            return meaning
+    return STATUSES.get(status, "unknown" if 400 <= status < 500 else "overload")
+
+
+def codes(body: Any) -> set[str]:
+    """The error codes in a body, in lower case: code, type, status, and the reasons in its details."""
+    error = _error_of(body)
+    values = [error.get(name) for name in ("code", "type", "status")]
+    values += [detail.get("reason") for detail in dict_items(error.get("details"))]
+    values += [as_dict(error.get(name)).get("code") for name in ("innererror", "inner_error")]
+    return {value.lower() for value in values if isinstance(value, str)}
+
+
+def _error_of(body: Any) -> dict[str, Any]:
+    if isinstance(body, list) and body:  # Gemini wraps some errors in a list
+        body = body[0]
+    error = as_dict(body).get("error")
+    return {"message": error} if isinstance(error, str) else as_dict(error)
+
+
+def failure(
+    status: int, raw: bytes, headers: Mapping[str, str], model: ModelConfig, mask: Mask
+) -> AttemptFailed | Rejection | StopCalls | None:
+    """The exception for an error response; None: a policy refusal, which counts as an answer."""
+    excerpt = mask(" ".join(raw.decode("utf-8", "replace").split()))[:SHOWN_CHARACTERS]
+    message = f"HTTP {status}: {excerpt}"
+    if 300 <= status < 400:
+        # Redirects are not followed, so that the key goes only to the configured address.
+        return StopCalls(
+            f"{model.name}: the address has moved to {mask(str(headers.get('location')))}: set base_url"
+        )
+    content = parse(raw)
+    meaning = classify(status, content)
+    if meaning == "policy":
+        return None
+    if meaning == "account":
+        why = _account_problem(status, codes(content), model.key_env)
+        return StopCalls(f"{model.name}: {why}; {message}. Fix this and run the same command again")
+    if meaning == "overload":
+        # Gemini reports the wait in the body instead of a header.
+        details = dict_items(_error_of(content).get("details"))
+        delays = [headers.get("retry-after"), *(detail.get("retryDelay") for detail in details)]
+        wait_s = next((seconds for seconds in map(parse_seconds, delays) if seconds is not None), None)
+        return AttemptFailed(message, limited=status == 429, wait_s=wait_s, billed=status in MAYBE_BILLED)
+    return Rejection(message, certain=meaning == "request")
+
+
+def _account_problem(status: int, error_codes: set[str], key_env: str | None) -> str:
+    key = f"the endpoint rejects the key (from {key_env or 'none: key_env is not set'})"
+    if error_codes & KEY_CODES or status == 401:
+        return key
+    if status == 403:
+        return f"{key}, or the key has no access to this model"
+    if status == 404:
+        return "no such model or address"
+    return "the account has no credit or quota left, or no access to this model"
+
+
+def parse_seconds(text: Any) -> float | None:
+    """Parse a wait into seconds: "1.5", Gemini's "1.5s", or an HTTP date; None if invalid."""
+    if not isinstance(text, str) or not text:
+        return None
+    if re.fullmatch(r"\d+(\.\d+)?s?", text):
+        return float(text.removesuffix("s"))
+    try:
+        at = parsedate_to_datetime(text)
+    except ValueError:
+        return None
+    return max((at - datetime.now(UTC)).total_seconds(), 0.0) if at.tzinfo else None

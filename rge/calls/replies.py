@@ -125,7 +125,7 @@ def read_replies(raw: bytes) -> list[Reply | ReplyError]:
     if (body := parse(raw)) is None:
         raise NotAChat(f"not JSON but {_excerpt(raw.decode('utf-8', 'replace'))}")
     if error := as_dict(body).get("error"):
-        # Refusals are the only errors ever stored (`rge.calls.providers.errors`).
+        # Refusals are the only errors ever stored (`rge.calls.failures`).
         raise Refused(_excerpt(str(error.get("message") if isinstance(error, dict) else error)))
     choices = as_dict(body).get("choices")
     if not isinstance(choices, list):

@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 from forked import Program
 
+from rge.calls import batches, grouping
 from rge.calls.caller import Caller
-from rge.calls.dispatch import batch_jobs, grouping
 from rge.calls.failures import BudgetReached, StopCalls
 from rge.calls.local_server import Answer, Batches, LocalServer, chat
 from rge.calls.model_config import ModelConfig
@@ -306,7 +306,7 @@ def test_a_batch_that_is_rejected_stops_with_the_providers_words(provider, store
 )
 def test_a_batch_of_which_nothing_is_known_is_not_forgotten(provider, store, monkeypatch, answers):
     """The provider has it, but neither answers the creation nor lists it; the next run looks for it again."""
-    monkeypatch.setattr(batch_jobs, "MAX_FAILED_POLLS", 3)
+    monkeypatch.setattr(batches, "MAX_FAILED_POLLS", 3)
     provider.faults = {"create after": [Answer("", 0)], "list": list(answers)}
     with pytest.raises(
         StopCalls, match=r"so it is unknown whether rge-\w+ was accepted; run the same command"
@@ -323,7 +323,7 @@ def test_stopped_by_hand_while_a_batch_is_created(provider, store, monkeypatch):
 
     provider.faults = {"create after": [Answer("", 0)]}
     with monkeypatch.context() as patched:
-        patched.setattr(batch_jobs.BatchJobs, "_find", interrupted)
+        patched.setattr(batches.BatchJobs, "_find", interrupted)
         with pytest.raises(KeyboardInterrupt):
             Caller(model(provider), store).run(ask(*TEXTS))
     Caller(model(provider), store).run(ask(*TEXTS))
@@ -354,7 +354,7 @@ def test_a_queue_that_is_full_while_a_batch_is_in_flight(store, monkeypatch, bod
                     self.in_flight_at_second = len(running)
             return await super().respond(method, path, data)
 
-    monkeypatch.setattr(batch_jobs, "MAX_CALLS", 4)
+    monkeypatch.setattr(batches, "MAX_CALLS", 4)
     with openai_server(monkeypatch, Queue()) as provider:
         provider.num = num
         found = Caller(model(provider, max_limited_s=0.1 if waits else 60), store).run(ask(*TEXTS))
@@ -393,7 +393,7 @@ def test_waiting_has_an_end_and_says_for_what(provider, store):
 
 
 def test_an_endpoint_that_goes_down_while_it_is_waited_for(provider, store, monkeypatch):
-    monkeypatch.setattr(batch_jobs, "MAX_FAILED_POLLS", 3)
+    monkeypatch.setattr(batches, "MAX_FAILED_POLLS", 3)
     provider.faults = {"look": [Answer("<html>", 502)] * 3}
     with pytest.raises(
         StopCalls, match=r"could not find out the status of batch \S+ \(3 attempts\).*HTTP 502"
@@ -438,7 +438,7 @@ def test_killed_and_resumed_no_batch_is_created_twice(provider, store, tmp_path,
 
 
 def test_batches_are_kept_below_what_providers_take(store, monkeypatch):
-    monkeypatch.setattr(batch_jobs, "MAX_CALLS", 4)
+    monkeypatch.setattr(batches, "MAX_CALLS", 4)
     with openai_server(monkeypatch) as provider:
         Caller(model(provider), store).run(ask(*TEXTS))
         assert [
@@ -447,7 +447,7 @@ def test_batches_are_kept_below_what_providers_take(store, monkeypatch):
             4,
             2,
         ]
-        monkeypatch.setattr(batch_jobs, "MAX_BYTES", 1000)
+        monkeypatch.setattr(batches, "MAX_BYTES", 1000)
         Caller(model(provider), store).run(ask(*(f"another {number}" for number in range(4))))
         assert provider.created > 3
 
@@ -468,7 +468,7 @@ def test_a_batch_that_fails_as_a_whole(store, monkeypatch):
                 return self.batches.batches[name]
             return await super().poll(name)
 
-    monkeypatch.setattr(batch_jobs, "MAX_CALLS", 4)
+    monkeypatch.setattr(batches, "MAX_CALLS", 4)
     with openai_server(monkeypatch, Full()) as provider:
         found = Caller(model(provider), store).run(ask(*TEXTS))
         assert [read(one.reply) for one in found] == TEXTS
@@ -491,7 +491,7 @@ def test_what_a_full_queue_refused_is_submitted_when_another_batch_has_ended(sto
                 self.batches.batches[name] |= {"status": "failed", "errors": {"data": [error]}}
             return await super().poll(name)
 
-    monkeypatch.setattr(batch_jobs, "MAX_CALLS", 2)
+    monkeypatch.setattr(batches, "MAX_CALLS", 2)
     with openai_server(monkeypatch, One()) as provider:
         provider.batches.polls = 5
         found = Caller(model(provider), store).run(ask(*TEXTS))
@@ -521,7 +521,7 @@ def test_what_is_in_flight_when_calls_stop_is_collected_and_nothing_else_submitt
     provider, store, monkeypatch, capsys
 ):
     """Credit runs out between two batches."""
-    monkeypatch.setattr(batch_jobs, "MAX_CALLS", 4)
+    monkeypatch.setattr(batches, "MAX_CALLS", 4)
     provider.batches.polls = 10
     provider.faults = {"create before": [None, Answer(FULL, 429)]}
     original = provider.chat
@@ -551,7 +551,7 @@ def test_outcomes_of_a_batch_come_when_it_has_ended(store, monkeypatch):
                 return self.batches.batches[name]
             return await super().poll(name)
 
-    monkeypatch.setattr(batch_jobs, "MAX_CALLS", 4)
+    monkeypatch.setattr(batches, "MAX_CALLS", 4)
     with openai_server(monkeypatch, Slow()) as provider:
         Caller(model(provider, batch_wait_s=5), store).run(ask(*TEXTS), seen.__setitem__)
     assert [read(seen[place].reply) for place in range(6)] == TEXTS
@@ -571,7 +571,7 @@ def test_plain_calls_do_not_pay_for_an_open_batch_again(provider, store, status)
     endpoint = left_open(provider, store)
     plain = model(provider, mode="calls")
     with pytest.raises(
-        StopCalls, match=r"batch batch_0 of an earlier run contains 2 of these calls.*mode=batch"
+        StopCalls, match=r"batch batch_0 of an earlier run contains some of these calls.*mode=batch"
     ):
         Caller(plain, store).run(ask("another", *TEXTS[:2]))
     assert provider.by_calls == []

@@ -16,9 +16,8 @@ import pytest
 from forked import Program
 from PIL import Image
 
-from rge.calls import caller as calling
+from rge.calls import grouping, sender
 from rge.calls.caller import Caller
-from rge.calls.dispatch import grouping, health
 from rge.calls.failures import BudgetReached, StopCalls
 from rge.calls.local_server import Answer, LocalServer, chat
 from rge.calls.model_config import ModelConfig
@@ -215,7 +214,7 @@ def test_addresses_with_secrets_or_without_a_host_are_refused(store, url):
 
 
 def test_an_endpoint_that_is_down(store, monkeypatch):
-    monkeypatch.setattr(health, "MAX_UNANSWERED_IN_A_ROW", 3)
+    monkeypatch.setattr(sender, "MAX_UNANSWERED_IN_A_ROW", 3)
     settings = ModelConfig(
         name="m", base_url="http://127.0.0.1:9/v1", max_retries=1, backoff_s=0.01, concurrency=2
     )
@@ -555,7 +554,7 @@ def test_tags():
 def test_requests_are_read_as_they_are_needed_and_equal_ones_asked_once(store, monkeypatch):
     """One model is held up; the other goes on, until too much would pile up for the first."""
     monkeypatch.setattr(grouping, "REQUESTS_AT_ONCE", 4)
-    monkeypatch.setattr(calling, "CALLS_AHEAD", 4)
+    monkeypatch.setattr(sender, "CALLS_AHEAD", 4)
     read, held_at, seen = [], [], Counter()
 
     async def answer(path, body):

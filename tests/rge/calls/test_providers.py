@@ -15,13 +15,12 @@ import pytest
 from PIL import Image
 
 from rge.calls.caller import Caller
-from rge.calls.dispatch.health import Pace
-from rge.calls.failures import StopCalls
+from rge.calls.failures import StopCalls, parse_seconds
 from rge.calls.keys import Mask
 from rge.calls.local_server import Answer, LocalServer, chat
 from rge.calls.model_config import WITHOUT_BATCHES, ModelConfig, cache_names, check_model
+from rge.calls.pace import Pace
 from rge.calls.pictures import Pictures
-from rge.calls.providers.errors import parse_seconds
 from rge.calls.replies import EmptyChoices, MissingTag, Refused, check_complete, read_replies, tag
 from rge.calls.request import Picture, Request
 from rge.calls.store import AnswerStore

@@ -123,18 +123,26 @@ class Grouping:
             waiting = reasks
         return calls
 
-    def _calls_for(self, pending: Iterable[PendingSample]) -> Iterator[Call]:
-        """Calls that answer these requests, without draws that were answered singly, before `ModelConfig.draws_a_call` was raised."""
-        for group in self._group_samples(pending):
-            call = self._call_of(group)
-            if len(group) == 1 or call.key in self._open or self._has_answer(call):
-                yield call
+    def _calls_for(self, pending: Iterable[PendingSample]) -> Iterable[Call]:
+        """Calls that answer these requests: consecutive samples of one prompt together, up to `ModelConfig.draws_a_call`.
+
+        Those that are requested again stay alone, and so do those that were answered singly, before `draws_a_call` was raised.
+        """
+        groups: list[list[PendingSample]] = []
+        last_groups: dict[Request, list[PendingSample]] = {}
+        for sample in pending:
+            model = self.models[sample.request.model]
+            if model.draws_a_call == 1 or sample.reasked or self.stored(self._call_of([sample]).key, model):
+                groups.append([sample])
                 continue
-            for is_answered, samples in groupby(
-                group, lambda sample: self._has_answer(self._call_of([sample]))
-            ):
-                part = list(samples)
-                yield from map(self._call_of, [[sample] for sample in part] if is_answered else [part])
+            prompt = replace(sample.request, sample=0)
+            group = last_groups.get(prompt, [])
+            follows = group and sample.request.sample == group[-1].request.sample + 1
+            if not follows or len(group) == model.draws_a_call:
+                group = last_groups[prompt] = []
+                groups.append(group)
+            group.append(sample)
+        return map(self._call_of, groups)
 
     def _call_of(self, group: list[PendingSample]) -> Call:
         """The call for consecutive samples of one prompt."""
@@ -142,9 +150,6 @@ class Grouping:
         request = replace(first, n=last.sample - first.sample + 1)
         settings = self.models[request.model].cache_settings()
         return Call(request.key(self._cache_names[request.model], settings), request, group)
-
-    def _has_answer(self, call: Call) -> bool:
-        return self.stored(call.key, self.models[call.request.model]) is not None
 
     def stored(self, key: str, model: ModelConfig) -> bytes | Rejection | None:
         """The stored answer to a call, or the recorded rejection of it; None: neither."""
@@ -202,21 +207,6 @@ class Grouping:
             reply.args = (self.mask(str(reply)),)
             return Outcome(key, cached, error=reply)
         return Outcome(key, cached, replace(reply, text=self.mask(reply.text)))
-
-    def _group_samples(self, pending: Iterable[PendingSample]) -> list[list[PendingSample]]:
-        """Group consecutive samples of one prompt, up to `draws_a_call`; others stay alone."""
-        groups: list[list[PendingSample]] = []
-        open_groups: dict[Request, list[PendingSample]] = {}
-        for sample in pending:
-            max_size = self.models[sample.request.model].draws_a_call
-            prompt = replace(sample.request, sample=0)
-            group = open_groups.get(prompt) if max_size > 1 and not sample.reasked else None
-            if group and sample.request.sample == group[-1].request.sample + 1 and len(group) < max_size:
-                group.append(sample)
-                continue
-            groups.append([sample])
-            open_groups[prompt] = groups[-1]
-        return groups
 
 
 def _replies(result: bytes | ReplyError) -> list[Reply | ReplyError]:

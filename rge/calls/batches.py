@@ -1,8 +1,8 @@
-"""Calls through a provider's batch API: submitted together, awaited over any number of runs, stored one by one.
+"""Calls through OpenAI's batch API: submitted together, awaited over any number of runs, stored one by one.
 
 A batch and its calls enter the ledger at their maximum cost before anything is sent. So budgets cover batches in flight, and the
-next run finds the batches of a killed process: those with a known id are awaited, and those whose creation got no answer are
-searched for in the provider's list before they are created again.
+next run finds the batches of a killed process: those with a known id are awaited. Creating a batch is not idempotent: those whose
+creation got no answer are searched for in the provider's list, by their file, before they are created again.
 """
 
 import asyncio
@@ -12,28 +12,41 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from rge.calls.dispatch.grouping import Call, Grouping
-from rge.calls.dispatch.sender import Sender
-from rge.calls.failures import AttemptFailed, Gone, QueueFull, Rejection, StopCalls
-from rge.calls.pictures import Pictures
-from rge.calls.providers.batches import MAX_BYTES, MAX_CALLS, QUEUE_FULL, BatchApi
-from rge.calls.providers.transport import Json, body
-from rge.calls.replies import ReplyError, as_dict, dict_items
+from rge.calls.failures import (
+    QUEUE_FULL,
+    SHOWN_CHARACTERS,
+    AttemptFailed,
+    Gone,
+    QueueFull,
+    Rejection,
+    StopCalls,
+    codes,
+    failure,
+)
+from rge.calls.grouping import Call
+from rge.calls.replies import ReplyError, as_dict, dict_items, parse
+from rge.calls.sender import Sender
 from rge.calls.store import Attempt, BatchRow
+from rge.calls.wire import PATH, Json, body
 from rge.common.images import ImageError
 
 T = TypeVar("T")
 
+MAX_CALLS, MAX_BYTES = 50_000, 100_000_000
+"""Limits of one batch; OpenAI's are 50,000 calls and 200 MB."""
+TRANSFER_TIMEOUT_S = 3600.0
+"""Time limit of an upload or download."""
+URL = f"/v1{PATH}"
 MAX_LOOKUPS = 3
 """Searches of the provider's list, one `ModelConfig.batch_poll_s` apart, before a batch counts as never created; and
 downloads of results before missing ones count as lost."""
 MAX_FAILED_POLLS = 20
 """Consecutive failures of a free request before the endpoint counts as down."""
-
 PARTIAL = {"expired": "expired", "cancelled": "was cancelled"}
 """How batches end early, in words: calls without a result were not made and are not billed."""
+FIX = "Wait until fewer tokens are queued, change the model's settings, or use plain calls (mode=calls); then run the same command again"
 
 
 class _CreationUnknown(StopCalls):
@@ -43,24 +56,19 @@ class _CreationUnknown(StopCalls):
 class BatchJobs:
     """The batches of one model in one run."""
 
-    def __init__(self, sender: Sender, grouping: Grouping, pictures: Pictures):
-        self.sender, self.grouping, self.pictures = sender, grouping, pictures
-        self.model, self.store, self.api = sender.model, sender.store, BatchApi(sender.connection)
-        self._wanted: dict[str, Call] = {}  # without an answer so far, by key
+    def __init__(self, sender: Sender):
+        self.sender, self.model, self.store = sender, sender.model, sender.store
+        self._wanted = {call.key: call for call in sender.collected}  # without an answer so far
         self._reasks: list[Call] = []  # calls that request unreadable answers again
         self._queue: deque[Call] = deque()  # to be submitted
         self._waiting: list[BatchRow] = []
         self._provider_full = False  # the provider's queue, until one of ours ends
-        self._first_failure: str | None = None  # the first reason why a call got no answer
-        # The first result that stops calls; raised once its batch is stored.
-        self._stop: StopCalls | None = None
+        self._first_failure = ""  # the first reason why a call got no answer
 
-    async def run(self, calls: Sequence[Call], earlier: Sequence[BatchRow]) -> list[Call]:
-        """Answer calls through batches, and settle those that have an answer.
+    async def run(self, earlier: Sequence[BatchRow]) -> list[Call]:
+        """Answer the calls collected by the sender through batches, and settle those that have an answer.
 
-        Args:
-            calls: of the model.
-            earlier: the open batches of earlier runs at its endpoint.
+        ``earlier`` are the open batches of earlier runs at its endpoint.
 
         Returns:
             Calls to make one by one: those that failed or were lost, and those that request unreadable answers again. Once calls
@@ -71,7 +79,6 @@ class BatchJobs:
                 it early, or takes too long. The same command resumes.
             UserError: an answer cannot be stored.
         """
-        self._wanted = {call.key: call for call in calls}
         await self._resume(earlier)
         await self._make_pilots()
         while self._waiting or self._may_submit():
@@ -80,38 +87,42 @@ class BatchJobs:
             if self._waiting:
                 await self._wait_for_any()
         self._settle(list(self._wanted))
-        left, health = [*self._wanted.values(), *self._reasks], self.sender.health
-        if left and health.stopped is None:
+        left = [*self._wanted.values(), *self._reasks]
+        if left and self.sender.endpoint.stopped is None:
             why = (self._first_failure or "their answers could not be read")[:300]
-            health.say(f"{self.model.name}: making {len(left):,} plain calls, at full price: {why}")
+            self._say(f"making {len(left):,} plain calls, at full price: {why}")
         elif left:
-            health.say(f"{self.model.name}: calls have stopped; {len(left):,} are left to the next run")
+            self._say(f"calls have stopped; {len(left):,} are left to the next run")
         return left
+
+    def _say(self, text: str) -> None:
+        self.sender.endpoint.say(f"{self.model.name}: {text}")
 
     def _settle(self, keys: Iterable[str]) -> None:
         """Settle the wanted calls with these keys that have an answer."""
+        grouping = self.sender.grouping
         for key in keys:
-            if key in self._wanted and (result := self.grouping.stored(key, self.model)) is not None:
-                self._reasks += self.grouping.record(self._wanted.pop(key), result)
+            if key in self._wanted and (result := grouping.stored(key, self.model)) is not None:
+                self._reasks += grouping.record(self._wanted.pop(key), result)
 
     def _left(self, row: BatchRow) -> list[Call]:
         """The wanted calls of a batch that have no answer so far."""
         return [self._wanted[call.key] for call in row.calls.values() if call.key in self._wanted]
 
     def _no_answer(self, why: str) -> None:
-        self._first_failure = self._first_failure or self.sender.connection.mask(why)
+        self._first_failure = self._first_failure or why
 
     async def _resume(self, rows: Sequence[BatchRow]) -> None:
         """Take up the batches of earlier runs, and queue the calls that none of them contains."""
         in_batches = {call.key for row in rows for call in row.calls.values()}
-        self._queue = deque(call for key, call in self._wanted.items() if key not in in_batches)
+        self._queue.extend(call for key, call in self._wanted.items() if key not in in_batches)
         for row in rows:
             try:
                 await self._take_up(row)
             except StopCalls as error:
                 if self._left(row):
                     raise
-                self.sender.health.say(str(error))  # the next run looks at it again, if it is still open
+                self.sender.endpoint.say(str(error))  # the next run looks at it again, if it is still open
 
     async def _take_up(self, row: BatchRow) -> None:
         """Look at a batch of an earlier run: close it if it has ended, else wait for it if any of its calls is wanted."""
@@ -120,9 +131,7 @@ class BatchJobs:
             self.store.close_batch(row.label, billed=False)
             self._queue.extend(self._left(row))
         elif not await self._check(row) and self._left(row):
-            self.sender.health.say(
-                f"{self.model.name}: waiting for batch {row.id} of an earlier run, {len(row.calls):,} calls"
-            )
+            self._say(f"waiting for batch {row.id} of an earlier run, {len(row.calls):,} calls")
             self._waiting.append(row)
 
     async def _make_pilots(self) -> None:
@@ -130,15 +139,15 @@ class BatchJobs:
         sender = self.sender
         for has_pictures in (False, True):
             calls = (call for call in self._queue if bool(call.request.num_pictures()) == has_pictures)
-            if not sender.budgets or sender.health.stopped or (call := next(calls, None)) is None:
+            if not sender.budgets or sender.endpoint.stopped or (call := next(calls, None)) is None:
                 continue
             max_cost = sender.estimate(call.request)[1]
             if sender.stats(call.request).calls or max_cost > self.store.remaining(sender.budgets):
                 continue
             self._queue.remove(call)
             try:
-                await sender.call(call, await self.pictures.of(call.request))
-            except (ReplyError, ImageError) as error:
+                await sender.call(call)
+            except ReplyError as error:
                 self._no_answer(str(error))
             self._settle([call.key])
 
@@ -146,23 +155,23 @@ class BatchJobs:
 
     def _may_submit(self) -> bool:
         has_room = not (self._provider_full and self._waiting)
-        return bool(self._queue) and has_room and self.sender.health.stopped is None
+        return bool(self._queue) and has_room and self.sender.endpoint.stopped is None
 
     async def _submit(self) -> bool:
         """Submit a batch. Returns whether budgets and the provider's queue may have room for another."""
-        sender, store = self.sender, self.store
+        sender = self.sender
         packed = await self._pack()
         if not packed:
             return True
         row = BatchRow(f"rge-{secrets.token_hex(8)}", time.time(), submitted_alone=not self._waiting)
         calls = [(call.key, *sender.estimate(call.request, batch=True)) for call, _ in packed]
-        num_taken = store.begin_batch(row, self.model.endpoint, calls, sender.budgets)
+        num_taken = self.store.begin_batch(row, self.model.endpoint, calls, sender.budgets)
         if num_taken and not await self._create(row, [content for _, content in packed[:num_taken]]):
             num_taken = 0
         self._queue.extendleft(call for call, _ in reversed(packed[num_taken:]))
         if num_taken:
             self._waiting.append(row)
-            self.sender.health.say(f"{self.model.name}: submitted batch {row.id} of {num_taken:,} calls")
+            self._say(f"submitted batch {row.id} of {num_taken:,} calls")
         elif not self._waiting:
             raise sender.budget_reached(calls[0][2])
         return num_taken == len(packed)
@@ -174,7 +183,7 @@ class BatchJobs:
         while self._queue and len(packed) < MAX_CALLS:
             call = self._queue.popleft()
             try:
-                pictures = await self.pictures.of(call.request)
+                pictures = await self.sender.pictures.of(call.request)
             except ImageError as error:  # the plain call fails in the same way and is counted there
                 self._no_answer(str(error))
                 continue
@@ -194,26 +203,32 @@ class BatchJobs:
             raise
         except (AttemptFailed, Rejection, StopCalls) as error:
             self.store.close_batch(row.label, billed=False)
-            queue_full = isinstance(error, QueueFull)
-            self._provider_full = bool(self._waiting) and (queue_full or self._provider_full)
+            is_full = isinstance(error, QueueFull) or (isinstance(error, AttemptFailed) and error.limited)
+            self._provider_full = is_full and bool(self._waiting)
             if self._provider_full:
                 return False
             if isinstance(error, StopCalls):
                 raise
             raise StopCalls(
-                f"{self.model.name}: the endpoint does not accept the batch; {error}. {_fix(queue_full)}"
+                f"{self.model.name}: the endpoint does not accept the batch; {error}. {FIX}"
             ) from None
         return True
 
     async def _attempt(self, row: BatchRow, bodies: Sequence[bytes]) -> None:
-        self._provider_full = False
+        if row.file is None:  # uploads are free
+            lines = (
+                b'{"custom_id": "%s", "method": "POST", "url": "%s", "body": %s}\n'
+                % (name.encode(), URL.encode(), content)
+                for name, content in zip(row.calls, bodies, strict=True)
+            )
+            file = (f"{row.label}.jsonl", b"".join(lines), "application/jsonl")
+            form: Json = {"files": {"file": file}, "data": {"purpose": "batch"}}
+            row.file = _id(await self._json("POST", "/files", TRANSFER_TIMEOUT_S, **form))
+            self.store.save_batch(row)
+        settings = {"endpoint": URL, "completion_window": "24h", "metadata": {"label": row.label}}
         try:
-            if row.file is None:
-                row.file = await self.api.upload(row.label, dict(zip(row.calls, bodies, strict=True)))
-                self.store.save_batch(row)
-            row.id = await self.api.create(row.label, row.file)
+            row.id = _id(await self._json("POST", "/batches", json={"input_file_id": row.file, **settings}))
         except AttemptFailed as error:
-            self._provider_full = error.limited  # unless a retry succeeds
             if error.limited or not await self._find(row):
                 raise
         self.store.save_batch(row)
@@ -227,7 +242,7 @@ class BatchJobs:
         for _ in range(MAX_LOOKUPS if row.file is not None else 0):
             await asyncio.sleep(self.model.batch_poll_s)
             try:
-                row.id = await self._ask("which batches there are", partial(self.api.find, str(row.file)))
+                row.id = await self._ask("which batches there are", lambda: self._listed_id(row.file))
             except (Gone, StopCalls) as error:
                 raise _CreationUnknown(
                     f"{self.model.name}: the endpoint does not list batches ({error}), so it is unknown whether {row.label} was "
@@ -238,22 +253,56 @@ class BatchJobs:
                 return True
         return False
 
+    async def _listed_id(self, file: str | None) -> str | None:
+        params: Json = {"limit": 100}
+        while True:
+            page = await self._json("GET", "/batches", params=params)
+            rows = dict_items(page.get("data"))
+            for row in rows:
+                if row.get("input_file_id") == file:
+                    return _id(row)
+            last = rows[-1].get("id") if rows else None
+            if not page.get("has_more") or last == params.get("after"):
+                return None
+            params["after"] = last
+
     async def _ask(self, what: str, request: Callable[[], Awaitable[T]]) -> T:
         """Make a free request, up to `MAX_FAILED_POLLS` times; raises `Gone` or `StopCalls`."""
-        about = f"{self.model.name}: could not find out {what}"
+        about, last_error = f"{self.model.name}: could not find out {what}", ""
         go_on = "Nothing is lost: run the same command to keep waiting"
-        last_error = ""
         for _ in range(MAX_FAILED_POLLS):
             try:
                 return await request()
             except AttemptFailed as error:
-                last_error = self.sender.connection.mask(str(error))
+                last_error = str(error)
             except Gone:
                 raise
             except Rejection as error:
                 raise StopCalls(f"{about}: {error}. {go_on}") from None
             await asyncio.sleep(min(self.model.batch_poll_s, self.model.max_backoff_s))
         raise StopCalls(f"{about} ({MAX_FAILED_POLLS} attempts); last error: {last_error}. {go_on}")
+
+    async def _send(self, method: str, path: str, limit_s: float | None = None, **options: Any) -> bytes:
+        """Send a request of the batch API; raises `AttemptFailed`, `Rejection` or `StopCalls`."""
+        model, mask = self.model, self.sender.mask
+        response = await self.sender.send(method, path, limit_s or model.timeout_s, **options)
+        if response.is_success:
+            return response.content
+        status, content = response.status_code, response.content
+        message = f"HTTP {status}: {mask(content.decode('utf-8', 'replace'))[:SHOWN_CHARACTERS]}"
+        if status in (404, 410):
+            raise Gone(message)
+        if QUEUE_FULL in codes(parse(content)):
+            raise QueueFull(message)
+        raise failure(status, content, response.headers, model, mask) or Rejection(message)
+
+    async def _json(self, method: str, path: str, limit_s: float | None = None, **options: Any) -> Json:
+        content = await self._send(method, path, limit_s, **options)
+        value = parse(content)
+        if not isinstance(value, dict):
+            message = self.sender.mask(content.decode("utf-8", "replace"))
+            raise AttemptFailed(f"no JSON object at {path} but {message[:SHOWN_CHARACTERS]!r}")
+        return value
 
     # --------------------------------------------------------------------------------------------------------- waiting
 
@@ -297,36 +346,34 @@ class BatchJobs:
             )
 
     async def _poll(self, row: BatchRow) -> Json:
-        batch = await self._ask(f"the status of batch {row.id}", partial(self.api.state, str(row.id)))
+        path = f"/batches/{row.id}"
+        batch = await self._ask(f"the status of batch {row.id}", lambda: self._json("GET", path))
         status = str(batch.get("status"))
         if status != row.status:
             row.status = status
-            self.sender.health.say(f"{self.model.name}: batch {row.id}: {status}")
+            self._say(f"batch {row.id}: {status}")
         return batch
 
     def _requeue_failed(self, row: BatchRow, batch: Json) -> None:
         """Queue the calls of a batch that failed as a whole again, if the provider's queue was full and held other batches."""
         self.store.close_batch(row.label, billed=False)
         errors = dict_items(as_dict(batch.get("errors")).get("data"))
-        queue_full = any(error.get("code") == QUEUE_FULL for error in errors)
-        if queue_full and not row.submitted_alone:
+        if not row.submitted_alone and any(error.get("code") == QUEUE_FULL for error in errors):
             self._queue.extend(self._left(row))
             self._provider_full = any(other is not row for other in self._waiting)
             return
         reason = "; ".join(str(error.get("message")) for error in errors[:3]) or "no reason given"
-        raise StopCalls(
-            f"{self.model.name}: batch {row.id} failed: {self.sender.connection.mask(reason)}. {_fix(queue_full)}"
-        )
+        raise StopCalls(f"{self.model.name}: batch {row.id} failed: {self.sender.mask(reason)}. {FIX}")
 
     async def _store_results(self, row: BatchRow, batch: Json) -> None:
         """Store the results of a batch and close it."""
+        stop: StopCalls | None = None
         for _ in range(MAX_LOOKUPS):  # a download may be cut short
-            what = f"the results of batch {row.id}"
-            results = await self._ask(what, partial(self.api.results, batch))
+            results = await self._ask(f"the results of batch {row.id}", partial(self._results, batch))
             missing = self.store.batch_calls(row.label)
             for result in results:
                 if (call := missing.pop(str(result.get("custom_id")), None)) is not None:
-                    self._store(call, result)
+                    stop = self._store(call, result) or stop
             if not missing:
                 break
             await asyncio.sleep(min(self.model.batch_poll_s, self.model.backoff_s))
@@ -336,33 +383,48 @@ class BatchJobs:
         self._settle(call.key for call in row.calls.values())
         if row.status in PARTIAL:
             self._raise_if_left(row, f"{PARTIAL[row.status]} at the provider")
-        if self._stop is not None:
-            raise self._stop
+        if stop is not None:
+            raise stop
         if missing and self._left(row):
             about = f"batch {row.id} ({row.status})"
             self._no_answer(f"{about} contains no result for {len(missing):,} of its calls")
 
-    def _store(self, call: Attempt, result: Json) -> None:
-        """Store the answer in a result, or end its attempt without one."""
+    async def _results(self, batch: Json) -> list[Json]:
+        """Download the results of a batch that has ended, without lines that are cut off or unreadable."""
+        lines: list[bytes] = []
+        for file in filter(None, (batch.get("output_file_id"), batch.get("error_file_id"))):
+            # A file may be at another host; httpx does not forward the key there.
+            path = f"/files/{file}/content"
+            content = await self._send("GET", path, TRANSFER_TIMEOUT_S, follow_redirects=True)
+            lines += content.split(b"\n")
+        return dict_items([parse(line) for line in lines])
+
+    def _store(self, call: Attempt, result: Json) -> StopCalls | None:
+        """Store the answer in a result, or end its attempt without one. Returns an error that stops calls."""
+        sender = self.sender
         # A call of an earlier run may not be wanted now; its answer is stored all the same.
         wanted = self._wanted.get(call.key)
+        response = as_dict(result.get("response"))
+        status, content = response.get("status_code"), response.get("body") or {"error": result.get("error")}
         try:
-            answer = self.api.answer(result)
+            if not isinstance(status, int):  # it expired, for example
+                raise AttemptFailed(sender.mask(json.dumps(result.get("error"))))
+            answer = sender.answer(status, json.dumps(content).encode(), {})
         except (AttemptFailed, Rejection, StopCalls) as error:
-            billed = isinstance(error, AttemptFailed) and error.billed
-            self.store.end_attempt(call.number, billed=billed)
+            self.store.end_attempt(call.number, billed=isinstance(error, AttemptFailed) and error.billed)
             if isinstance(error, Rejection) and error.certain:
-                self.sender.rejected(call.key, error)
+                sender.rejected(call.key, error)
             elif wanted is not None and isinstance(error, StopCalls):
-                self._stop = self._stop or error
+                return error
             elif wanted is not None:
                 self._no_answer(str(error))
-            return
+            return None
         # Wall time over any number of runs is not a duration of the call: 0.
-        request = None if wanted is None else wanted.request
-        self.sender.keep(call, request, answer, 0.0, batch=True)
+        sender.keep(call, None if wanted is None else wanted.request, answer, 0.0, batch=True)
+        return None
 
 
-def _fix(queue_full: bool) -> str:
-    fix = "Wait until fewer tokens are queued" if queue_full else "Change the model's settings"
-    return f"{fix}, or use plain calls (mode=calls), and run the same command again"
+def _id(response: Json) -> str:
+    if not isinstance(response.get("id"), str):
+        raise AttemptFailed(f"a response without id: {str(response)[:SHOWN_CHARACTERS]}")
+    return response["id"]

@@ -1,31 +1,14 @@
-"""HTTP connections to a provider: request bodies, and the list of models.
+"""OpenAI's chat completions: addresses, headers and bodies of requests, and the list of models."""
 
-Plain HTTP rather than the providers' clients: `rge.calls` has its own retries, rate limits and time-outs, and stores responses
-byte for byte.
-"""
-
-import asyncio
-from collections.abc import Mapping
 from typing import Any
 
 import httpx
 
 import rge
-from rge.calls.failures import AttemptFailed
 from rge.calls.keys import Mask
 from rge.calls.model_config import ModelConfig
 from rge.calls.pictures import EncodedPictures
-from rge.calls.providers.errors import failure
-from rge.calls.replies import (
-    NotAChat,
-    ReplyError,
-    as_dict,
-    dict_items,
-    is_failure,
-    parse,
-    read_replies,
-    valid_unicode,
-)
+from rge.calls.replies import as_dict, dict_items, valid_unicode
 from rge.calls.request import Part, Picture, Request
 from rge.common.errors import UserError
 
@@ -36,56 +19,12 @@ LIST_TIMEOUT_S = 20.0
 """Time-out for the list of models."""
 VARYING = ("created", "permission")
 """Fields of that list that vLLM regenerates for every request."""
-NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.UnsupportedProtocol)
 
 Json = dict[str, Any]
 
 
-class Connection:
-    """An HTTP client of one model's endpoint, with its key."""
-
-    def __init__(self, model: ModelConfig, mask: Mask):
-        self.model, self.mask = model, mask
-        limits = httpx.Limits(max_connections=model.concurrency, max_keepalive_connections=model.concurrency)
-        # No time-outs of its own: `send` limits each request as a whole.
-        self.client = httpx.AsyncClient(
-            base_url=model.base_url or OPENAI, headers=_headers(model), limits=limits, timeout=None
-        )
-
-    async def chat(self, request: Request, pictures: EncodedPictures) -> bytes:
-        """Send a request and return its answer, which may be a refusal; raises `AttemptFailed`, `Rejection` or `StopCalls`."""
-        model = self.model
-        response = await self.send("POST", PATH, model.timeout_s, json=body(model, request, pictures))
-        return self.answer(response.status_code, response.content, response.headers)
-
-    async def send(self, method: str, path: str, limit_s: float, **options: Any) -> httpx.Response:
-        """Send any request and return the response, whatever its status; raises `AttemptFailed`: none within ``limit_s``."""
-        try:
-            async with asyncio.timeout(limit_s):
-                return await self.client.request(method, path, **options)
-        except TimeoutError:
-            raise AttemptFailed(f"no answer within {limit_s:g} s", billed=True) from None
-        except httpx.RequestError as lost:
-            message = self.mask(str(lost) or type(lost).__name__)
-            raise AttemptFailed(f"no connection: {message}", billed=not isinstance(lost, NOT_SENT)) from None
-
-    def answer(self, status: int, content: bytes, headers: Mapping[str, str]) -> bytes:
-        """The content of a response if it answers a request; raises as `chat` does."""
-        if not 200 <= status < 300 or is_failure(parse(content)):
-            error = failure(status, content, headers, self.model, self.mask)
-            if error is not None:
-                raise error
-        try:
-            read_replies(content)
-        except NotAChat as error:
-            message = f"the endpoint's response is not a chat completion: {error}"
-            raise AttemptFailed(message, billed=True) from None
-        except ReplyError:
-            pass  # an empty answer, for example: it may have been billed
-        return content
-
-
-def _headers(model: ModelConfig) -> dict[str, str]:
+def headers(model: ModelConfig) -> dict[str, str]:
+    """The headers of every request, with the key."""
     key = model.key()
     return {"user-agent": "rge"} | ({} if key is None else {"authorization": f"Bearer {key}"})
 
@@ -147,7 +86,7 @@ def served_model(model: ModelConfig) -> dict[str, Any]:
     """
     address = model.base_url or OPENAI
     try:
-        response = httpx.get(f"{address.rstrip('/')}/models", headers=_headers(model), timeout=LIST_TIMEOUT_S)
+        response = httpx.get(f"{address.rstrip('/')}/models", headers=headers(model), timeout=LIST_TIMEOUT_S)
     except httpx.HTTPError as error:
         message = Mask([model.key()])(str(error) or type(error).__name__)
         raise UserError(f"{model.name}: cannot list the models at {address}: {message}") from None

@@ -1,14 +1,10 @@
-"""Health and rate limit of one endpoint, shared by all models behind it."""
+"""The rate limit of one endpoint, learned from its 429s."""
 
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
-from rge.calls.failures import StopCalls, Unanswered
-
-MAX_UNANSWERED_IN_A_ROW = 20
-"""Consecutive unanswered calls before the endpoint counts as down."""
 WINDOW_S = 1.0
 """Window over which the rate of answers is measured."""
 CUT, GROWTH, RECOVERY = 0.8, 1.005, 1.05
@@ -18,65 +14,6 @@ ENOUGH_ANSWERS = 8
 """Answers in the window needed to estimate a rate; with fewer, a 429 only pauses the calls."""
 MEMORY = 4096
 """Number of answer times kept."""
-
-
-class Health:
-    """An endpoint's rate limit, its recent results, and why calls to it have stopped, if they have.
-
-    Stopping cancels nothing: calls in flight are billed, so their answers are awaited and stored.
-
-    Args:
-        say: receives messages.
-        all_of_run: this endpoint's and the others', which a budget of all models has to wait for.
-    """
-
-    def __init__(self, say: Callable[[str], object], all_of_run: "Collection[Health]") -> None:
-        self.say, self.all_of_run = say, all_of_run
-        self.pace = Pace()
-        self.accepted_at = float("-inf")
-        """Send time of the latest accepted call."""
-        self.start()
-
-    def start(self) -> None:
-        """Reset for a new run: events and locks belong to its event loop."""
-        self._completed, self.canary = asyncio.Event(), asyncio.Lock()
-        self.in_flight = self.unanswered_in_a_row = 0
-        self.stopped: StopCalls | None = None
-        """Why calls have stopped for this run."""
-
-    async def wait_for_completion(self) -> None:
-        """Wait until any call ends, also one to another endpoint."""
-        self._completed.clear()
-        await self._completed.wait()
-
-    def call_ended(self) -> None:
-        """Count a call as ended, and wake up those that wait for it."""
-        self.in_flight -= 1
-        for health in self.all_of_run:
-            health._completed.set()
-
-    def call_accepted(self, sent_at: float) -> None:
-        """Record that the endpoint answered a call."""
-        self.unanswered_in_a_row = 0
-        self.accepted_at = max(self.accepted_at, sent_at)
-
-    def call_unanswered(self, error: Unanswered) -> None:
-        """Record a call that failed after all retries; `MAX_UNANSWERED_IN_A_ROW` of them stop the run."""
-        self.unanswered_in_a_row += 1
-        if self.unanswered_in_a_row >= MAX_UNANSWERED_IN_A_ROW:
-            self.stop(
-                StopCalls(
-                    f"{self.unanswered_in_a_row} calls in a row got no answer; last error: {error}. Answers so far are stored; "
-                    "run the same command again"
-                )
-            )
-
-    def stop(self, error: StopCalls) -> None:
-        """Stop calls for this run; the first reason given is kept, and said now: other endpoints' calls may take long."""
-        if self.stopped is None:
-            self.stopped = error
-            self.say(str(error))
-        self._completed.set()
 
 
 class Pace:

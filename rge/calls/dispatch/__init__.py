@@ -1,1 +1,0 @@
-"""Turn requests into calls and make them, singly or in batches."""

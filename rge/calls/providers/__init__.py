@@ -1,1 +1,0 @@
-"""Wire format: OpenAI's chat completions and batches, and the errors of providers."""

@@ -1,0 +1,355 @@
+"""Make the calls of one model: concurrency, retries, budget, ledger, and the handling of errors.
+
+Plain HTTP rather than the providers' clients, which have retries, limits and time-outs of their own, and do not return responses
+byte for byte.
+"""
+
+import asyncio
+import hashlib
+import io
+import math
+import random
+import time
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import httpx
+from PIL import Image
+
+from rge.calls.failures import (
+    AttemptFailed,
+    BudgetReached,
+    Rejection,
+    StopCalls,
+    Unanswered,
+    failure,
+)
+from rge.calls.grouping import Call, Grouping
+from rge.calls.model_config import BillingStats, ModelConfig
+from rge.calls.pace import Pace
+from rge.calls.pictures import EncodedPictures, Pictures
+from rge.calls.replies import NotAChat, ReplyError, is_failure, parse, read_replies, usage
+from rge.calls.request import Part, Picture, Request
+from rge.calls.store import Attempt, Budgets
+from rge.calls.wire import OPENAI, PATH, body, headers
+from rge.common.images import ImageError
+
+T = TypeVar("T")
+
+CALLS_AHEAD = 1024
+"""Calls of a model that wait for a connection, before no further requests are read."""
+MAX_UNANSWERED_IN_A_ROW = 20
+"""Consecutive unanswered calls before the endpoint counts as down."""
+NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.UnsupportedProtocol)
+
+
+@dataclass(eq=False)
+class Endpoint:
+    """What the models behind one endpoint share in a run.
+
+    Stopping cancels nothing: calls in flight are billed, so their answers are awaited and stored.
+    """
+
+    pace: Pace
+    say: Callable[[str], object]  # receives messages
+    call_ended: asyncio.Event  # set when any call of the run has ended, also at another endpoint
+    canary: asyncio.Lock = field(default_factory=asyncio.Lock)
+    in_flight: int = 0
+    unanswered_in_a_row: int = 0
+    accepted_at: float = -math.inf  # send time of the latest accepted call
+    stopped: StopCalls | None = None  # why calls have stopped
+
+    def stop(self, error: StopCalls) -> None:
+        """Stop calls for this run; the first reason given is kept, and said now: other endpoints' calls may take long."""
+        if self.stopped is None:
+            self.stopped = error
+            self.say(str(error))
+        self.call_ended.set()
+
+
+class Sender:
+    """Makes the calls of one model in one run; an answer is stored before anything else is decided.
+
+    Args:
+        endpoints: all of the run's, which a budget of all models has to wait for.
+        budget: of all models together.
+        tasks: of the run.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        grouping: Grouping,
+        pictures: Pictures,
+        endpoints: Mapping[str, Endpoint],
+        budget: float | None,
+        tasks: asyncio.TaskGroup,
+    ):
+        self.model, self.grouping, self.pictures, self.tasks = model, grouping, pictures, tasks
+        self.store, self.counts, self.mask = grouping.store, grouping.counts, grouping.mask
+        self.endpoint, self._budget = endpoints[model.endpoint], budget
+        # Whose calls in flight may turn out cheaper than what they hold of a budget.
+        self._spenders: Collection[Endpoint] = [self.endpoint] if budget is None else endpoints.values()
+        limits = {model.endpoint: model.budget, None: budget}
+        self.budgets: Budgets = {name: limit for name, limit in limits.items() if limit is not None}
+        self.collected: list[Call] = []
+        """Calls for a batch."""
+        self._free = asyncio.Semaphore(model.concurrency)
+        self._ahead = asyncio.Semaphore(CALLS_AHEAD + model.concurrency)
+        connections = httpx.Limits(
+            max_connections=model.concurrency, max_keepalive_connections=model.concurrency
+        )
+        # No time-outs of its own: `send` limits each request as a whole.
+        self.client = httpx.AsyncClient(
+            base_url=model.base_url or OPENAI, headers=headers(model), limits=connections, timeout=None
+        )
+
+    async def add(self, call: Call) -> None:
+        """Make a call as soon as fewer than `ModelConfig.concurrency` are in flight; waits while `CALLS_AHEAD` others do.
+
+        With ``mode=batch``, it is only `collected`.
+        """
+        if self.model.mode == "batch":
+            self.collected.append(call)
+            return
+        await self._ahead.acquire()
+        self.start(call).add_done_callback(lambda _: self._ahead.release())
+
+    def start(self, call: Call) -> "asyncio.Task[None]":
+        """Start the task of a plain call."""
+        return self.tasks.create_task(self._make(call))
+
+    async def _make(self, call: Call) -> None:
+        """Make a call, and those that request its unreadable answers again."""
+        async with self._free:
+            try:
+                calls = [call]
+                while calls and self.endpoint.stopped is None:
+                    try:
+                        result: bytes | ReplyError = await self.call(calls[0])
+                    except ReplyError as error:
+                        result = error
+                    calls = self.grouping.record(calls[0], result) + calls[1:]
+            except StopCalls as error:
+                self.endpoint.stop(error)
+
+    async def call(self, call: Call) -> bytes:
+        """Make a call, with retries, and store its answer.
+
+        Raises:
+            Unanswered, Rejection: it is settled without an answer.
+            StopCalls: no further call to the endpoint can succeed; this one is not settled.
+            UserError: the answer cannot be stored.
+        """
+        try:
+            # Before the attempt, so that scaling a photograph does not count towards its time limit.
+            pictures = await self.pictures.of(call.request)
+            return await self.retried(lambda: self._attempt(call, pictures))
+        except ImageError as error:
+            raise self._unanswered(str(error)) from None
+        except AttemptFailed as error:
+            raise self._given_up(error) from None
+        except Rejection as error:
+            if not error.certain:
+                await self._check_settings(call, error)
+            raise self.rejected(call.key, error) from None
+
+    async def retried(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        """Repeat an attempt until it succeeds.
+
+        Raises:
+            AttemptFailed: the last failure: after `ModelConfig.max_retries`, or `max_limited_s` of 429s, or if the endpoint asks to
+                wait longer than that.
+        """
+        model, pace, num_retries, limited_since = self.model, self.endpoint.pace, 0, None
+        while True:
+            sent_at = await pace.wait_turn()
+            try:
+                return await attempt()
+            except AttemptFailed as error:
+                failed = error
+            if self._must_wait_too_long(failed):
+                reason = (
+                    f"the endpoint asks to wait {failed.wait_s:,.0f} s (Retry-After), longer than "
+                    f"max_limited_s={model.max_limited_s:g}; {failed}"
+                )
+                raise replace(failed, reason=reason)
+            if failed.limited:
+                self.counts.limited += 1
+                pace.on_limited(sent_at, failed.wait_s, model.backoff_s, model.max_backoff_s)
+                limited_since = limited_since or time.monotonic()
+                if time.monotonic() - limited_since >= model.max_limited_s:
+                    reason = f"{failed}, still rate-limited after {model.max_limited_s:g} s (max_limited_s)"
+                    raise replace(failed, reason=reason)
+            elif num_retries < model.max_retries:
+                self.counts.retries += 1
+                wait_s = min(model.max_backoff_s, model.backoff_s * 2**num_retries) * random.random()
+                await asyncio.sleep(max(wait_s, min(failed.wait_s or 0.0, model.max_backoff_s)))
+                num_retries += 1
+            else:
+                raise replace(failed, reason=f"{failed} ({num_retries + 1} attempts)")
+
+    async def _attempt(self, call: Call, pictures: EncodedPictures) -> bytes:
+        """Make one attempt; raises as `answer` does, after closing the attempt's ledger entry."""
+        endpoint, model = self.endpoint, self.model
+        attempt = await self._begin(call)
+        sent_at = time.monotonic()
+        try:
+            content = body(model, call.request, pictures)
+            response = await self.send("POST", PATH, model.timeout_s, json=content)
+            answer = self.answer(response.status_code, response.content, response.headers)
+        except asyncio.CancelledError:
+            self.store.end_attempt(attempt.number, billed=True)
+            raise
+        except (AttemptFailed, Rejection, StopCalls) as error:
+            self.store.end_attempt(attempt.number, billed=isinstance(error, AttemptFailed) and error.billed)
+            raise
+        finally:
+            endpoint.in_flight -= 1
+            endpoint.call_ended.set()
+        self.keep(attempt, call.request if call.pending else None, answer, time.monotonic() - sent_at)
+        endpoint.unanswered_in_a_row = 0
+        endpoint.accepted_at = max(endpoint.accepted_at, sent_at)
+        endpoint.pace.on_answer()
+        return answer
+
+    async def send(self, method: str, path: str, limit_s: float, **options: Any) -> httpx.Response:
+        """Send any request and return the response, whatever its status; raises `AttemptFailed`: none within ``limit_s``."""
+        try:
+            async with asyncio.timeout(limit_s):
+                return await self.client.request(method, path, **options)
+        except TimeoutError:
+            raise AttemptFailed(f"no answer within {limit_s:g} s", billed=True) from None
+        except httpx.RequestError as lost:
+            message = self.mask(str(lost) or type(lost).__name__)
+            raise AttemptFailed(f"no connection: {message}", billed=not isinstance(lost, NOT_SENT)) from None
+
+    def answer(self, status: int, content: bytes, response_headers: Mapping[str, str]) -> bytes:
+        """The content of a response if it answers a call, also by a refusal; raises `AttemptFailed`, `Rejection` or `StopCalls`."""
+        if not 200 <= status < 300 or is_failure(parse(content)):
+            error = failure(status, content, response_headers, self.model, self.mask)
+            if error is not None:
+                raise error
+        try:
+            read_replies(content)
+        except NotAChat as error:
+            message = f"the endpoint's response is not a chat completion: {self.mask(str(error))}"
+            raise AttemptFailed(message, billed=True) from None
+        except ReplyError:
+            pass  # an empty answer, for example: it may have been billed
+        return content
+
+    async def _check_settings(self, call: Call, error: Rejection) -> None:
+        """Send a harmless request (a canary) with the same settings; raises `StopCalls` if that is rejected, too."""
+        rejected_at = time.monotonic()
+        async with self.endpoint.canary:
+            if self.endpoint.accepted_at > rejected_at:  # a call sent after the rejection was accepted
+                return
+            canary = Call(f"canary {call.key}", _canary(call.request), [])
+            pictures = await self.pictures.of(canary.request)
+            try:
+                await self.retried(lambda: self._attempt(canary, pictures))
+            except AttemptFailed as failed:
+                raise self._given_up(failed) from None
+            except Rejection:
+                raise StopCalls(
+                    f"{self.model.name}: the endpoint rejects the request; {error}. It also rejects a harmless one with the same "
+                    "settings: change the model's settings (token_limit, send_temperature, send_seed, extra_body, max_side_px ...) "
+                    "and run the same command again; answers so far are stored"
+                ) from None
+
+    async def _begin(self, call: Call) -> Attempt:
+        """Enter an attempt in the ledger as soon as the budget allows it; raises why calls to the endpoint have stopped."""
+        endpoint = self.endpoint
+        while endpoint.stopped is None:
+            # The cost of the first call is only an estimate: under a budget, the others wait for its bill.
+            is_first = (
+                self.budgets and not self.stats(call.request).calls and not endpoint.unanswered_in_a_row
+            )
+            if not (is_first and endpoint.in_flight):
+                tokens, max_cost = self.estimate(call.request)
+                number = self.store.begin_attempt(
+                    self.model.endpoint, call.key, tokens, max_cost, self.budgets
+                )
+                if number is not None:
+                    endpoint.in_flight += 1
+                    return Attempt(call.key, number, tokens)
+                if not any(spender.in_flight for spender in self._spenders):
+                    raise self.budget_reached(max_cost)
+            endpoint.call_ended.clear()
+            await endpoint.call_ended.wait()
+        raise endpoint.stopped
+
+    def stats(self, request: Request) -> BillingStats:
+        """How bills compare with estimates, for calls such as this one."""
+        return self.store.billing_stats(self.model.endpoint, bool(request.num_pictures()))
+
+    def estimate(self, request: Request, *, batch: bool = False) -> tuple[tuple[int, int], float]:
+        """Estimated input and maximum output tokens, corrected by earlier bills, and the maximum cost."""
+        tokens = self.model.estimate(request, self.stats(request))
+        return tokens, self.model.cost(*tokens, batch=batch)
+
+    def keep(
+        self, attempt: Attempt, request: Request | None, answer: bytes, took_s: float, *, batch: bool = False
+    ) -> None:
+        """Store an answer and its cost; learn from the bill how far the estimate for a ``request`` (None: do not) was off."""
+        model, bill, estimate = self.model, usage(answer, attempt.tokens), None
+        cost = model.cost(bill.input_tokens, bill.output_tokens, bill.cached, batch=batch)
+        if request is not None and not bill.refused:
+            estimate = (*model.estimate(request), bool(request.num_pictures()))
+        self.store.put(attempt.number, attempt.key, model.name, answer, bill, cost, took_s, estimate)
+        self.counts.asked += 1
+        self.counts.refused += bill.refused
+
+    def rejected(self, key: str, error: Rejection) -> Rejection:
+        """Record that the endpoint rejects a call, so that it is not sent again with the same settings."""
+        rejection = Rejection(f"{self.model.name}: {error}")
+        self.store.record_rejection(key, self.model.sent_by(), str(rejection))
+        self.counts.rejected += 1
+        return rejection
+
+    def _must_wait_too_long(self, error: AttemptFailed) -> bool:
+        return error.wait_s is not None and error.wait_s > self.model.max_limited_s
+
+    def _unanswered(self, why: str) -> Unanswered:
+        self.counts.unanswered += 1
+        return Unanswered(f"{self.model.name}: {why}")
+
+    def _given_up(self, error: AttemptFailed) -> Unanswered | StopCalls:
+        """The error of a call whose retries failed; `MAX_UNANSWERED_IN_A_ROW` of them stop the run."""
+        endpoint = self.endpoint
+        is_idle = time.monotonic() - endpoint.accepted_at >= self.model.max_limited_s
+        if self._must_wait_too_long(error) or (error.limited and is_idle):
+            return StopCalls(
+                f"{self.model.name}: {error}. Answers so far are stored; run the same command later"
+            )
+        unanswered = self._unanswered(str(error))
+        endpoint.unanswered_in_a_row += 1
+        if endpoint.unanswered_in_a_row >= MAX_UNANSWERED_IN_A_ROW:
+            endpoint.stop(
+                StopCalls(
+                    f"{endpoint.unanswered_in_a_row} calls in a row got no answer; last error: {unanswered}. Answers so far are stored; "
+                    "run the same command again"
+                )
+            )
+        return unanswered
+
+    def budget_reached(self, max_cost: float) -> BudgetReached:
+        """The error of a call whose maximum cost exceeds what is left of a budget."""
+        # The tightest budget; of two that are equally tight, the model's own.
+        name = min(self.budgets, key=lambda name: self.budgets[name] - self.store.spent(name))
+        whose, option = ("command's ", "budget") if name is None else ("", "the model's budget")
+        return BudgetReached(
+            f"{self.model.name}: {self.store.spent(name):.4f} of the {whose}budget {self.budgets[name]:g} is spent, and the next call "
+            f"might cost {max_cost:.4f}, so calls stop here. Raise {option} and run the same command again"
+        )
+
+
+def _canary(request: Request) -> Request:
+    """A harmless request with the same settings and as many pictures."""
+    out = io.BytesIO()
+    Image.new("RGB", (64, 64), "grey").save(out, "PNG")
+    picture = Picture(out.getvalue(), hashlib.sha256(out.getvalue()).hexdigest())
+    parts: tuple[Part, ...] = ("Answer with the word ok.", *[picture] * request.num_pictures())
+    return replace(request, parts=parts, system=None)

@@ -104,12 +104,11 @@ class Service:
         self.app = guarded(self.guard, options, key)
 
     def start(self) -> None:
-        """Warm up, so that a broken set-up fails at startup and the first client does not wait; then accept requests."""
+        """Warm up, so that a broken set-up fails at startup and the first client does not wait."""
         raw = Raw("start", "a key")
         prompt = make_prompt(self.embedder, raw, [], "query", None, self.options.max_picture_mp)
         for mode in ("direct", "reasoning"):
             self.embedder.encode_prompts([prompt], mode=mode)
-        self.batches.start()
 
     def stop(self) -> None:
         """End the threads; inputs that still wait are dropped."""
@@ -144,7 +143,7 @@ class Service:
             if side == "query":
                 instruction, note = self.embedder.instruction_for(asked.instruction)
                 notes += [note] if note else []
-            with self.batches.reserve(len(inputs)) as reservation:
+            with self.batches.reserve(len(inputs)):
                 prompts = []
                 for raw in inputs:
                     prompt = await self._prepare(raw, side, instruction)
@@ -153,7 +152,7 @@ class Service:
                     num_bytes += size
                     prompts.append(prompt)
                     notes += _cut_notes(raw, prompt.num_cut_tokens, longest, may_cut)
-                results = await self.batches.answers(reservation, prompts, mode)
+            results = await self.batches.answers(prompts, mode)
         finally:
             self.held.now -= num_bytes
         if mode not in SILENT:
@@ -293,9 +292,9 @@ class Service:
             content |= {"rationale": result.rationale, "stop_reason": result.stop_reason}
         return _json(content, answered.warnings)
 
-    async def _health(self) -> JSONResponse:
-        about = {
-            "status": "ok" if self.batches.is_alive else "the model's thread has ended",
+    async def _health(self) -> dict[str, Any]:
+        return {
+            "status": "ok",
             "model": self.name,
             "checkpoint_hash": self._checkpoint_hash,
             "engine": self.options.engine,
@@ -304,7 +303,6 @@ class Service:
             "waiting_inputs": self.batches.num_waiting,
             "rge_version": rge.__version__,
         }
-        return JSONResponse(about, 200 if self.batches.is_alive else 503)
 
     async def _models(self) -> dict[str, Any]:
         return {"object": "list", "data": [await self._one_model(self.name)]}
@@ -335,7 +333,7 @@ class Service:
             ("POST", "/rerank", self._rerank, "Rank documents"),
             ("GET", "/v1/models", self._models, "The model's name"),
             ("GET", "/v1/models/{name:path}", self._one_model, "The model, by its name"),
-            ("GET", "/health", self._health, "Whether the model works"),
+            ("GET", "/health", self._health, "Whether the server answers"),
             ("GET", "/metrics", self._metrics, "Figures for Prometheus"),
         ]
         if self.index is not None:

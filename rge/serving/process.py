@@ -114,9 +114,8 @@ class Server(uvicorn.Server):
         except OSError as error:
             raise cannot_listen(self._options.host, self._options.port, error) from None
         self._service.stop()
-        self._service.batches.join(5)
         code = 1 if self._gave_up else 130 if self._first == signal.SIGINT else 0
-        if self._service.batches.is_alive:  # a running batch cannot be interrupted
+        if self._service.batches.is_running:
             _exit_now(code)
         return code
 

@@ -866,27 +866,6 @@ def test_a_request_that_is_given_up_ends_between_two_of_its_inputs(embedder, mon
         assert service.batches.num_waiting == 0
 
 
-def test_a_request_is_in_the_queue_whenever_the_batching_thread_can_look():
-    """Between its reservation and its inputs, too: otherwise a batch would start without it."""
-    batches, seen = Batches(lambda prompts, mode: None, batch_size=3, wait_s=0, max_queue=9), []
-
-    class Watched(threading.Condition):
-        def __exit__(self, *error):
-            seen.append(batches.num_waiting)
-            return super().__exit__(*error)
-
-    batches._changed = Watched()
-
-    async def ask():
-        with batches.reserve(2) as reservation:
-            answer = asyncio.ensure_future(batches.answers(reservation, ["a", "b"], "direct"))
-            await asyncio.sleep(0)
-        answer.cancel()
-
-    asyncio.run(ask())
-    assert seen[:3] == [2, 2, 2]
-
-
 def test_a_batch_takes_the_oldest_and_those_nearest_to_it_in_length():
     class Sized:
         pixels = None
@@ -900,18 +879,14 @@ def test_a_batch_takes_the_oldest_and_those_nearest_to_it_in_length():
     batches = Batches(lambda prompts, mode: None, batch_size=3, wait_s=0, max_queue=9)
 
     async def fill():
-        with batches.reserve(4) as four, batches.reserve(5) as five:
+        with batches.reserve(4), batches.reserve(5):
             with pytest.raises(Refusal), batches.reserve(1):
                 pytest.fail("there is room for ten")
-            waits = [
-                asyncio.ensure_future(
-                    batches.answers(four, [Sized(size) for size in (50, 9, 500, 48)], "reasoning")
-                ),
-                asyncio.ensure_future(
-                    batches.answers(five, [Sized(size) for size in (51, 50, 8, 7, 6)], "direct")
-                ),
-            ]
-            await asyncio.sleep(0)
+        waits = [
+            asyncio.ensure_future(batches.answers([Sized(size) for size in sizes], mode))
+            for sizes, mode in (((50, 9, 500, 48), "reasoning"), ((51, 50, 8, 7, 6), "direct"))
+        ]
+        await asyncio.sleep(0)
         return waits, [batches._next() for _ in range(5)]
 
     waits, found = asyncio.run(fill())

@@ -101,7 +101,8 @@ class Caller:
         def is_stopped() -> bool:
             return any(endpoint.stopped for endpoint in endpoints.values())
 
-        with self._batches_locked(), Pictures() as pictures, ungrouped(UserError):
+        pictures = Pictures()
+        with self._batches_locked(), ungrouped(UserError):
             async with AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
                 batches = {name: self.store.open_batches(name) for name in endpoints}
                 batch_of = {

@@ -123,26 +123,28 @@ class Grouping:
             waiting = reasks
         return calls
 
-    def _calls_for(self, pending: Iterable[PendingSample]) -> Iterable[Call]:
-        """Calls that answer these requests: consecutive samples of one prompt together, up to `ModelConfig.draws_a_call`.
-
-        Those that are requested again stay alone, and so do those that were answered singly, before `draws_a_call` was raised.
-        """
+    def _calls_for(self, pending: Iterable[PendingSample]) -> Iterator[Call]:
+        """Calls that answer these requests: consecutive samples of one prompt together, up to `ModelConfig.draws_a_call`."""
         groups: list[list[PendingSample]] = []
         last_groups: dict[Request, list[PendingSample]] = {}
         for sample in pending:
-            model = self.models[sample.request.model]
-            if model.draws_a_call == 1 or sample.reasked or self.stored(self._call_of([sample]).key, model):
-                groups.append([sample])
-                continue
+            max_size = 1 if sample.reasked else self.models[sample.request.model].draws_a_call
             prompt = replace(sample.request, sample=0)
             group = last_groups.get(prompt, [])
             follows = group and sample.request.sample == group[-1].request.sample + 1
-            if not follows or len(group) == model.draws_a_call:
+            if not follows or len(group) >= max_size:
                 group = last_groups[prompt] = []
                 groups.append(group)
             group.append(sample)
-        return map(self._call_of, groups)
+        for group in groups:
+            call = self._call_of(group)
+            if len(group) == 1 or call.key in self._open or self._is_stored(call):
+                yield call
+                continue
+            # Without samples that were answered singly, before `draws_a_call` was raised.
+            for is_stored, samples in groupby(group, lambda sample: self._is_stored(self._call_of([sample]))):
+                part = list(samples)
+                yield from map(self._call_of, [[sample] for sample in part] if is_stored else [part])
 
     def _call_of(self, group: list[PendingSample]) -> Call:
         """The call for consecutive samples of one prompt."""
@@ -150,6 +152,9 @@ class Grouping:
         request = replace(first, n=last.sample - first.sample + 1)
         settings = self.models[request.model].cache_settings()
         return Call(request.key(self._cache_names[request.model], settings), request, group)
+
+    def _is_stored(self, call: Call) -> bool:
+        return self.stored(call.key, self.models[call.request.model]) is not None
 
     def stored(self, key: str, model: ModelConfig) -> bytes | Rejection | None:
         """The stored answer to a call, or the recorded rejection of it; None: neither."""
@@ -191,15 +196,12 @@ class Grouping:
 
     def _problem(self, reply: Reply | ReplyError) -> ReplyError | None:
         """Why a reply is unreadable, or None; refusals and abstentions are readable."""
-        try:
-            if isinstance(reply, ReplyError):
-                raise reply
-            self.read(reply)
-        except UNREADABLE as error:
-            return error
-        except ReplyError:
-            pass
-        return None
+        if isinstance(reply, Reply):
+            try:
+                self.read(reply)
+            except ReplyError as error:
+                reply = error
+        return reply if isinstance(reply, UNREADABLE) else None
 
     def _outcome(self, key: str, cached: bool, reply: Reply | ReplyError) -> Outcome:
         if isinstance(reply, ReplyError):

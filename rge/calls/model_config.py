@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import httpx
@@ -11,7 +11,7 @@ import httpx
 from rge.calls.keys import read_key
 from rge.calls.request import Request
 from rge.common.errors import UserError
-from rge.common.options import AtLeastOne, Count, NotNegative, Positive, Share, build
+from rge.common.options import AtLeastOne, Count, NotNegative, Positive, Share
 
 CHARACTERS_PER_TOKEN = 3
 """For token estimates of prompts; low on purpose, so that estimates err on the high side."""
@@ -147,11 +147,7 @@ class ModelConfig:
 
 
 def check_model(where: str, model: ModelConfig) -> None:
-    """Validate a configuration beyond its types. Raises `UserError`: names the setting and the fix."""
-    try:
-        build(ModelConfig, [("", asdict(model))])
-    except UserError as error:
-        raise UserError("\n".join(f"{where}.{line}" for line in str(error).splitlines())) from None
+    """Validate a configuration beyond what `build` checks. Raises `UserError`: names the setting and the fix."""
     if model.budget is not None and not model.paid():
         raise UserError(
             f"{where}.budget needs input_price and output_price: without prices nothing is ever spent"

@@ -8,7 +8,6 @@ import asyncio
 import base64
 import io
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 
 from PIL import Image
 
@@ -23,21 +22,13 @@ SENDABLE = {"JPEG": "image/jpeg", "PNG": "image/png", "WEBP": "image/webp"}
 JPEG_QUALITY = 90
 MAX_KEPT = 64
 """Encoded pictures that are kept: one picture may be judged a hundred times in a row."""
-MAX_THREADS = 8
 
 
 class Pictures:
-    """Encodes pictures in threads, and keeps the latest; a context manager."""
+    """Encodes pictures in threads, and keeps the latest."""
 
     def __init__(self) -> None:
         self._kept: dict[Picture, asyncio.Future[str]] = {}
-        self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="pictures")
-
-    def __enter__(self) -> "Pictures":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def of(self, request: Request) -> EncodedPictures:
         """The encoded pictures of a request. Raises `ImageError`: a picture cannot be read or decoded, or has changed."""
@@ -46,11 +37,11 @@ class Pictures:
     async def encode(self, picture: Picture) -> str:
         """The ``data:`` URL of a picture; raises as `of` does."""
         if (encoded := self._kept.pop(picture, None)) is None:
-            encoded = asyncio.get_running_loop().run_in_executor(self._threads, data_url, picture)
+            encoded = asyncio.get_running_loop().run_in_executor(None, data_url, picture)
         self._kept[picture] = encoded  # as the latest
         if len(self._kept) > MAX_KEPT:
             del self._kept[next(iter(self._kept))]
-        return await asyncio.shield(encoded)  # one of several waiting calls may be cancelled
+        return await encoded
 
 
 def data_url(picture: Picture) -> str:

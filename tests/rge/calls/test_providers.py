@@ -26,6 +26,7 @@ from rge.calls.request import Picture, Request
 from rge.calls.store import AnswerStore
 from rge.common.errors import UserError
 from rge.common.images import ImageError
+from rge.common.options import build
 
 
 def text_of(body: dict) -> str:
@@ -367,7 +368,7 @@ def test_settings_of_newer_models_are_sent_and_are_part_of_the_key(store):
 )
 def test_settings_that_cannot_be_right(settings, message):
     with pytest.raises(UserError, match=message):
-        check_model("models.m", ModelConfig(name="m", **settings))
+        check_model("models.m", build(ModelConfig, [("", {"name": "m", **settings})]))
 
 
 FIELDS = (("input_desc", None), ("consistent", ("True", "False")), ("block", (("query", None),)))
@@ -447,8 +448,11 @@ def test_a_server_that_knows_no_n_is_asked_for_the_others(store):
 
     server = Server(only_one)
     with LocalServer(server) as at:
-        found = Caller(model(at, draws_a_call=4), store).run([ask("a", sample=sample) for sample in range(4)])
+        requests = [ask("a", sample=sample) for sample in range(4)]
+        found = Caller(model(at, draws_a_call=4), store).run(requests)
+        again = Caller(model(at, draws_a_call=4), store).run(requests)
     assert [tag(one.reply.text, "x") for one in found] == [f"draw {number}" for number in range(4)]
+    assert all(one.cached for one in again), "the shorter and shorter calls are found in the same order"
 
 
 def test_cached_input_has_a_price_of_its_own(store):
@@ -598,8 +602,8 @@ def test_photographs_hold_up_no_other_call(store, photos):
                 last = time.perf_counter()
 
         ticking = asyncio.create_task(tick())
-        with Pictures() as pictures:
-            found = await asyncio.gather(*(pictures.encode(picture_of(path)) for path in photos * 2))
+        pictures = Pictures()
+        found = await asyncio.gather(*(pictures.encode(picture_of(path)) for path in photos * 2))
         ticking.cancel()
         return found, gaps
 
@@ -618,8 +622,7 @@ def test_a_picture_that_cannot_be_read_is_named(tmp_path):
     (tmp_path / "a.jpg").write_bytes(b"no picture")
 
     async def prepare():
-        with Pictures() as pictures:
-            await pictures.encode(picture_of(tmp_path / "a.jpg"))
+        await Pictures().encode(picture_of(tmp_path / "a.jpg"))
 
     with pytest.raises(ImageError, match=r"a\.jpg"):
         asyncio.run(prepare())

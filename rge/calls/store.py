@@ -9,7 +9,6 @@ import hashlib
 import json
 import math
 import sqlite3
-import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -124,17 +123,14 @@ class BatchRow:
 
 
 class AnswerStore:
-    """The answer store, safe for threads and processes; temporary without a path. Raises `UserError`: it cannot be opened."""
+    """The answer store, for any number of processes; temporary without a path. Raises `UserError`: it cannot be opened."""
 
     def __init__(self, path: str | Path | None):
         self.path = Path(path) if path is not None else None
-        self._lock = threading.RLock()
         try:
-            if self.path is None:
-                self._db = sqlite3.connect("", isolation_level=None, check_same_thread=False)
-            else:
+            if self.path is not None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                self._db = _open(self.path)
+            self._db = _open(self.path or "")
             self._db.executescript(_SCHEMA)
         except (OSError, sqlite3.DatabaseError) as error:
             raise UserError(f"{path} cannot be used as an answer store: {error}") from None
@@ -147,24 +143,21 @@ class AnswerStore:
 
     def get(self, key: str) -> bytes | None:
         """The answer stored under a key, byte for byte; or None."""
-        row = self._query_one("SELECT raw FROM replies WHERE key = ?", key)
-        return row[0] if row else None
+        return self._value("SELECT raw FROM replies WHERE key = ?", key)
 
     def num_replies(self) -> int:
         """Number of stored answers."""
-        return self._query_one("SELECT count(*) FROM replies")[0]
+        return self._value("SELECT count(*) FROM replies")
 
-    def _query(self, query: str, *values: Any) -> list[Any]:
-        with self._lock:
-            return self._db.execute(query, values).fetchall()
-
-    def _query_one(self, query: str, *values: Any) -> Any:
-        return next(iter(self._query(query, *values)), None)
+    def _value(self, query: str, *values: Any) -> Any:
+        """The first column of the first row; None: no row."""
+        row = self._db.execute(query, values).fetchone()
+        return row and row[0]
 
     def get_values(self, keys: Sequence[str]) -> dict[str, Any]:
         """The values stored by `put_values` under these keys, as far as they exist."""
         query = "SELECT key, raw FROM replies WHERE key IN (SELECT value FROM json_each(?))"
-        return {key: json.loads(raw) for key, raw in self._query(query, json.dumps(list(keys)))}
+        return {key: json.loads(raw) for key, raw in self._db.execute(query, (json.dumps(list(keys)),))}
 
     def put_values(self, values: Mapping[str, Any]) -> None:
         """Store JSON values computed for free, such as scores of a local model."""
@@ -221,13 +214,12 @@ class AnswerStore:
 
     def billing_stats(self, endpoint: str, pictures: bool) -> BillingStats:
         """How bills compare with estimates, for calls with or without pictures."""
-        row = self._query_one(
+        row = self._db.execute(
             "SELECT calls, billed / guessed, max(1, most_input), max(1, most_output) FROM bills"
             " WHERE endpoint = ? AND pictures = ?",
-            endpoint,
-            pictures,
-        )
-        return BillingStats(*row) if row else BillingStats()
+            (endpoint, pictures),
+        ).fetchone()
+        return BillingStats(*row or ())
 
     def end_attempt(self, attempt: int, *, billed: bool) -> None:
         """End an attempt without an answer: keep it at its maximum cost if the provider may bill it, else delete it."""
@@ -279,19 +271,19 @@ class AnswerStore:
 
     def open_batches(self, endpoint: str) -> list[BatchRow]:
         """Batches of an endpoint that are not closed, with their calls without a result; oldest first."""
-        rows = self._query(
+        rows = self._db.execute(
             "SELECT label, began, file, id FROM batches WHERE endpoint = ? AND state = 'open' ORDER BY began",
-            endpoint,
-        )
+            (endpoint,),
+        ).fetchall()
         return [BatchRow(label, began, file, id, self.batch_calls(label)) for label, began, file, id in rows]
 
     def batch_calls(self, label: str) -> dict[str, Attempt]:
         """The calls of a batch without a result, by their ``custom_id``."""
-        rows = self._query(
+        rows = self._db.execute(
             "SELECT number, batch_calls.key, attempt, input_tokens, output_tokens FROM batch_calls"
             " JOIN attempts ON attempts.id = attempt WHERE label = ? AND state = 'under way'",
-            label,
-        )
+            (label,),
+        ).fetchall()
         return {
             f"{label}-{number}": Attempt(key, attempt, (num_input, num_output))
             for number, key, attempt, num_input, num_output in rows
@@ -316,8 +308,7 @@ class AnswerStore:
 
     def rejection(self, key: str, sent_by: str) -> str | None:
         """Why an endpoint rejects a request; None if no rejection is recorded."""
-        row = self._query_one("SELECT message FROM rejections WHERE key = ? AND sent_by = ?", key, sent_by)
-        return row[0] if row else None
+        return self._value("SELECT message FROM rejections WHERE key = ? AND sent_by = ?", key, sent_by)
 
     def forget_rejections(self, keys: Iterable[str]) -> None:
         """Forget these rejections, so that the requests are sent again."""
@@ -326,45 +317,43 @@ class AnswerStore:
 
     def spent(self, endpoint: str | None) -> float:
         """Cost of an endpoint (None: all) over all runs and processes; attempts in flight count at their maximum."""
-        return self._query_one(_SPENT, endpoint)[0]
+        return self._value(_SPENT, endpoint)
 
     def ledger(self) -> list[Spending]:
         """The ledger by endpoint."""
-        return [Spending(*row) for row in self._query(_LEDGER)]
+        return [Spending(*row) for row in self._db.execute(_LEDGER)]
 
     def remaining(self, budgets: Budgets) -> float:
         """What is left of the tightest budget; infinity without one."""
         return min((budget - self.spent(endpoint) for endpoint, budget in budgets.items()), default=math.inf)
 
     def _insert_attempt(self, endpoint: str, key: str, tokens: tuple[int, int], max_cost: float) -> int:
-        query = (
-            "INSERT INTO attempts (endpoint, key, state, input_tokens, output_tokens, cost)"
-            " VALUES (?, ?, 'under way', ?, ?, ?) RETURNING id"
-        )
-        return self._query_one(query, endpoint, key, *tokens, max_cost)[0]
+        query = "INSERT INTO attempts (endpoint, key, state, input_tokens, output_tokens, cost) VALUES (?, ?, 'under way', ?, ?, ?)"
+        number = self._db.execute(query, (endpoint, key, *tokens, max_cost)).lastrowid
+        assert number is not None
+        return number
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        with self._lock:
-            if self._db.in_transaction:  # part of another one
-                yield
-                return
-            try:
-                self._db.execute("BEGIN IMMEDIATE")
-                yield
-                self._db.execute("COMMIT")
-            except sqlite3.DatabaseError as error:
-                raise UserError(
-                    f"{self.path} could not be written ({error}), so calls stop here. Free up disk space and run the same command "
-                    "again"
-                ) from None
-            finally:
-                if self._db.in_transaction:
-                    self._db.execute("ROLLBACK")
+        if self._db.in_transaction:  # part of another one
+            yield
+            return
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+            yield
+            self._db.execute("COMMIT")
+        except sqlite3.DatabaseError as error:
+            raise UserError(
+                f"{self.path} could not be written ({error}), so calls stop here. Free up disk space and run the same command "
+                "again"
+            ) from None
+        finally:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
 
 
-def _open(path: Path) -> sqlite3.Connection:
-    """Open or create a database in WAL mode with autocommit, waiting up to `_WAIT_S` for locks."""
+def _open(path: Path | str) -> sqlite3.Connection:
+    """Open or create a database ("": a temporary one) in WAL mode with autocommit, waiting up to `_WAIT_S` for locks."""
     connection = sqlite3.connect(path, timeout=_WAIT_S, isolation_level=None, check_same_thread=False)
     deadline = time.monotonic() + _WAIT_S
     while True:

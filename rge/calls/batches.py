@@ -160,13 +160,13 @@ class BatchJobs:
     async def _submit(self) -> bool:
         """Submit a batch. Returns whether budgets and the provider's queue may have room for another."""
         sender = self.sender
-        packed = await self._pack()
+        row = BatchRow(f"rge-{secrets.token_hex(8)}", time.time(), submitted_alone=not self._waiting)
+        packed = await self._pack(row.label)
         if not packed:
             return True
-        row = BatchRow(f"rge-{secrets.token_hex(8)}", time.time(), submitted_alone=not self._waiting)
         calls = [(call.key, *sender.estimate(call.request, batch=True)) for call, _ in packed]
         num_taken = self.store.begin_batch(row, self.model.endpoint, calls, sender.budgets)
-        if num_taken and not await self._create(row, [content for _, content in packed[:num_taken]]):
+        if num_taken and not await self._create(row, b"".join(line for _, line in packed[:num_taken])):
             num_taken = 0
         self._queue.extendleft(call for call, _ in reversed(packed[num_taken:]))
         if num_taken:
@@ -176,8 +176,8 @@ class BatchJobs:
             raise sender.budget_reached(calls[0][2])
         return num_taken == len(packed)
 
-    async def _pack(self) -> list[tuple[Call, bytes]]:
-        """Take the calls of one batch off the queue, with the bodies of their requests."""
+    async def _pack(self, label: str) -> list[tuple[Call, bytes]]:
+        """Take the calls of one batch off the queue, with their lines of the file to be uploaded."""
         packed: list[tuple[Call, bytes]] = []
         num_bytes = 0
         while self._queue and len(packed) < MAX_CALLS:
@@ -187,18 +187,19 @@ class BatchJobs:
             except ImageError as error:  # the plain call fails in the same way and is counted there
                 self._no_answer(str(error))
                 continue
-            content = json.dumps(body(self.model, call.request, pictures)).encode()
-            num_bytes += len(content) + 200
+            line: Json = {"custom_id": f"{label}-{len(packed)}", "method": "POST", "url": URL}
+            content = json.dumps(line | {"body": body(self.model, call.request, pictures)}).encode() + b"\n"
+            num_bytes += len(content)
             if packed and num_bytes > MAX_BYTES:
                 self._queue.appendleft(call)
                 break
             packed.append((call, content))
         return packed
 
-    async def _create(self, row: BatchRow, bodies: Sequence[bytes]) -> bool:
+    async def _create(self, row: BatchRow, lines: bytes) -> bool:
         """Create a batch, with retries. Returns False if the provider's queue is full and other batches are in flight."""
         try:
-            await self.sender.retried(lambda: self._attempt(row, bodies))
+            await self.sender.retried(lambda: self._attempt(row, lines))
         except _CreationUnknown:
             raise
         except (AttemptFailed, Rejection, StopCalls) as error:
@@ -214,14 +215,9 @@ class BatchJobs:
             ) from None
         return True
 
-    async def _attempt(self, row: BatchRow, bodies: Sequence[bytes]) -> None:
+    async def _attempt(self, row: BatchRow, lines: bytes) -> None:
         if row.file is None:  # uploads are free
-            lines = (
-                b'{"custom_id": "%s", "method": "POST", "url": "%s", "body": %s}\n'
-                % (name.encode(), URL.encode(), content)
-                for name, content in zip(row.calls, bodies, strict=True)
-            )
-            file = (f"{row.label}.jsonl", b"".join(lines), "application/jsonl")
+            file = (f"{row.label}.jsonl", lines, "application/jsonl")
             form: Json = {"files": {"file": file}, "data": {"purpose": "batch"}}
             row.file = _id(await self._json("POST", "/files", TRANSFER_TIMEOUT_S, **form))
             self.store.save_batch(row)

@@ -9,6 +9,7 @@ import asyncio
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, closing, nullcontext
+from pathlib import Path
 
 from rge.calls.batches import BatchJobs
 from rge.calls.failures import BudgetReached, StopCalls
@@ -64,8 +65,8 @@ class Caller:
         """Answer requests, from the store where possible.
 
         Args:
-            requests: duplicates are sent once. An iterator is read as calls are made, at most `rge.calls.sender.CALLS_AHEAD` of a model ahead;
-                for batches it is read to its end.
+            requests: duplicates are sent once. An iterator is read as calls are made (`rge.calls.sender.CALLS_AHEAD`); for
+                batches, to its end.
             on_outcome: receives the position and outcome of each request, as soon as it is settled; in a batch, when that has
                 ended.
             read: validates a reply; unreadable ones are requested again, see `ModelConfig.reasks`.
@@ -102,8 +103,10 @@ class Caller:
             return any(endpoint.stopped for endpoint in endpoints.values())
 
         pictures = Pictures()
-        with self._batches_locked(), ungrouped(UserError):
+        with ungrouped(UserError):
             async with AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
+                if any(model.mode == "batch" for model in self.models.values()):
+                    stack.enter_context(_batches_locked(self.store.path))
                 batches = {name: self.store.open_batches(name) for name in endpoints}
                 batch_of = {
                     (name, call.key): row.id or row.label
@@ -140,21 +143,19 @@ class Caller:
         except StopCalls as error:
             sender.endpoint.stop(error)
 
-    def _batches_locked(self) -> AbstractContextManager[object]:
-        path = self.store.path
-        if path is None or all(model.mode == "calls" for model in self.models.values()):
-            return nullcontext()
-        # Two processes that resume one unconfirmed batch would both create it.
-        try:
-            return closing(open_locked(path.with_name(f"{path.name}.batches")))
-        except UserError:
-            raise UserError(
-                f"another process is working on batches of {path}; run the same command again when it has ended"
-            ) from None
-
     def _say(self, text: str) -> None:
         if self.progress:
             sys.stderr.write(f"{text}\n")
+
+
+def _batches_locked(path: Path | None) -> AbstractContextManager[object]:
+    """Lock out other processes: two that resume one unconfirmed batch would both create it."""
+    try:
+        return nullcontext() if path is None else closing(open_locked(path.with_name(f"{path.name}.batches")))
+    except UserError:
+        raise UserError(
+            f"another process is working on batches of {path}; run the same command again when it has ended"
+        ) from None
 
 
 def _in_batch(model: ModelConfig, batch: str) -> StopCalls:

@@ -3,7 +3,6 @@
 import random
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -38,10 +37,6 @@ TRIED = 8
 """Examples tried at the start: the page begins with the first one whose first hit is right."""
 Tell = Callable[[dict[str, Any]], object]
 Text = Annotated[str, Field(max_length=20_000)]
-
-
-class BusyError(UserError):
-    """The model is still working on another question."""
 
 
 class StoppedError(UserError):
@@ -79,13 +74,13 @@ class Query(BaseModel, extra="forbid"):
 
 
 class Explorer:
-    """A checkpoint, an index and example queries. Questions of several users are answered in turn."""
+    """A checkpoint, an index and example queries. Questions of several users are answered one at a time."""
 
     def __init__(self, embedder: Embedder, index: Index, examples: list[Example]):
         self.embedder, self.index, self.examples = embedder, index, list(examples)
         self.cap = embedder.settings.generation.max_new_tokens
-        self._turn = threading.Condition()
-        self._tickets: deque[object] = deque()
+        self._free = threading.Lock()
+        self._tickets: list[object] = []  # of the question being answered and of those that wait
         self._put_correct_example_first()
 
     def _put_correct_example_first(self) -> None:
@@ -101,7 +96,7 @@ class Explorer:
 
         These are ``waiting`` (number of earlier questions), ``direct`` (hits without a rationale), ``rationale`` (the text so far),
         ``hits`` (each with ``was``, its rank without the rationale), and ``forced`` (the cap was reached). If `tell` raises an
-        exception, the model stops writing. A wrong query is a ValueError; after `WAIT_S` behind others, it is a BusyError.
+        exception, the model stops writing. A wrong query is a ValueError; after `WAIT_S` behind others, it is a UserError.
         """
         with self._wait_for_turn(tell):
             prompt = self._prompt(query.question, picture, query.instruction)
@@ -151,25 +146,19 @@ class Explorer:
     @contextmanager
     def _wait_for_turn(self, tell: Tell) -> Iterator[None]:
         ticket, deadline = object(), time.monotonic() + WAIT_S
-        with self._turn:
-            self._tickets.append(ticket)
+        self._tickets.append(ticket)
         try:
-            while True:
-                with self._turn:
-                    if self._tickets[0] is not ticket:
-                        self._turn.wait(TELL_S)
-                    num_before = self._tickets.index(ticket)
-                if not num_before:
-                    break
+            while not self._free.acquire(timeout=TELL_S):
                 if time.monotonic() > deadline:
-                    raise BusyError(f"the model was busy with other questions for {WAIT_S:g} s; ask again")
-                tell({"waiting": num_before})
-            with torch.no_grad():
-                yield
+                    raise UserError(f"the model was busy with other questions for {WAIT_S:g} s; ask again")
+                tell({"waiting": self._tickets.index(ticket)})
+            try:
+                with torch.no_grad():
+                    yield
+            finally:
+                self._free.release()
         finally:
-            with self._turn:
-                self._tickets.remove(ticket)
-                self._turn.notify_all()
+            self._tickets.remove(ticket)
 
     def _prompt(self, question: str, picture: bytes | None, instruction: str | None = None) -> Prompt:
         images = () if picture is None else (load_image(picture, first_frame=True),)

@@ -25,9 +25,8 @@ from rge.embedder import Embedder
 from rge.index.store import ConditionError, Index
 from rge.serving.batches import Batches, Result
 from rge.serving.errors import BadInput, Refusal, error_response
-from rge.serving.guard import Guard, MemoryBudget, guarded
+from rge.serving.guard import Guard, MemoryBudget, Metrics, guarded
 from rge.serving.inputs import Raw, check_limits, fetch_pictures, make_prompt
-from rge.serving.metrics import Metrics
 from rge.serving.options import ServeOptions
 from rge.serving.protocols import (
     Asked,
@@ -135,6 +134,8 @@ class Service:
         self._check_model(asked.model)
         if max_tokens is not None and max_tokens < longest:
             raise BadInput(f"inputs are always truncated to {longest} tokens, got {max_tokens}")
+        if side == "document" and asked.instruction is not None:
+            raise BadInput("a document has no instruction", "instruction")
         mode = self._mode(asked, side)
         notes: list[str] = []
         instruction, num_bytes = None, 0
@@ -198,8 +199,6 @@ class Service:
 
     async def _embeddings(self, body: EmbeddingsAsked) -> JSONResponse:
         self._check_dimensions(body.dimensions, "dimensions")
-        if body.side == "document" and body.instruction is not None:
-            raise BadInput("a document has no instruction", "instruction")
         answered = await self._answer(body, body.inputs(), body.side)
         vectors = encode_embeddings(
             self.embedder.cut(answered.embeddings, body.dimensions), body.encoding_format or "float"
@@ -216,8 +215,6 @@ class Service:
 
     async def _cohere(self, body: CohereAsked) -> JSONResponse:
         self._check_dimensions(body.output_dimension, "output_dimension")
-        if body.side == "document" and body.instruction is not None:
-            raise BadInput("only input_type=search_query has an instruction", "instruction")
         answered = await self._answer(
             body, body.inputs(), body.side, may_cut=body.truncate == "END", max_tokens=body.max_tokens
         )

@@ -1,26 +1,31 @@
-"""Middleware: hosts, API key, body size, memory, time limits, disconnected clients."""
+"""Middleware: hosts, API key, body size, memory, time limits, disconnected clients, metrics."""
 
 import asyncio
 import hmac
 import ipaddress
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from urllib.parse import urlsplit
 
 from asgi_correlation_id import CorrelationIdMiddleware
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rge.serving.errors import Refusal, Stopped, error_response
-from rge.serving.metrics import Metrics
 from rge.serving.options import ServeOptions
 
 OPEN = frozenset(("/health", "/metrics", "/openapi.json"))
 """Paths that need no key."""
 LINGER_BYTES, LINGER_S = 256 << 20, 5.0
 """How much of a refused body is still read, since a client that is cut off while sending never sees the error."""
+
+SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+TOKENS = (0, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
 def guarded(guard: "Guard", options: ServeOptions, key: str | None) -> ASGIApp:
@@ -66,6 +71,29 @@ class TrustedHosts:
         except ValueError:
             return any(host == name or name[0] == "*" and host.endswith(name[1:]) for name in self._names)
         return True
+
+
+class Metrics:
+    """The metrics of one server, in Prometheus' text format."""
+
+    def __init__(
+        self, *, waiting: Callable[[], float], preparing: Callable[[], float], held: Callable[[], float]
+    ):
+        self.registry = CollectorRegistry()
+        counter = partial(Counter, registry=self.registry)
+        histogram = partial(Histogram, registry=self.registry)
+        self.requests = counter("rge_requests", "Requests by path and status; 499: the client disconnected", ["path", "code"])  # fmt: skip
+        self.seconds = histogram("rge_request_seconds", "From a request's head to its answer", ["path"], buckets=SECONDS)  # fmt: skip
+        self.batch_rows = histogram("rge_batch_inputs", "Inputs of a batch", ["mode"], buckets=ROWS)
+        self.batch_seconds = histogram("rge_batch_seconds", "The model's time for a batch", ["mode"], buckets=SECONDS)  # fmt: skip
+        self.tokens = histogram("rge_rationale_tokens", "Tokens of a rationale", buckets=TOKENS)
+        self.forced = counter("rge_rationales_forced", "Rationales that reached the cap")
+        for name, about, value in (
+            ("rge_waiting_inputs", "Inputs waiting for the model", waiting),
+            ("rge_preparing_inputs", "Inputs being decoded and tokenised, or waiting for it", preparing),
+            ("rge_held_bytes", "Bodies and pictures of requests in progress", held),
+        ):
+            Gauge(name, about, registry=self.registry).set_function(value)
 
 
 class MemoryBudget:

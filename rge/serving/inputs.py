@@ -30,7 +30,7 @@ class Raw:
 
 
 def check_limits(inputs: Sequence[Raw], instruction: str | None, options: ServeOptions) -> None:
-    """Refuse inputs that are empty, too many, too long or invalid Unicode."""
+    """Refuse inputs that are empty, too many or too long."""
     if not inputs:
         raise BadInput("input is an empty list", "input")
     if len(inputs) > options.max_inputs:
@@ -49,15 +49,10 @@ def check_limits(inputs: Sequence[Raw], instruction: str | None, options: ServeO
 
 
 def _check_text(param: str, text: str | None, options: ServeOptions) -> None:
-    text = text or ""
-    if len(text) > options.max_chars:
+    if text is not None and len(text) > options.max_chars:
         raise BadInput(
             f"{param} has {len(text)} characters, but a text may have at most {options.max_chars}", param
         )
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise BadInput(f"{param} contains half a character (a lone surrogate)", param) from None
 
 
 async def fetch_pictures(raw: Raw, options: ServeOptions) -> list[bytes | str]:

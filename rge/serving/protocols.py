@@ -5,7 +5,7 @@ and validation of a list stops at its first error, so no body costs much more th
 """
 
 import base64
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
@@ -60,8 +60,16 @@ class Message(_Strict):
     content: str | Parts
 
 
-def _raw(param: str, content: str | Sequence[_Text | _Picture]) -> Raw:
+class _JinaPart(_Strict):
+    text: str | None = None
+    image: str | None = None
+
+
+def _raw(param: str, item: str | Message | _Content | _JinaPart) -> Raw:
     """Pictures are placed before the text, as in training."""
+    if isinstance(item, _JinaPart):
+        return Raw(param, item.text, () if item.image is None else (item.image,))
+    content = item if isinstance(item, str) else item.content
     if isinstance(content, str):
         return Raw(param, content)
     texts = [part.text for part in content if isinstance(part, _Text)]
@@ -69,8 +77,8 @@ def _raw(param: str, content: str | Sequence[_Text | _Picture]) -> Raw:
     return Raw(param, "\n".join(texts) or None, tuple(pictures))
 
 
-def _numbered(name: str, texts: Iterable[str]) -> list[Raw]:
-    return [Raw(f"{name}[{row}]", text) for row, text in enumerate(texts)]
+def _numbered(name: str, items: Iterable[str | Message | _Content | _JinaPart]) -> list[Raw]:
+    return [_raw(f"{name}[{row}]", item) for row, item in enumerate(items)]
 
 
 class Asked(_Strict):
@@ -108,12 +116,11 @@ class _OpenAiAsked(Asked):
             return [Raw("input", self.input)]
         if self.messages is None:
             return _numbered("input", self.input or [])
-        return [
-            _raw("messages", message.content)
-            if isinstance(message, Message)
-            else _raw(f"messages[{row}]", message[0].content)
-            for row, message in enumerate(self.messages)
-        ]
+        if isinstance(self.messages[0], Message):
+            return [_raw("messages", self.messages[0])]
+        return _numbered(
+            "messages", (item if isinstance(item, Message) else item[0] for item in self.messages)
+        )
 
 
 class EmbeddingsAsked(_OpenAiAsked):
@@ -174,7 +181,7 @@ class CohereAsked(Asked):
             return _numbered("texts", self.texts)
         if self.images is not None:
             return [Raw(f"images[{row}]", None, (url,)) for row, url in enumerate(self.images)]
-        return [_raw(f"inputs[{row}]", item.content) for row, item in enumerate(self.inputs_ or [])]
+        return _numbered("inputs", self.inputs_ or [])
 
 
 def encode_embeddings(vectors_ND: np.ndarray, kind: EmbeddingType) -> list[Any]:
@@ -201,18 +208,7 @@ def encode_embeddings(vectors_ND: np.ndarray, kind: EmbeddingType) -> list[Any]:
 # --------------------------------------------------------------------------------------------------------------- rerank
 
 
-class _JinaPart(_Strict):
-    text: str | None = None
-    image: str | None = None
-
-
 Ranked = str | _Content | _JinaPart
-
-
-def _ranked(param: str, item: Ranked) -> Raw:
-    if isinstance(item, _JinaPart):
-        return Raw(param, item.text, () if item.image is None else (item.image,))
-    return _raw(param, item if isinstance(item, str) else item.content)
 
 
 class RerankAsked(Asked):
@@ -241,11 +237,11 @@ class RerankAsked(Asked):
         """The documents."""
         if self.texts is not None:
             return _numbered("texts", self.texts)
-        return [_ranked(f"documents[{row}]", item) for row, item in enumerate(self.documents or [])]
+        return _numbered("documents", self.documents or [])
 
     def asked(self) -> Raw:
         """The query."""
-        return _ranked("query", self.query)
+        return _raw("query", self.query)
 
     def ranked(self, scores: np.ndarray) -> list[dict[str, Any]]:
         """The documents, best first, in the request's format; ties keep their order."""

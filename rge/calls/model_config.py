@@ -160,21 +160,20 @@ def check_model(where: str, model: ModelConfig) -> None:
         json.dumps(model.extra_body, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise UserError(f"{where}.extra_body must be JSON: {error}") from None
-    if model.base_url is not None:
-        _check_url(f"{where}.base_url", model.base_url)
-        if model.mode == "batch" and model.base_url.rstrip("/") in WITHOUT_BATCHES:
-            raise UserError(f"{where}.mode=batch: {model.base_url} has no batches; use mode=calls")
-
-
-def _check_url(where: str, base_url: str) -> None:
+    if model.base_url is None:
+        return
+    if model.mode == "batch" and model.base_url.rstrip("/") in WITHOUT_BATCHES:
+        raise UserError(f"{where}.mode=batch: {model.base_url} has no batches; use mode=calls")
     try:
-        url = httpx.URL(base_url)
+        url = httpx.URL(model.base_url)
     except httpx.InvalidURL:
         url = httpx.URL()
     if url.scheme not in ("http", "https") or not url.host or (url.port or 0) > 65535:
-        raise UserError(f"{where} must be http(s)://HOST..., got {base_url!r}")
+        raise UserError(f"{where}.base_url must be http(s)://HOST..., got {model.base_url!r}")
     if url.userinfo or url.query:
-        raise UserError(f"{where} must not contain a user, password or query; pass keys through key_env")
+        raise UserError(
+            f"{where}.base_url must not contain a user, password or query; pass keys through key_env"
+        )
 
 
 def cache_names(models: Mapping[str, ModelConfig]) -> dict[str, str]:

@@ -8,10 +8,11 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 import uvicorn
+from asgi_correlation_id import CorrelationIdFilter
 
 from rge.calls.keys import read_key
 from rge.common.errors import UserError
@@ -39,7 +40,12 @@ def serve(options: ServeOptions, listener: socket.socket) -> int:
             f"max_inputs={options.max_inputs} is more than max_queue={options.max_queue} admits at once"
         )
     key = None if options.key_env is None else read_key("rge serve", options.key_env)
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
+    handler = logging.StreamHandler()
+    handler.addFilter(CorrelationIdFilter(default_value="-"))
+    logging.basicConfig(
+        format="%(asctime)s %(levelname)s [%(correlation_id)s] %(message)s", handlers=[handler]
+    )
+    logging.getLogger("uvicorn.access").setLevel(logging.INFO)
     raise_descriptor_limit()
     return Server(load(options, key), options, listener).run()
 
@@ -67,22 +73,6 @@ def load(options: ServeOptions, key: str | None = None) -> Service:
     return service
 
 
-def _log_config() -> dict[str, Any]:
-    """Uvicorn's loggers, on stderr, with the request's id."""
-    line = "%(asctime)s %(levelname)s [%(correlation_id)s] %(message)s"
-    return {
-        "version": 1,
-        "disable_existing_loggers": False,
-        "filters": {"id": {"()": "asgi_correlation_id.CorrelationIdFilter", "default_value": "-"}},
-        "formatters": {"line": {"format": line}},
-        "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line", "filters": ["id"]}},
-        "loggers": {
-            "uvicorn": {"handlers": ["stderr"], "level": "WARNING", "propagate": False},
-            "uvicorn.access": {"handlers": ["stderr"], "level": "INFO", "propagate": False},
-        },
-    }
-
-
 class Server(uvicorn.Server):
     """Uvicorn in this thread, the model in its own.
 
@@ -95,7 +85,7 @@ class Server(uvicorn.Server):
             service.app,
             lifespan="off",
             ws="none",
-            log_config=_log_config(),
+            log_config=None,
             access_log=options.access_log,
             server_header=False,
             timeout_keep_alive=75,

@@ -447,7 +447,7 @@ def test_batches_are_kept_below_what_providers_take(store, monkeypatch):
             4,
             2,
         ]
-        monkeypatch.setattr(batches, "MAX_BYTES", 1000)
+        monkeypatch.setattr(batches, "MAX_BYTES", 500)
         Caller(model(provider), store).run(ask(*(f"another {number}" for number in range(4))))
         assert provider.created > 3
 

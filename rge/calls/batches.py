@@ -198,6 +198,7 @@ class BatchJobs:
 
     async def _create(self, row: BatchRow, lines: bytes) -> bool:
         """Create a batch, with retries. Returns False if the provider's queue is full and other batches are in flight."""
+        self._provider_full = False
         try:
             await self.sender.retried(lambda: self._attempt(row, lines))
         except _CreationUnknown:
@@ -219,11 +220,13 @@ class BatchJobs:
         if row.file is None:  # uploads are free
             file = (f"{row.label}.jsonl", lines, "application/jsonl")
             form: Json = {"files": {"file": file}, "data": {"purpose": "batch"}}
-            row.file = _id(await self._json("POST", "/files", TRANSFER_TIMEOUT_S, **form))
+            row.file = self._id(await self._json("POST", "/files", TRANSFER_TIMEOUT_S, **form))
             self.store.save_batch(row)
         settings = {"endpoint": URL, "completion_window": "24h", "metadata": {"label": row.label}}
         try:
-            row.id = _id(await self._json("POST", "/batches", json={"input_file_id": row.file, **settings}))
+            row.id = self._id(
+                await self._json("POST", "/batches", json={"input_file_id": row.file, **settings})
+            )
         except AttemptFailed as error:
             if error.limited or not await self._find(row):
                 raise
@@ -256,7 +259,7 @@ class BatchJobs:
             rows = dict_items(page.get("data"))
             for row in rows:
                 if row.get("input_file_id") == file:
-                    return _id(row)
+                    return self._id(row)
             last = rows[-1].get("id") if rows else None
             if not page.get("has_more") or last == params.get("after"):
                 return None
@@ -299,6 +302,13 @@ class BatchJobs:
             message = self.sender.mask(content.decode("utf-8", "replace"))
             raise AttemptFailed(f"no JSON object at {path} but {message[:SHOWN_CHARACTERS]!r}")
         return value
+
+    def _id(self, response: Json) -> str:
+        if not isinstance(response.get("id"), str):
+            raise AttemptFailed(
+                f"a response without id: {self.sender.mask(str(response))[:SHOWN_CHARACTERS]}"
+            )
+        return response["id"]
 
     # --------------------------------------------------------------------------------------------------------- waiting
 
@@ -418,9 +428,3 @@ class BatchJobs:
         # Wall time over any number of runs is not a duration of the call: 0.
         sender.keep(call, None if wanted is None else wanted.request, answer, 0.0, batch=True)
         return None
-
-
-def _id(response: Json) -> str:
-    if not isinstance(response.get("id"), str):
-        raise AttemptFailed(f"a response without id: {str(response)[:SHOWN_CHARACTERS]}")
-    return response["id"]

@@ -106,15 +106,11 @@ def steps(baseline: bool, run: str = RUN) -> list[Step]:
         Step("train", train_own, (*recipe, *base), f"{trained}/rge.json", share),
         Step("eval", eval_own, (*test_set, weights), conditions[0], share=3),
     ]
-    report: tuple[str, ...] = (
-        *(*EVAL, "report", f"runs={run}/eval", f"out={run}/report.html", "metric=hit@1"),
-        f"log={run}/cold_start/metrics.jsonl,{run}/joint/metrics.jsonl",
-    )
-    figures = conditions
+    figures, reported = conditions, f"runs={run}/eval"
     if baseline:
         pairs["trained_without"] = f"{none}/eval"
         figures = (*conditions, f"{none}/eval/results.json")
-        report = (*report, f"baseline=Trained without rationales:{none}/eval")
+        reported += f",Trained without rationales:{none}/eval"
         found += [
             Step(
                 "baseline",
@@ -135,6 +131,10 @@ def steps(baseline: bool, run: str = RUN) -> list[Step]:
         words = (f"a={run}/eval/{CONDITIONS[0]}", f"b={folder}", "metric=hit@1", f"out={out}")
         command = (*EVAL, "compare", *words)
         found.append(Step(f"compare_{name}", command, figures, f"{out}/compare.json", share=0.3))
+    report = (
+        *(*EVAL, "report", reported, "page=set", f"out={run}/report.html", "metric=hit@1"),
+        f"log={run}/cold_start/metrics.jsonl,{run}/joint/metrics.jsonl",
+    )
     found.append(Step("report", report, (*figures, f"{run}/joint/metrics.jsonl"), f"{run}/report.html"))
     return found
 

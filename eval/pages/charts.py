@@ -4,15 +4,14 @@ On a page a chart is as wide as a phone's column, so that its text never shrinks
 sheet, which has light and dark modes. `as_file` makes a standalone file.
 """
 
-import json
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import vl_convert
 from markupsafe import Markup, escape
@@ -22,7 +21,7 @@ from rge.stats.intervals import in_words
 
 WIDTH, HEIGHT = 352, 236
 LEFT, RIGHT, TOP, BOTTOM = 46, 18, 26, 44
-"""Margins for tick labels, half of the last one, stage names, and the axis label."""
+"""Margins for tick labels, half of the last one, legends, and the axis label."""
 PLOT_WIDTH, PLOT_HEIGHT = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
 MAX_POINTS = 160
 STYLES = 6
@@ -55,84 +54,51 @@ CONFIG = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Band:
-    """A named range of the x axis, such as a training stage; open at its start."""
-
-    label: str
-    start: float
-    end: float
-
-
 Rows = Sequence[Mapping[str, Any]]
 """Figures with their intervals (``low``, ``high``), as fractions; the bounds may be None."""
 
 
-def line_chart(
-    steps: Sequence[float], values: Sequence[float], *, name: str, bands: Sequence[Band], percent: bool
-) -> Markup:
-    """Finite values over increasing steps: faint, with a strong moving average; the y axis includes zero.
+def line_chart(points: pd.DataFrame, *, stages: Sequence[str], name: str, unit: str) -> Markup:
+    """Values over the steps of a run: faint, with a strong moving average; the y axis includes zero.
 
-    Bands are drawn if there is more than one. The ``data-chart`` attribute of the ``<svg>`` element has the data that the
-    page's script shows on hover.
+    ``points``: columns ``step``, ``stage`` and ``value``. More than `MAX_POINTS` of a stage become means over equal ranges.
+    ``stages``: all stages of the run, each with a colour.
     """
-    scale, unit = (100.0, "%") if percent else (1.0, "")
-    table = smoothed(steps, values, bands)
-    table[["y", "mean"]] *= scale
-    low, high = min(0.0, table["y"].min()), max(table["y"].max(), 0.0)
-    y_domain = [low, high + 0.04 * ((high - low) or 1.0)]
-    x_domain = [float(table["x"].min()), float(table["x"].max())]
-    if x_domain[0] == x_domain[1]:
-        x_domain = [x_domain[0] - 0.5, x_domain[0] + 0.5]
-    y: dict[str, Any] = {"axis": {"labelExpr": f"datum.label + '{unit}'"}, "scale": _fixed(y_domain)}
-    line = {"type": "line", "strokeJoin": "round", "strokeCap": "round"}
-    x = _of("x", title="step", scale=_fixed(x_domain))
-    colour = {"value": COLOURS[0]}
-
-    def along(field: str, **channels: Any) -> dict[str, Any]:
-        return {"x": x, "y": _of(field, **y), "color": colour, **channels}
-
-    layers = [
-        {"mark": line | {"opacity": 0.3, "strokeWidth": 1}, "encoding": along("y", detail=_by("part"))},
-        {"mark": line | {"strokeWidth": 2}, "encoding": along("mean", detail=_by("part"))},
-        {
-            "mark": _dot(34) | {"aria": False},
-            "transform": [{"filter": "datum.last"}],
-            "encoding": along("mean"),
-        },
-    ]
-    hover = {
-        "plot": [LEFT, TOP, PLOT_WIDTH, PLOT_HEIGHT],
-        "domain": [*x_domain, *y_domain],
-        "unit": unit,
-        "x": table["x"].map(_short).tolist(),
-        "y": table["mean"].map(_short).tolist(),
+    parts = [thinned(part) for _, part in points.groupby("stage", sort=False)]
+    legend = {"offset": 4, "symbolType": "stroke", "symbolStrokeWidth": 2} if len(stages) > 1 else None
+    # a window of a 16th of the line smooths the noise of single steps and keeps visible trends
+    half = max(map(len, parts)) // 32
+    smooth = {
+        "window": [{"op": "mean", "field": "value", "as": "mean"}],
+        "frame": [-half, half],
+        "groupby": ["stage"],
     }
-    ends = [f"{number(table['mean'].iloc[at])}{unit} at step {number(table['x'].iloc[at])}" for at in (0, -1)]
-    spec = {"data": {"values": table.to_dict("records")}, "layer": _bands(bands, x_domain) + layers}
-    return _on_page(spec, f"{name}. {', '.join(ends)}", hover)
+    line = {"type": "line", "strokeJoin": "round", "strokeCap": "round"}
+    y = {"title": None, "axis": {"labelExpr": f"datum.label + '{unit}'"}, "scale": {"zero": True}}
+    spec = {
+        "data": {"values": pd.concat(parts).to_dict("records")},
+        "encoding": {
+            "x": _of("step", title="step", scale={"zero": False, "nice": False}),
+            "color": _by("stage", legend=legend, scale={"domain": list(stages), "range": COLOURS}),
+        },
+        "layer": [
+            {"mark": line | {"opacity": 0.3, "strokeWidth": 1}, "encoding": {"y": _of("value", **y)}},
+            {"transform": [smooth], "mark": line | {"strokeWidth": 2}, "encoding": {"y": _of("mean", **y)}},
+        ],
+    }
+    ends = (
+        f"{number(row['value'])}{unit} at step {number(row['step'])}"
+        for row in points.iloc[[0, -1]].to_dict("records")
+    )
+    return _on_page(spec, f"{name}. {', '.join(ends)}")
 
 
-def smoothed(steps: Sequence[float], values: Sequence[float], bands: Sequence[Band] = ()) -> pd.DataFrame:
-    """Downsample values to about `MAX_POINTS` means over equal ranges, with their moving average.
-
-    Lines break at band boundaries, where the same name may be a different sum of losses. Columns: ``x``, ``y``, ``mean``,
-    ``part`` (which band), ``last`` (whether it is the last point).
-    """
-    table = pd.DataFrame({"x": steps, "y": values}, dtype=float)
-    table["part"] = [next((i for i, b in enumerate(bands) if b.start < x <= b.end), -1) for x in table["x"]]
-    parts = []
-    for part, rows in table.groupby("part", sort=False):
-        if len(rows) > MAX_POINTS:
-            rows = (
-                rows[["x", "y"]].groupby([row * MAX_POINTS // len(rows) for row in range(len(rows))]).mean()
-            )
-        # a window of a 16th of the line smooths the noise of single steps and keeps visible trends
-        width = len(rows) // 16 // 2 * 2 + 1
-        mean = rows["y"].rolling(width, center=True, min_periods=1).mean()
-        parts.append(rows.assign(part=part, mean=mean))
-    out = pd.concat(parts, ignore_index=True)
-    return out.assign(last=out.index == len(out) - 1)
+def thinned(points: pd.DataFrame) -> pd.DataFrame:
+    """Means over `MAX_POINTS` equal ranges of a stage's points, if it has more."""
+    if len(points) <= MAX_POINTS:
+        return points
+    means = points[["step", "value"]].groupby(np.arange(len(points)) * MAX_POINTS // len(points)).mean()
+    return means.assign(stage=points["stage"].iloc[0])
 
 
 def scatter(points: Rows, *, name: str, x_label: str) -> Markup:
@@ -279,10 +245,6 @@ def _dot(size: int) -> dict[str, Any]:
     return {"type": "circle", "size": size, "opacity": 1}
 
 
-def _fixed(domain: Sequence[float]) -> dict[str, Any]:
-    return {"domain": list(domain), "nice": False}
-
-
 def _interval(of: Mapping[str, Any]) -> str:
     return "" if of["low"] is None or of["high"] is None else f" {in_words(of['low'], of['high'])}"
 
@@ -330,46 +292,13 @@ def _over_cost(
     }
 
 
-def _bands(bands: Sequence[Band], x_domain: Sequence[float]) -> list[dict[str, Any]]:
-    if len(bands) < 2:
-        return []
-    low, high = x_domain
-    visible = [
-        (max(b.start, low), min(b.end, high), b.label) for b in bands if b.end > low and b.start < high
-    ]
-    rows = [
-        # names that would overlap the next one are left out
-        {"start": start, "end": end, "odd": place % 2,
-         "label": label if (end - start) / (high - low) * PLOT_WIDTH > 6.6 * len(label) else ""}
-        for place, (start, end, label) in enumerate(visible)
-    ]  # fmt: skip
-    x = _of("start", scale=_fixed(x_domain))
-    shades = _of("odd", legend=None, scale={"domain": [0, 1], "range": [0.35, 0.95]})
-    return [
-        {
-            "data": {"values": rows},
-            "mark": {"type": "rect", "color": "var(--sunken)"},
-            "encoding": {"x": x, "x2": {"field": "end"}, "opacity": shades},
-        },
-        {
-            "data": {"values": rows},
-            "mark": {"type": "text", "align": "left", "dx": 4, "color": "var(--muted)"},
-            "encoding": {"x": x, "y": {"value": -9}, "text": {"field": "label"}},
-        },
-    ]
-
-
-def _on_page(spec: Mapping[str, Any], label: str, hover: Mapping[str, Any] | None = None) -> Markup:
-    """Embed a chart in a page: as wide as the column, with the plot where the page's script expects it."""
+def _on_page(spec: Mapping[str, Any], label: str) -> Markup:
+    """Embed a chart in a page, as wide as the column."""
     padding = {"left": LEFT, "top": TOP, "right": RIGHT, "bottom": BOTTOM}
     size = {"width": PLOT_WIDTH, "height": PLOT_HEIGHT, "autosize": "none", "padding": padding}
     head, body = _render({**spec, **size}).split(">", 1)
     head = re.sub(r' (?:width|height)="\d+"', "", head)
-    data = ""
-    if hover is not None:
-        content = json.dumps(hover, ensure_ascii=False, separators=(",", ":"))
-        data = f' tabindex="0" data-chart="{escape(content)}"'
-    return Markup(f'{head} class="chart" role="img" aria-label="{escape(label)}"{data}>{body}')
+    return Markup(f'{head} class="chart" role="img" aria-label="{escape(label)}">{body}')
 
 
 def _render(spec: Mapping[str, Any]) -> str:
@@ -377,7 +306,3 @@ def _render(spec: Mapping[str, Any]) -> str:
     svg = vl_convert.vegalite_to_svg({**spec, "config": CONFIG})
     svg = svg.replace(' class="marks"', "", 1).replace(' xmlns:xlink="http://www.w3.org/1999/xlink"', "", 1)
     return re.sub(r'<path aria-label="([^"]*)"([^>]*)/>', r"<path\2><title>\1</title></path>", svg)
-
-
-def _short(value: float) -> float:
-    return float(f"{value:.4g}") if abs(value) < 1e4 else round(value)

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -94,33 +94,33 @@ class Evaluation:
         return Figure(entry["value"], **bounds)
 
 
-def read_evaluations(dirs: Sequence[Path], baselines: Iterable[tuple[str, Path]]) -> list[Evaluation]:
+def labelled(word: str) -> tuple[str, Path]:
+    """The parts of LABEL:DIR; "" without a label."""
+    label, colon, directory = word.partition(":")
+    return (label, Path(directory)) if colon and not Path(word).exists() else ("", Path(word))
+
+
+def read_evaluations(runs: Sequence[str]) -> list[Evaluation]:
     """Read evaluation directories, or those in them, in the order of the table: ablations, direct, baselines, reasoning.
 
-    Evaluations of another checkpoint than the featured one are baselines too.
+    Baselines are LABEL:DIR, and evaluations of another checkpoint than the featured one.
     """
-    directories = dict.fromkeys(path for directory in dirs for path in expand(directory))
-    evaluations = list(map(read_evaluation, directories))
-    counts = Counter(one.label for one in evaluations)
-    evaluations = [
-        one
-        if counts[one.label] == 1
-        else replace(one, label=f"{one.label} · {one.directory.parent.name}/{one.directory.name}")
-        for one in evaluations
-    ]
-    known = featured(evaluations).results.get("checkpoint_hash")
-    evaluations = [
-        one
-        if known is None or one.results.get("checkpoint_hash") in (None, known)
-        else _as_baseline(one, one.label)
-        for one in evaluations
-    ]
-    for label, directory in baselines:
+    own, baselines = dict[Path, Evaluation](), list[Evaluation]()
+    for label, directory in map(labelled, runs):
         inner = expand(directory)
-        one = read_evaluation(
-            inner[0] if len(inner) == 1 else directory
-        )  # of several, its message lists the names
-        evaluations.append(_as_baseline(one, label))
+        if label:  # of several, the message lists the names
+            one = read_evaluation(inner[0] if len(inner) == 1 else directory)
+            baselines.append(_as_baseline(one, label))
+        else:
+            own |= {path: read_evaluation(path) for path in inner}
+    counts = Counter(one.label for one in own.values())
+    known = featured([*own.values(), *baselines]).results.get("checkpoint_hash")
+    evaluations = []
+    for path, one in own.items():
+        label = one.label if counts[one.label] == 1 else f"{one.label} · {path.parent.name}/{path.name}"
+        is_ours = known is None or one.results.get("checkpoint_hash") in (None, known)
+        evaluations.append(replace(one, label=label) if is_ours else _as_baseline(one, label))
+    evaluations += baselines
     (label, num) = Counter(one.label for one in evaluations).most_common(1)[0]
     if num > 1:
         raise UserError(f"labels of evaluations must be unique, got {label!r} twice")

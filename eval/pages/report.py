@@ -1,6 +1,6 @@
 """One HTML page from finished evaluations: figures with intervals, training curves, and examples with pictures.
 
-    rge eval report runs=DIR[,DIR...] out=FILE [log=FILE,...] [baseline=LABEL:DIR,...]
+    rge eval report runs=[LABEL:]DIR[,DIR...] out=FILE [log=FILE,...]
 
 The command also writes leaderboards, see `eval.pages.boards.leaderboard`.
 
@@ -13,7 +13,7 @@ of different sets, numbers that are not finite, missing pictures.
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -48,13 +48,12 @@ class ReportOptions(PluginOptions):
     """Write one HTML page from finished evaluations."""
 
     runs: tuple[str, ...]
-    """Evaluation directories, or directories that contain them."""
+    """Evaluation directories, or directories that contain them. LABEL:DIR names a row; with page=set, that of another
+    checkpoint."""
     out: Path
     """The HTML file to write."""
     log: tuple[str, ...] = ()
     """``metrics.jsonl`` of each stage of the training run, in order."""
-    baseline: tuple[str, ...] = ()
-    """``LABEL:DIR`` of evaluations of other checkpoints."""
     title: str | None = None
     """Heading of the page; null: the default."""
     metric: str = "recall@1"
@@ -67,7 +66,7 @@ class ReportOptions(PluginOptions):
     """Seed for the choice of examples."""
     page: Literal["auto", "set", "leaderboard"] = "auto"
     """``set`` for conditions of one set, ``leaderboard`` for many models; ``auto``: a leaderboard if the evaluations
-    are for a suite or for several sets."""
+    are for a suite or for several sets, or have labels."""
     published: Literal["auto", "all", "none"] = "auto"
     """Published tables on a leaderboard: ``auto`` (those of the benchmarks at hand), ``all`` or ``none``."""
 
@@ -78,7 +77,7 @@ def report(options: ReportOptions) -> Path:
     if not runs:
         raise UserError("runs must name at least one evaluation directory")
     board = _is_for_leaderboard(runs) if options.page == "auto" else options.page == "leaderboard"
-    path = _write_leaderboard(options, runs) if board else _write_report(options, list(map(Path, runs)))
+    path = _write_leaderboard(options, runs) if board else _write_report(options, runs)
     print(path)
     return path
 
@@ -96,10 +95,8 @@ def _is_for_leaderboard(runs: Sequence[str]) -> bool:
 
 
 def _write_leaderboard(options: ReportOptions, runs: Sequence[str]) -> Path:
-    if options.log or options.baseline:
-        raise UserError(
-            "log= and baseline= are for page=set; for a leaderboard pass all models as runs=LABEL:DIR,..."
-        )
+    if options.log:
+        raise UserError("log= is for page=set")
     num_examples = 24 if options.examples is None else options.examples
     return write_leaderboard(
         runs, options.out, title=options.title, which=options.published, num_examples=num_examples,
@@ -107,13 +104,13 @@ def _write_leaderboard(options: ReportOptions, runs: Sequence[str]) -> Path:
     )  # fmt: skip
 
 
-def _write_report(options: ReportOptions, dirs: list[Path]) -> Path:
+def _write_report(options: ReportOptions, runs: Sequence[str]) -> Path:
     """Write the page of one or more evaluations of one set, or of the output of `budget`.
 
     The output is deterministic: examples are drawn by a seeded hash of the query id, and the page has no dates.
     """
-    metric, budget = options.metric, read_json(dirs[0] / BUDGET) if len(dirs) == 1 else None
-    evaluations = read_evaluations(dirs, list(_baselines(options.baseline)))
+    metric, budget = options.metric, read_json(Path(runs[0]) / BUDGET) if len(runs) == 1 else None
+    evaluations = read_evaluations(runs)
     check_one_set(evaluations)
     main = featured(evaluations)
     if main.figure("micro", metric) is None:
@@ -150,14 +147,6 @@ def _write_report(options: ReportOptions, dirs: list[Path]) -> Path:
         max_slices=tables.MAX_MAIN_SLICES,
     )
     return write_page(options.out, "report.html.j2", ["report.css"], content)
-
-
-def _baselines(words: Sequence[str]) -> Iterator[tuple[str, Path]]:
-    for word in filter(None, words):
-        label, _, directory = word.partition(":")
-        if not (label and directory):
-            raise UserError(f"baseline must be LABEL:DIR, got {word!r}")
-        yield label, Path(directory)
 
 
 def provenance_of(evaluations: Sequence[Evaluation]) -> list[dict[str, Any]]:

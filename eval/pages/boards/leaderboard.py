@@ -35,7 +35,7 @@ from eval.pages.boards.rows import (
     why_unranked,
 )
 from eval.pages.charts import budget_on_page, scatter
-from eval.pages.evaluations import BUDGET, Evaluation, expand, read_evaluation, warnings_of
+from eval.pages.evaluations import BUDGET, Evaluation, expand, labelled, read_evaluation, warnings_of
 from eval.pages.examples import Gallery
 from eval.pages.single_file import write_page
 from eval.scoring.tables import figure, write_tables
@@ -118,7 +118,7 @@ def _groups(runs: Sequence[str]) -> tuple[dict[_Key, list[Evaluation]], dict[_Ke
     """
     groups: dict[_Key, list[Evaluation]] = defaultdict(list)
     budgets: dict[_Key, list[_Budget]] = defaultdict(list)
-    for label, directory in map(_labelled, runs):
+    for label, directory in map(labelled, runs):
         curves = read_json(directory / BUDGET)
         for path in expand(directory):
             run = read_evaluation(path)
@@ -131,12 +131,6 @@ def _groups(runs: Sequence[str]) -> tuple[dict[_Key, list[Evaluation]], dict[_Ke
     for members in groups.values():
         _refuse_namesakes(members)
     return dict(groups), budgets
-
-
-def _labelled(word: str) -> tuple[str, Path]:
-    """The parts of LABEL:DIR; "" without a label."""
-    label, colon, directory = word.partition(":")
-    return (label, Path(directory)) if colon and not Path(word).exists() else ("", Path(word))
 
 
 def _name(row: Row | Evaluation) -> str:

@@ -1,5 +1,5 @@
 "use strict";
-// Filters, sorting and hover values. Without this script, the page still shows all rows, cards and charts.
+// Filters and sorting. Without this script, the page still shows all rows, cards and charts.
 (() => {
   const PAGE = 12;
   for (const form of document.querySelectorAll(".filters")) {
@@ -144,59 +144,5 @@
     form.addEventListener("change", show);
     form.hidden = false;
     show();
-  }
-
-  const SVG = "http://www.w3.org/2000/svg";
-  const readable = (value) => {
-    const size = Math.abs(value);
-    return size >= 100 ? value.toLocaleString("en", { maximumFractionDigits: 0 }) : String(+value.toPrecision(3));
-  };
-  for (const svg of document.querySelectorAll(".chart[data-chart]")) {
-    const { plot, domain, unit, x: xs, y: ys } = JSON.parse(svg.dataset.chart);
-    const [left, top, width, height] = plot;
-    const [x0, x1, y0, y1] = domain;
-    const reading = svg.closest("figure").querySelector(".reading");
-    const atRest = reading.textContent;
-    const group = document.createElementNS(SVG, "g");
-    const line = document.createElementNS(SVG, "line");
-    line.setAttribute("class", "cursor");
-    line.setAttribute("y1", top);
-    line.setAttribute("y2", top + height);
-    const dot = document.createElementNS(SVG, "circle");
-    dot.setAttribute("class", "series-0");
-    dot.setAttribute("r", 3.5);
-    group.append(line, dot);
-    group.style.display = "none";
-    svg.append(group);
-    let position = xs.length - 1;
-    const show = (index) => {
-      position = index;
-      const px = left + ((xs[index] - x0) / (x1 - x0)) * width;
-      line.setAttribute("x1", px);
-      line.setAttribute("x2", px);
-      dot.setAttribute("cx", px);
-      dot.setAttribute("cy", top + ((y1 - ys[index]) / (y1 - y0)) * height);
-      reading.textContent = `step ${readable(Math.round(xs[index]))}: ${readable(ys[index])}${unit}`;
-      group.style.display = "";
-    };
-    const nearest = (x) => {
-      let best = 0;
-      for (let i = 1; i < xs.length; i++) if (Math.abs(xs[i] - x) < Math.abs(xs[best] - x)) best = i;
-      return best;
-    };
-    const leave = () => { group.style.display = "none"; reading.textContent = atRest; };
-    svg.addEventListener("pointermove", (event) => {
-      const box = svg.getBoundingClientRect();
-      const x = ((event.clientX - box.left) / box.width) * svg.viewBox.baseVal.width;
-      show(nearest(x0 + ((x - left) / width) * (x1 - x0)));
-    });
-    svg.addEventListener("pointerleave", leave);
-    svg.addEventListener("blur", leave);
-    svg.addEventListener("keydown", (event) => {
-      const move = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity }[event.key];
-      if (move === undefined) return;
-      event.preventDefault();
-      show(Math.min(Math.max(position + move, 0), xs.length - 1));
-    });
   }
 })();

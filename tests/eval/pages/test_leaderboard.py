@@ -174,7 +174,7 @@ def test_the_command_chooses_the_page(world, tmp_path, capsys):
     assert 'class="board"' in (tmp_path / "l.html").read_text()
     capsys.readouterr()
     assert main(["report", given, f"out={tmp_path / 'p.html'}", "log=x.jsonl"]) == 2
-    assert "log= and baseline= are for page=set" in capsys.readouterr().err
+    assert "log= is for page=set" in capsys.readouterr().err
     assert main(["report", given, f"out={tmp_path / 'p.html'}", "page=leaderbord"]) == 2
     assert "did you mean 'leaderboard'?" in capsys.readouterr().err
 

@@ -182,10 +182,10 @@ def write_report(dirs: list[Path], out: Path, **options) -> Path:
 def written(world: Path, **options) -> str:
     options = {
         "log": (str(world / "cold" / "metrics.jsonl"),),
-        "baseline": (f"No <rationale>:{world / 'none'}",),
         "examples": 24,
     } | options
-    return write_report([world / "out"], world / "report.html", **options).read_text(encoding="utf-8")
+    runs = [world / "out", *options.pop("baseline", [f"No <rationale>:{world / 'none'}"])]
+    return write_report(runs, world / "report.html", **options).read_text(encoding="utf-8")
 
 
 # --- reading a page back --------------------------------------------------------------------------------------------
@@ -755,10 +755,8 @@ def test_curves_are_drawn_with_axes_stages_and_a_spoken_summary(world):
     assert names == ["Loss", "Rationale loss (nats per token)", "Contrastive loss (nats)", "Forced stops"]
     assert "25% at step 408" in drawn[3]["attrs"]["aria-label"]  # 399 cold steps, then 9
     texts = [node["text"] for node in page.inside(drawn[0], "text")]
-    assert {"step", "cold", "0.0", "400"} <= set(texts)
-    data = json.loads(drawn[0]["attrs"]["data-chart"])
-    assert data["y"][-1] == 2.0
-    assert len(data["x"]) <= charts.MAX_POINTS + 3
+    assert {"step", "cold", "joint", "0", "400"} <= set(texts)
+    assert "ends at 2" in page.all(cls="reading")[0]["text"]
 
 
 def test_stages_stand_end_to_end_and_another_run_is_refused(tmp_path):
@@ -769,38 +767,21 @@ def test_stages_stand_end_to_end_and_another_run_is_refused(tmp_path):
         tmp_path / "self/metrics.jsonl", [{"stage": "joint", "step": s, "loss": 2.0} for s in (1, 2)]
     )
     other = write_log(tmp_path / "none/metrics.jsonl", [{"stage": "joint", "step": 1, "loss": 3.0}])
+    ours.write_text(ours.read_text() + '{"step": 3, "lo')  # a job is writing
     run = read_training_logs([cold, ours])
-    assert run.curves["loss"] == ([1, 2, 3, 4], [1.0, 1.0, 2.0, 2.0])
-    assert [(b.label, b.start, b.end) for b in run.stages] == [("cold", 0, 2), ("joint", 2, 4)]
+    assert run["step"].tolist() == [1, 2, 3, 4]
+    assert run["stage"].tolist() == ["cold", "cold", "joint", "joint"]
+    assert run["loss"].tolist() == [1.0, 1.0, 2.0, 2.0]
     with pytest.raises(UserError, match="none/metrics.jsonl repeats a stage of an earlier one"):
         read_training_logs([ours, other])
 
 
-def test_a_resumed_step_replaces_and_half_a_last_line_is_dropped(tmp_path):
-    log = write_log(tmp_path / "m.jsonl", [{"step": s, "loss": float(i)} for i, s in enumerate((1, 2, 3, 2))])
-    log.write_text(log.read_text() + '{"step": 4, "lo')
-    run = read_training_logs([log])
-    assert run.curves["loss"] == ([1, 2, 3], [0.0, 3.0, 2.0])
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ('{"step": 1, "loss": NaN}\n', r"m\.jsonl, line 1: loss must be a finite number, got nan"),
-        ('{"step": 1}\n{"loss": 1}\n', r"m\.jsonl, line 2 has no step"),
-        ('{"step": 1\n{"step": 2}\n', r"m\.jsonl, line 1: not valid JSON"),
-        ("\n", r"m\.jsonl is empty"),
-    ],
-)
-def test_bad_logs_are_named_by_line(tmp_path, content, message):
-    (tmp_path / "m.jsonl").write_text(content)
-    with pytest.raises(UserError, match=message):
+@pytest.mark.parametrize("content", ['{"loss": 1}\n', "\n", None])
+def test_a_log_without_steps_is_named(tmp_path, content):
+    if content is not None:
+        (tmp_path / "m.jsonl").write_text(content)
+    with pytest.raises(UserError, match=r"m\.jsonl does not exist, or has no lines with stage and step"):
         read_training_logs([tmp_path / "m.jsonl"])
-
-
-def test_a_missing_log_is_named(tmp_path):
-    with pytest.raises(UserError, match=r"gone\.jsonl cannot be read: No such file"):
-        read_training_logs([tmp_path / "gone.jsonl"])
 
 
 @pytest.mark.parametrize(
@@ -811,17 +792,12 @@ def test_numbers_for_people(value, text):
     assert number(value) == text
 
 
-def test_smoothing_keeps_the_mean_and_a_line_breaks_where_a_stage_ends():
-    flat = charts.smoothed(list(range(1, 81)), [0.0, 4.0] * 40)
-    assert flat["mean"].iloc[5:-5].between(1.5, 2.5).all()  # five points of 80
-    assert flat["y"].tolist() == [0.0, 4.0] * 40
-    long = charts.smoothed(list(range(1000)), list(range(1000)))
+def test_long_logs_are_thinned_to_means_of_equal_ranges():
+    points = pd.DataFrame({"step": range(1000), "value": range(1000), "stage": "a"})
+    long = charts.thinned(points)
     assert len(long) == charts.MAX_POINTS
-    assert long["y"].mean() == pytest.approx(499.5, abs=0.5)
-    bands = [charts.Band("a", 0, 40), charts.Band("b", 40, 80)]
-    parts = charts.smoothed(list(range(1, 81)), [1.0] * 40 + [9.0] * 40, bands)
-    assert parts.groupby("part")["mean"].agg(["min", "max"]).to_numpy().tolist() == [[1, 1], [9, 9]]
-    assert parts["last"].sum() == 1
+    assert long["value"].mean() == pytest.approx(499.5, abs=0.5)
+    assert charts.thinned(points[:9]).equals(points[:9])
 
 
 # --- bad input ------------------------------------------------------------------------------------------------------
@@ -983,10 +959,10 @@ def test_a_reranked_evaluation_is_not_the_embedder_s_own(world):
 
 def test_command(world):
     words = [
-        f"runs={world / 'out/reasoning-both'},{world / 'out/direct-both'}",
+        f"runs={world / 'out/reasoning-both'},{world / 'out/direct-both'},none:{world / 'none'}",
         f"out={world / 'sub/page.html'}",
+        "page=set",
         f"log={world / 'cold/metrics.jsonl'}",
-        f"baseline=none:{world / 'none'}",
         "examples=6",
         "title=Mine",
     ]
@@ -1001,7 +977,7 @@ def test_command(world):
     [
         (["out=x"], "missing runs="),
         (["runs=a", "out=x", "logs=y"], r"unknown key logs; did you mean log\?"),
-        (["runs=a", "out=x", "baseline=dir"], "baseline must be LABEL:DIR, got 'dir'"),
+        (["runs=a", "out=x", "baseline=none:b"], "unknown key baseline"),
         (["runs=a", "out=x", "examples=many"], "examples must be an integer, got 'many'"),
     ],
 )
@@ -1087,19 +1063,6 @@ def test_in_a_browser(world, tmp_path):
             "held-out"
         ) == (browser.js(f"{visible}.length"))
         assert browser.js("document.querySelector('.more').hidden")
-        browser.js(
-            "document.querySelector('.chart').dispatchEvent(new KeyboardEvent('keydown', {key: 'Home'}))"
-        )
-        assert browser.js("document.querySelector('.reading').textContent").startswith("step ")
-        browser.js("document.querySelector('.chart').scrollIntoView({behavior: 'instant'})")
-        x, y = browser.js(
-            "(r => [r.left + r.width / 2, r.top + r.height / 2])(document.querySelector('.chart').getBoundingClientRect())"
-        )
-        browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-        halfway = browser.js("document.querySelector('.reading').textContent")
-        assert 150 < int(re.match(r"step (\d+): ", halfway)[1]) < 250
-        browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=1, y=1)
-        assert browser.js("document.querySelector('.reading').textContent").startswith("ends at ")
         assert browser.complaints() == []
 
         browser.open(page, 390, 844, script=False)

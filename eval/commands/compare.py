@@ -58,30 +58,8 @@ class CompareOptions(PluginOptions):
     """Seed of the resampling."""
 
 
-@dataclass(frozen=True)
-class Row:
-    """One test of a metric on a slice of the queries. Differences are a - b, as fractions.
-
-    ``effect`` is None for means over categories or members, and if all queries differ by the same amount.
-    ``low`` and ``high`` are None for a single group, ``minimum_detectable`` also if all groups differ by the same amount.
-    """
-
-    slice: str
-    metric: str
-    num_queries: int
-    a: float
-    b: float
-    difference: float
-    low: float | None
-    high: float | None
-    p: float
-    p_holm: float | None  # adjusted for the number of slices of its column; None for the whole set
-    effect: float | None
-    minimum_detectable: float | None
-
-
-def compare(options: CompareOptions) -> list[Row]:
-    """Test every metric on every slice, print the table, and write it if ``out`` is given."""
+def compare(options: CompareOptions) -> pd.DataFrame:
+    """Test every metric on every slice, print the table, and write it if ``out`` is given; returns `paired_tests`."""
     a, b = read_evaluation(options.a), read_evaluation(options.b)
     check_one_set([a, b])
     frame_b = b.per_query.loc[a.per_query.index]
@@ -99,7 +77,7 @@ def compare(options: CompareOptions) -> list[Row]:
 
 
 def _write(
-    options: CompareOptions, out: Path, a: Evaluation, b: Evaluation, rows: list[Row], warnings: list[str]
+    options: CompareOptions, out: Path, a: Evaluation, b: Evaluation, rows: pd.DataFrame, warnings: list[str]
 ) -> None:
     """Write compare.json, the plot of the first metric, both tables and the page."""
     content = {
@@ -110,28 +88,18 @@ def _write(
         "difference": "a - b",
         "differs": {key: list(pair) for key, pair in differences(a.results, b.results).items()},
         "warnings": warnings,
-        "rows": [vars(row) for row in rows],
+        "rows": rows.to_dict("records"),
         "statistics": statistics_settings(options.seed)
         | {"test": "sign flips by group, two-sided", "adjusted": "Holm", "effect": "d_z", "power": POWER},
         "versions": versions(),
     }
-    first = rows[0].metric
-    marks = [
-        {
-            "row": f"{row.slice} ({row.num_queries})",
-            "slice": first,
-            "metric": "",
-            "mean": row.difference,
-            "low": row.low,
-            "high": row.high,
-        }
-        for row in rows
-        if row.metric == first
-    ]
+    first = rows["metric"].iloc[0]
+    marks = rows[rows["metric"] == first].assign(metric="", mean=rows["difference"])
+    marks["row"] = marks["slice"] + " (" + marks["num_queries"].astype(str) + ")"
     title = f"{first}, a - b, percentage points, 95 % intervals"
-    write_text(out / PLOT, interval_chart(marks, title=title))
+    write_text(out / PLOT, interval_chart(marks.assign(slice=first).to_dict("records"), title=title))
     write_text(out / COMPARE, json.dumps(content, indent=1, allow_nan=False) + "\n")
-    tables = write_tables(out / TABLE, pd.DataFrame(content["rows"]), _formatted(rows))
+    tables = write_tables(out / TABLE, rows, _formatted(rows))
     print("", out / COMPARE, out / PLOT, *tables, sep="\n")
     print(write_comparison(a, b, out / PAGE, content, options.examples, options.set, options.seed))
 
@@ -144,37 +112,33 @@ def paired_tests(
     *,
     seed: int,
     suite: bool = False,
-) -> list[Row]:
+) -> pd.DataFrame:
     """Test every metric over all queries, as macro mean and on every slice; each column is a family of slices.
 
     Frames have per-query values of the same queries in the same order, with ``group``, ``category`` and `columns`. In a
     `suite` categories are members, and slices of other columns are means over members.
+
+    Returns:
+        One row per test: ``slice``, ``metric``, ``num_queries``, ``a``, ``b``, ``difference`` (a - b, fractions) with ``low``
+        and ``high``, ``p``, ``p_holm``, ``effect``, ``minimum_detectable``. None: ``p_holm`` of the whole set; ``effect`` of
+        means over categories or members, or if all queries differ by the same amount; bounds for a single group;
+        ``minimum_detectable`` also if all groups differ by the same amount.
     """
     test = partial(_slice, names=names, seed=seed)
-    rows = test("all queries", frame_a, frame_b)
+    tables = [test("all queries", frame_a, frame_b)]
     if frame_a["category"].nunique() > 1:
-        rows += test("macro", frame_a, frame_b, over="members" if suite else "categories")
+        tables.append(test("macro", frame_a, frame_b, over="members" if suite else "categories"))
     for column in columns:
         parts = list(frame_a.groupby(column))  # drops queries of members without this column
         if len(parts) > 1:
             over = "members" if suite and column != "category" else None
-            family = [
-                row
-                for value, part in parts
-                for row in test(f"{column} {value}", part, frame_b.loc[part.index], over=over)
-            ]
-            rows += _adjusted(family, names)
-    return rows
-
-
-def _adjusted(family: list[Row], names: list[str]) -> list[Row]:
-    """Rows ordered by metric, with p adjusted for the number of slices."""
-    rows: list[Row] = []
-    for name in names:
-        of_metric = [row for row in family if row.metric == name]
-        adjusted = holm([row.p for row in of_metric])
-        rows += [replace(row, p_holm=float(p)) for row, p in zip(of_metric, adjusted, strict=True)]
-    return rows
+            family = pd.concat(
+                test(f"{column} {value}", part, frame_b.loc[part.index], over=over) for value, part in parts
+            )
+            family["p_holm"] = family.groupby("metric")["p"].transform(holm)
+            tables += [family[family["metric"] == name] for name in names]
+    rows = pd.concat(tables, ignore_index=True).astype(object)
+    return rows.where(rows.notna(), None)
 
 
 def _slice(
@@ -185,12 +149,12 @@ def _slice(
     names: list[str],
     seed: int,
     over: str | None = None,
-) -> list[Row]:
+) -> pd.DataFrame:
     """One row per metric: means over queries, or means ``over`` categories or members of their means."""
     about = frame_a[["group", "category"]]
-    value_a, value_b = (frame[names].to_numpy(np.float64) for frame in (frame_a, frame_b))
     group_Q = index_of(about["group"].tolist())
     stratum_Q = index_of(about["category"].tolist()) if over else None
+    value_a, value_b = (frame[names].to_numpy(np.float64) for frame in (frame_a, frame_b))
     difference_QM = value_a - value_b
     # a query counts for a metric only if both runs define it
     both = np.isfinite(difference_QM)
@@ -205,25 +169,24 @@ def _slice(
         means(np.where(both, value, np.nan), num_resamples=1).estimate_M for value in (value_a, value_b)
     )
     differences = means(difference_QM)
-    # d_z is defined over queries, not over means of categories
-    effect_M = effect_size(difference_QM) if over is None else np.full(len(names), np.nan)
     table = pd.DataFrame(
         {
+            "slice": label,
             "metric": names,
             "num_queries": both.sum(axis=0),
             "a": mean_a,
             "b": mean_b,
             "difference": differences.estimate_M,
-            **pd.DataFrame(figures(differences, OF_DIFFERENCES))[["low", "high"]],
+            **pd.DataFrame(figures(differences, OF_DIFFERENCES))[["low", "high"]].astype(float),
             "p": sign_flip_p(difference_QM, group_Q, stratum_Q=stratum_Q, seed=seed),
-            "p_holm": None,
-            "effect": effect_M,
+            "p_holm": np.nan,
+            # d_z is defined over queries, not over means of categories
+            "effect": np.nan if over else effect_size(difference_QM),
             "minimum_detectable": minimum_detectable(differences.standard_error_M),
         }
     )
     # drop means over members that some member does not define
-    table = table[np.isfinite(table["difference"])].astype(object)
-    return [Row(label, **row) for row in table.where(table.notna(), None).to_dict("records")]
+    return table[np.isfinite(table["difference"])]
 
 
 def _warnings(a: Evaluation, b: Evaluation) -> list[str]:
@@ -270,20 +233,22 @@ def _heading(a: Evaluation, b: Evaluation) -> str:
     return "\n".join(head)
 
 
-def _formatted(rows: list[Row]) -> pd.DataFrame:
+def _formatted(rows: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(
         {
-            "slice": row.slice,
-            "n": row.num_queries,
-            "metric": row.metric,
-            "a": f"{100 * row.a:.2f}",
-            "b": f"{100 * row.b:.2f}",
-            "a - b": f"{100 * row.difference:+.2f}",
-            "interval": in_words(row.low, row.high, "+.2f"),
-            "p": f"{row.p:.4f}",
-            "p Holm": "" if row.p_holm is None else f"{row.p_holm:.4f}",
-            "effect": "" if row.effect is None else f"{row.effect:+.2f}",
-            "detectable": "–" if row.minimum_detectable is None else f"{100 * row.minimum_detectable:.2f}",
+            "slice": row["slice"],
+            "n": row["num_queries"],
+            "metric": row["metric"],
+            "a": f"{100 * row['a']:.2f}",
+            "b": f"{100 * row['b']:.2f}",
+            "a - b": f"{100 * row['difference']:+.2f}",
+            "interval": in_words(row["low"], row["high"], "+.2f"),
+            "p": f"{row['p']:.4f}",
+            "p Holm": "" if row["p_holm"] is None else f"{row['p_holm']:.4f}",
+            "effect": "" if row["effect"] is None else f"{row['effect']:+.2f}",
+            "detectable": "–"
+            if row["minimum_detectable"] is None
+            else f"{100 * row['minimum_detectable']:.2f}",
         }
-        for row in rows
+        for row in rows.to_dict("records")
     )

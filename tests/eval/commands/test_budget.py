@@ -47,7 +47,7 @@ def test_every_way_of_asking_is_an_evaluation(done):
         assert results["micro"]["mrr"]["value"] == row["value"]
         assert results["micro"]["mrr"]["value"] == pytest.approx(frame(out, row["name"])["mrr"].mean())
         assert results["budget"]["tokens"] == row["tokens"]
-    (first, *_) = compare(CompareOptions(a=out / "mean-3", b=out / "direct", metric=("mrr",)))
+    first = compare(CompareOptions(a=out / "mean-3", b=out / "direct", metric=("mrr",))).iloc[0]
     gain = next(row["gain"] for row in content["points"] if row["name"] == "mean-3")
     assert (gain["value"], gain["low"], gain["high"]) == pytest.approx(
         (first.difference, first.low, first.high)

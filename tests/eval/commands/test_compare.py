@@ -11,7 +11,8 @@ import scipy.stats
 from eval_fakes import FakeEncoder, loader, tables, write_set, write_tables
 
 from eval.__main__ import main
-from eval.commands.compare import CompareOptions, compare, paired_tests
+from eval.commands import compare as compare_module
+from eval.commands.compare import CompareOptions
 from eval.commands.run import RunOptions, run, run_command
 from eval.scoring.stats import holm
 from rge.common.errors import UserError
@@ -27,6 +28,14 @@ def dirs(tmp_path_factory):
     other = write_set(root / "other", num_queries=12)
     run(RunOptions(**options | {"set": other}, out=root / "b"), loader(FakeEncoder()))
     return root
+
+
+def compare(options):
+    return list(compare_module.compare(options).itertuples(index=False))
+
+
+def paired_tests(*args, **more):
+    return list(compare_module.paired_tests(*args, **more).itertuples(index=False))
 
 
 def by_key(rows):

@@ -121,7 +121,7 @@ def test_figures_by_another_column_are_of_the_same_set(set_dir, tmp_path):
     (out,) = run_command(asked, loader(FakeEncoder()))
     assert "Winter" in (out / "report.html").read_text()
     plain = score(ScoreOptions(run=out, set=data, out=tmp_path / "scored"))
-    assert compare(CompareOptions(a=out, b=plain, metric=("mrr",)))[0].difference == 0
+    assert compare(CompareOptions(a=out, b=plain, metric=("mrr",)))["difference"].iloc[0] == 0
     with pytest.raises(UserError, match=r"with set.report_by = \['season'\], this one has \[\]"):
         run(replace(asked, by=()), loader(FakeEncoder()))
 

@@ -105,7 +105,7 @@ def test_gains_are_paired_within_members_and_a_gate_takes_its_share_of_each(curv
     gain = of["mean-2"]["gain"]
     assert gain["value"] == pytest.approx(of["mean-2"]["value"] - of["direct"]["value"])
     assert gain["low"] < gain["value"] < gain["high"]
-    rows = compare(CompareOptions(a=out / "mean-2", b=out / "direct", metric=("mrr",)))
+    rows = list(compare(CompareOptions(a=out / "mean-2", b=out / "direct", metric=("mrr",))).itertuples())
     of_slice = {row.slice: row for row in rows}
     macro = of_slice["macro"]
     assert (gain["value"], gain["low"], gain["high"]) == pytest.approx(
@@ -135,7 +135,7 @@ def test_compare_says_of_a_suite_what_its_results_say(tmp_path):
         loader(FakeEncoder()),
     )  # fmt: skip
     a, b = (results_of(path) for path in dirs)
-    rows = compare(CompareOptions(*dirs, metric=("mrr", "recall@10")))
+    rows = list(compare(CompareOptions(*dirs, metric=("mrr", "recall@10"))).itertuples())
     kinds = {"all queries": ("micro",), "macro": ("macro",)}
     kinds |= {f"half {half}": ("by_half", half) for half in "AB"}
     kinds |= {f"pair {pair}": ("by_pair", pair) for pair in ("seen", "held_out")}

@@ -1,6 +1,5 @@
 """Read and check finished evaluation directories, the input of the pages."""
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -84,14 +83,9 @@ class Evaluation:
         entry = value_at(self.results, path)
         if entry is None:
             return None
-        where = f"{self.directory}/results.json: {'.'.join(path)}"
         if not isinstance(entry, Mapping):
-            check_finite(entry, where)
             return Figure(float(entry))
-        bounds = {key: entry[key] for key in ("low", "high") if entry.get(key) is not None}
-        for key, number in {"value": entry.get("value"), **bounds}.items():
-            check_finite(number, f"{where}.{key}")
-        return Figure(entry["value"], **bounds)
+        return Figure(entry["value"], entry.get("low"), entry.get("high"))
 
 
 def labelled(word: str) -> tuple[str, Path]:
@@ -153,10 +147,6 @@ def expand(directory: Path) -> list[Path]:
 def read_evaluation(directory: Path) -> Evaluation:
     """Read one evaluation directory; a UserError if it is incomplete or inconsistent."""
     results = read_results(directory)
-    missing = [key for key in ("set", "micro") if not results.get(key)]
-    missing += [f"set.{key}" for key in ("name", "fingerprint") if not (results.get("set") or {}).get(key)]
-    if missing:
-        raise UserError(f"{directory / RESULTS} lacks {', '.join(missing)}")
     mode = results.get("query_mode")
     order, label, note = _FOREIGN_ORDER, str(results.get("tag") or directory.name), "external ranking"
     if mode is not None:
@@ -271,9 +261,3 @@ def ways_of(results: Mapping[str, Any]) -> Iterator[str]:
         yield "candidate_mode=reasoning"
     if judged := results.get("rerank"):
         yield f"top {judged['top_n']} reranked"
-
-
-def check_finite(value: object, where: str) -> None:
-    """Raise a `UserError` unless a value is a finite number."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise UserError(f"{where} must be a finite number, got {value!r}")

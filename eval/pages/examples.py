@@ -18,7 +18,7 @@ from PIL import Image
 
 from eval.pages.evaluations import RANK_COLUMN, TOP_COLUMN, Evaluation
 from eval.pages.wording import slice_order, tag
-from eval.sets.retrieval_set import UNCATEGORISED, RetrievalSet, given_rationales
+from eval.sets.retrieval_set import UNCATEGORISED, RetrievalSet
 from rge.common.errors import UserError
 from rge.common.images import ImageError, load_image, picture_bytes
 from rge.common.schema import ImageRef
@@ -44,7 +44,7 @@ def choose_examples(
     of the other. A query counts as found if its first right candidate has the ``success_rank`` or a better one. Strata are
     combinations of columns.
     """
-    groups = per_query["group"] if "group" in per_query else pd.Series(per_query.index, per_query.index)
+    groups = per_query["group"]
     is_success = per_query[RANK_COLUMN].between(1, success_rank)
     halves: list[list[str]] = []
     for wanted in (True, False):
@@ -261,32 +261,30 @@ def cards_of(
     strata = varying(main.per_query, ("category", *loaded.report_by))
     chosen = choose_examples(main.per_query, success_rank=success_rank, num=num, strata=strata, seed=seed)
     view = SetView(loaded, [main], chosen, gallery)
-    given = given_rationales(loaded)
-    right = pd.Series(given, dtype=object).groupby(level=0).agg(set).to_dict() if given else {}
     cards = []
     for query in chosen:
         measured = main.per_query.loc[query]
         card = view.card(query, measured, strata)
         card |= view.found(query, main, card["pictures"])
-        of_query = card["rationale"] in right.get(query, ())
-        cards.append(
-            card
-            | {
-                "forced": measured.get("stop_reason") == "forced",
-                "tokens": as_rank(measured.get("rationale_tokens")),
-                "wanted": [] if any(result["hit"] for result in card["results"]) else view.wanted(query),
-                "success": card["rank"] is not None and card["rank"] <= success_rank,
-                "says": "right" if of_query else "another" if card["rationale"] in given.values() else "own",
-                "ranks": [
-                    (e.label, as_rank(e.per_query.at[query, RANK_COLUMN]), e is main) for e in evaluations
-                ],
-            }
-        )
+        card |= {
+            "forced": measured.get("stop_reason") == "forced",
+            "tokens": as_rank(measured.get("rationale_tokens")),
+            "wanted": [] if any(result["hit"] for result in card["results"]) else view.wanted(query),
+            "ranks": [(e.label, as_rank(e.per_query.at[query, RANK_COLUMN]), e is main) for e in evaluations],
+        }
+        cards.append(card)
+    found, missed = (
+        [card for card in cards if (card["rank"] in range(1, success_rank + 1)) is success]
+        for success in (True, False)
+    )
     outcomes = Counter(map(outcome_of, map(as_rank, main.per_query[RANK_COLUMN])))
     return {
         "cards": cards,
-        **_of_cards(cards),
-        "opens_with_given": bool(given),
+        "found": next(iter(found), None),
+        "missed": next(iter(missed), None),
+        "num_successes": len(found),
+        "num_negatives": sum(result["negative"] for card in cards for result in card["results"]),
+        "num_forced": sum(card["forced"] for card in cards),
         "reasons": main.mode[0] == "reasoning",
         "success_rank": success_rank,
         "num_first": outcomes["first"],
@@ -296,24 +294,3 @@ def cards_of(
         "filters": filters_of(main.per_query, strata),
         "strata": [name.replace("_", " ") for name in strata],
     }
-
-
-def _of_cards(cards: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The opening success and failure, and counts of successes, negatives and forced stops."""
-    found, missed = ([card for card in cards if card["success"] is success] for success in (True, False))
-    return {
-        "found": _opening(found, given="right"),
-        "missed": _opening(missed, given="another"),
-        "num_successes": len(found),
-        "num_negatives": sum(result["negative"] for card in cards for result in card["results"]),
-        "num_forced": sum(card["forced"] for card in cards),
-    }
-
-
-def _opening(cards: Sequence[dict[str, Any]], *, given: str) -> dict[str, Any] | None:
-    """The opening card: the first, preferably one whose rationale occurs in the set, since a model's own may contradict its result.
-
-    A failure with the rationale of ``another`` query shows what the query was mistaken for.
-    """
-    order = (given, "right", "another", "own")  # has the set this rationale, for this query or another?
-    return min(cards, key=lambda card: order.index(card["says"]), default=None)

@@ -145,24 +145,14 @@ def judge(
     """Look up each ranked candidate in its query's judgements.
 
     An explicit negative that is also a positive of the same query counts as a positive only. ``positives``: per query (rows,
-    gains > 0). ``num_missing_Q``: positives of gain 1 that the pool lacks; they stay in every denominator. None: none.
-
-    Raises:
-        ValueError: the numbers of queries differ, a row is outside the pool, or a query has no positive.
+    gains > 0), at least one of them or of those missing. ``num_missing_Q``: positives of gain 1 that the pool lacks; they
+    stay in every denominator. None: none.
     """
-    num_queries = len(rows_QK)
-    if {len(judgements) for judgements in (positives, negatives) if judgements is not None} != {num_queries}:
-        raise ValueError(f"rankings of {num_queries} queries need as many judgements, got {len(positives)}")
-    if rows_QK.min(initial=0) < -1 or rows_QK.max(initial=-1) >= num_candidates:
-        raise ValueError(f"rows must lie in [-1, {num_candidates}), got [{rows_QK.min()}, {rows_QK.max()}]")
     num_positives_Q = np.array([len(rows) for rows, _ in positives], np.int64)
     if num_missing_Q is not None:
         num_positives_Q = num_positives_Q + num_missing_Q
-    if num_positives_Q.min(initial=1) < 1:
-        raise ValueError(f"query {num_positives_Q.argmin()} has no positive")
-
     gain_QK = _at_ranks(rows_QK, positives, num_candidates)
-    ideal_QP = np.zeros((num_queries, int(num_positives_Q.max(initial=0))))
+    ideal_QP = np.zeros((len(rows_QK), int(num_positives_Q.max(initial=0))))
     for query, (_, gains) in enumerate(positives):
         ideal = np.concatenate([gains, np.ones(num_positives_Q[query] - len(gains))])
         ideal_QP[query, : len(ideal)] = np.sort(ideal)[::-1]

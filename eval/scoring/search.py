@@ -46,22 +46,9 @@ def search(
 
     Embeddings are float32 of unit norm, those of candidates in the order of ids, possibly a memory map. A query's ranking has
     no rows of ``excluded`` and only rows of ``candidates`` (None: all). ``block_rows`` bounds the memory.
-
-    Raises:
-        ValueError: wrong dtype or shape, values that are not finite, or a depth below 1.
     """
-    if depth < 1:
-        raise ValueError(f"depth must be >= 1, got {depth}")
-    for name, x in (("query_QD", query_QD), ("candidate_CD", candidate_CD)):
-        if x.dtype != np.float32 or x.ndim != 2:
-            raise ValueError(f"{name} must be a float32 matrix, got {x.dtype} with {x.ndim} axes")
-    if query_QD.shape[1] != candidate_CD.shape[1]:
-        raise ValueError(f"queries have {query_QD.shape[1]} dimensions, candidates {candidate_CD.shape[1]}")
-    if not len(query_QD) or not len(candidate_CD):
-        raise ValueError(f"nothing to search: {len(query_QD)} queries, {len(candidate_CD)} candidates")
     query_QD = np.ascontiguousarray(query_QD)
-    _row_sums("query_QD", query_QD, block_rows)
-    same_C = _first_equal(candidate_CD, _row_sums("candidate_CD", candidate_CD, block_rows))
+    same_C = _first_equal(candidate_CD, block_rows)
     if candidates is None:
         row_QW, score_QW = _search_pool(query_QD, candidate_CD, same_C, depth, excluded, block_rows)
     else:
@@ -86,19 +73,10 @@ def from_ordered_integers(key: np.ndarray) -> np.ndarray:
     return bits.astype(np.uint32).view(np.float32)
 
 
-def _row_sums(name: str, x: np.ndarray, block_rows: int) -> np.ndarray:
-    """Sum of each row, which is equal for equal rows; a ValueError if one is not finite."""
-    sums = np.concatenate(
-        [x[start : start + block_rows].sum(axis=1) for start in range(0, len(x), block_rows)]
-    )
-    bad = np.flatnonzero(~np.isfinite(sums))
-    if len(bad):
-        raise ValueError(f"{name} holds NaN or infinity in {len(bad)} rows, first in row {bad[0]}")
-    return sums
-
-
-def _first_equal(candidate_CD: np.ndarray, sum_C: np.ndarray) -> np.ndarray | None:
+def _first_equal(candidate_CD: np.ndarray, block_rows: int) -> np.ndarray | None:
     """First row with the same embedding for each candidate, (C,) int32; None if all differ."""
+    blocks = (candidate_CD[start : start + block_rows] for start in range(0, len(candidate_CD), block_rows))
+    sum_C = np.concatenate([block.sum(axis=1) for block in blocks])  # equal for equal rows
     order = np.argsort(sum_C, kind="stable")
     starts = np.flatnonzero(np.concatenate([[True], sum_C[order][1:] != sum_C[order][:-1]]))
     sizes = np.diff(np.append(starts, len(order)))

@@ -22,7 +22,7 @@ import pandas as pd
 import pyarrow as pa
 from pydantic import BaseModel, ValidationError
 
-from eval.sets.tables import SetError, Table, items_of, optional_rows
+from eval.sets.tables import SetError, Table, items_of
 from rge.common.errors import UserError
 from rge.common.files import find_shipped
 from rge.common.schema import Item
@@ -33,7 +33,6 @@ MODALITIES: tuple[Modality, ...] = ("both", "text", "image")
 LISTS = ("negatives", "excluded", "candidates")
 """Optional tables of pairs of a query and a candidate."""
 NAMES = "names.parquet"
-RATIONALES = "rationales.parquet"
 UNCATEGORISED = "uncategorised"
 RESULT_COLUMNS = {
     "query_id": pa.string(),
@@ -201,12 +200,6 @@ def picture_ids(wanted: RetrievalSet) -> list[list[str]]:
     table = Table(wanted.path / "queries.parquet")
     ids_Q = table.read("picture_ids") if "picture_ids" in table.names else [""] * len(wanted.queries)
     return [ids.split("+") if ids else [] for ids in ids_Q[: len(wanted.queries)]]
-
-
-def given_rationales(wanted: RetrievalSet) -> dict[tuple[str, str], str]:
-    """(query id, candidate id) -> rationale, from ``rationales.parquet``; empty without it."""
-    rows = optional_rows(wanted.path / RATIONALES, "query-id", "corpus-id", "rationale")
-    return {(query, candidate): text for query, candidate, text in rows}
 
 
 class _Meta(BaseModel):

@@ -597,39 +597,14 @@ def test_what_a_slice_means_is_said_by_the_set_and_by_nobody_else(world):
         written(world)
 
 
-def opening(html: str) -> list[str]:
-    hero = Page(html)
-    return [
-        card["attrs"]["data-query"] for card in hero.inside(hero.all("section", id="figures")[0], "article")
-    ]
-
-
 @pytest.mark.slow
-def test_the_page_opens_with_reasons_that_the_set_gives(world):
-    """Successes: the reason of that query; failures: of any query, since a wrong one shows what was mistaken."""
-    path = world / "out/reasoning-both/per_query.parquet"
-    frame = pd.read_parquet(path).set_index(evaluations.QUERY_COLUMN)
-    first_found, first_missed = opening(written(world))
-    drawn = [card["attrs"]["data-query"] for card in Page(written(world)).all("article")]
-    found = [name for name in drawn if frame.at[name, RANK_COLUMN] == 1]
-    missed = [name for name in drawn if frame.at[name, RANK_COLUMN] > 1]
-    assert (first_found, first_missed) == (
-        found[0],
-        missed[0],
-    )  # a set without reasons: the first of the draw
-
-    frame.at[found[0], "rationale"] = "a reason of another query"
-    frame.at[found[3], "rationale"] = "a reason of this query"
-    frame.at[missed[5], "rationale"] = "a reason of another query"
-    frame.reset_index().to_parquet(path)
-    given = [(found[3], "c1", "a reason of this query"), ("q7", "c7", "a reason of another query")]
-    given = [row for row in given if row[0] not in (found[0], missed[5])]
-    pd.DataFrame(given, columns=["query-id", "corpus-id", "rationale"]).to_parquet(
-        world / "set/rationales.parquet"
-    )
-    html = written(world)
-    assert opening(html) == [found[3], missed[5]]
-    assert "whose rationale the set also contains" in html
+def test_the_page_opens_with_the_first_success_and_the_first_failure(world):
+    frame = pd.read_parquet(world / "out/reasoning-both/per_query.parquet")
+    ranks = frame.set_index(evaluations.QUERY_COLUMN)[RANK_COLUMN]
+    page = Page(written(world))
+    opening = page.inside(page.all("section", id="figures")[0], "article")
+    assert [int(ranks[card["attrs"]["data-query"]] == 1) for card in opening] == [1, 0]
+    assert "none is picked by hand" in page.all(cls="legend")[0]["text"]
 
 
 def test_results_of_two_protocols_do_not_share_a_page(world):
@@ -868,26 +843,9 @@ def test_a_moved_set_is_found_where_it_is_said_to_be(world):
     assert "<article" in written(world, set=world / "elsewhere")
 
 
-@pytest.mark.parametrize("block", ["micro", "by_pair", "random", "forced", "ties"])
-def test_numbers_that_are_not_finite_are_named(world, block):
-    def change(results):
-        if block == "micro":
-            results["micro"]["mrr"]["low"] = float("nan")
-        elif block == "by_pair":
-            results["by_pair"]["seen"]["recall@1"]["value"] = float("inf")
-        elif block == "random":
-            results["random"]["recall@1"] = None
-        elif block == "forced":
-            results["rationale"]["forced_rate"] = float("nan")
-        else:
-            results["ties"]["recall@1"]["best"] = float("nan")
-
-    edit(world / "out/reasoning-both", change)
-    if block == "random":
-        assert "Random floor" not in Page(written(world)).all("table", cls="main-table")[0]["text"]
-    else:
-        with pytest.raises(UserError, match="results.json: .* must be a finite number, got (nan|inf)"):
-            written(world)
+def test_a_ranking_without_chance_has_no_floor(world):
+    edit(world / "out/reasoning-both", lambda results: results["random"].pop("recall@1"))
+    assert "Random floor" not in Page(written(world)).all("table", cls="main-table")[0]["text"]
 
 
 def test_a_missing_picture_is_named(world):

@@ -282,13 +282,3 @@ def test_metrics_of_negatives_need_negatives(name):
         compute(name, judged_rows([0], {0: 1}))
     with pytest.raises(ValueError, match="needs explicit negatives"):
         random_floor(name, judged_rows([0], {0: 1}), np.array([6]), depth=5)
-
-
-def test_judge_refuses_what_does_not_fit():
-    one = (np.array([1]), np.array([1.0]))
-    with pytest.raises(ValueError, match="rankings of 2 queries need as many judgements, got 1"):
-        judge(np.zeros((2, 1), np.int32), [one], None, num_candidates=3)
-    with pytest.raises(ValueError, match=r"rows must lie in \[-1, 3\), got \[0, 3\]"):
-        judge(np.array([[0, 3]]), [one], None, num_candidates=3)
-    with pytest.raises(ValueError, match="query 1 has no positive"):
-        judge(np.zeros((2, 1), np.int32), [one, (np.array([], int), np.array([]))], None, num_candidates=3)

@@ -154,32 +154,3 @@ def test_ordered_integers_keep_order_and_come_back():
     assert (np.diff(np.delete(keys, 3)) > 0).all()
     np.testing.assert_array_equal(from_ordered_integers(keys), values)
     assert ordered_integers(np.nextafter(np.float32(0.1), np.float32(1))) - keys[6] == 1
-
-
-@pytest.mark.parametrize("where", ["query_QD", "candidate_CD"])
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_values_that_are_not_finite_are_refused(where, bad):
-    arrays = {"query_QD": np.ones((4, 3), np.float32), "candidate_CD": np.ones((9, 3), np.float32)}
-    arrays[where][2, 1] = bad
-    with pytest.raises(ValueError, match=f"{where} holds NaN or infinity in 1 rows, first in row 2"):
-        search(**arrays, block_rows=2)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"depth": 0}, "depth must be >= 1, got 0"),
-        ({"query_QD": np.ones((2, 3))}, "query_QD must be a float32 matrix, got float64 with 2 axes"),
-        (
-            {"candidate_CD": np.ones(3, np.float32)},
-            "candidate_CD must be a float32 matrix, got float32 with 1 axes",
-        ),
-        ({"query_QD": np.ones((2, 4), np.float32)}, "queries have 4 dimensions, candidates 3"),
-        ({"candidate_CD": np.ones((0, 3), np.float32)}, "nothing to search: 2 queries, 0 candidates"),
-        ({"query_QD": np.ones((0, 3), np.float32)}, "nothing to search: 0 queries, 5 candidates"),
-    ],
-)
-def test_arguments_that_do_not_fit_are_refused(change, message):
-    arguments = {"query_QD": np.ones((2, 3), np.float32), "candidate_CD": np.ones((5, 3), np.float32)}
-    with pytest.raises(ValueError, match=message):
-        search(**arguments | change)

@@ -11,7 +11,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,8 +27,7 @@ from eval.embedding.identity import versions
 from eval.embedding.set_embeddings import Embeddings
 from eval.pages.charts import budget_file
 from eval.pages.evaluations import BASES, BUDGET
-from eval.scoring.fuse import max_score, mean_embedding, together
-from eval.scoring.gate import choose, gated, margin
+from eval.scoring.fuse import choose, gated, margin, max_score, mean_embedding, together
 from eval.scoring.output_files import FORMAT, PER_QUERY, read_results, rerun_command
 from eval.scoring.search import Ranking
 from eval.scoring.tables import write_tables
@@ -82,21 +81,15 @@ class Point:
     encoded: Encoded
     about: Mapping[str, Any] = field(default_factory=dict)  # further content for results.json
 
-    @property
-    def mode(self) -> Mode:
-        """Mode of the queries."""
-        return "direct" if self.name == "direct" else "reasoning"
-
-    def described(self) -> dict[str, Any]:
-        """The ``budget`` block of results.json."""
-        tokens_Q, ms_Q = self.encoded.num_rationale_tokens, self.encoded.generate_ms + self.encoded.embed_ms
-        costs = {"tokens": float(tokens_Q.mean()), "ms": float(ms_Q.mean())}
-        return {"name": self.name, "curve": self.curve, "at": self.at, **costs, **self.about}
-
 
 def budget(options: BudgetOptions, load: Callable[[], Embeds] | None = None) -> Path:
     """Evaluate all points, print the table, write curves and page; returns ``out``. ``load``: see `eval.commands.run.run`."""
-    _check(options)
+    if options.query_mode != ("reasoning",) or options.query_modality != ("both",):
+        raise UserError(
+            "budget sets the query mode and modality itself: leave out query_mode= and query_modality="
+        )
+    one_of("fuse", options.fuse, FUSIONS)
+    options.check_model()
     metric = options.metric or options.protocol().headline[0]
     suite, load = is_suite(options.set), cache(load or options.loader())  # all members share one model
     if suite:
@@ -154,16 +147,19 @@ def _of_set(options: BudgetOptions, metric: str, load: Callable[[], Embeds]) -> 
         session.embeddings.fill_queries(mode, "both")
     for drawn in draws:
         drawn.fill_queries("reasoning", "both")
-    process_group, base = session.embeddings.process_group, None
+    process_group, written_Q = session.embeddings.process_group, np.array([])
     if process_group.is_first:
+        candidate_CD = session.embeddings.candidates()
         encoded: dict[Mode, Encoded] = {mode: session.embeddings.queries(mode, "both") for mode in BASES}
-        base = _Base(session, session.embeddings.candidates(), encoded)
-    decides = process_group.once(lambda: base is not None and base.decides)
+        ranked = {mode: session.rank(of_mode.embeddings, candidate_CD) for mode, of_mode in encoded.items()}
+        base = _Base(session, candidate_CD, encoded, ranked)
+        written_Q = encoded["reasoning"].num_rationale_tokens > 0
+    decides = process_group.once(lambda: bool(written_Q.any() and not written_Q.all()))
     always = _always_writing(session.embeddings) if decides else None
-    if base is None:
+    if not process_group.is_first:
         return []
     points = chain(
-        (Point(mode, mode, 1, base.ranked[mode], base.encoded[mode]) for mode in BASES),
+        (Point(mode, mode, 1, ranked[mode], encoded[mode]) for mode in BASES),
         _fused(base, options, draws),
         _gated(base, options),
         _decided(base, always) if always else (),
@@ -171,8 +167,15 @@ def _of_set(options: BudgetOptions, metric: str, load: Callable[[], Embeds]) -> 
     )
     dirs = []
     for point in points:
-        place = replace(condition, mode=point.mode, out=options.out / point.name)
-        session.write(place, point.ranking, point.encoded, {"budget": point.described()}, tag=point.name)
+        asked: Mode = "direct" if point.name == "direct" else "reasoning"
+        place = replace(condition, mode=asked, out=options.out / point.name)
+        tokens_Q, ms_Q = (
+            point.encoded.num_rationale_tokens,
+            point.encoded.generate_ms + point.encoded.embed_ms,
+        )
+        costs = {"tokens": float(tokens_Q.mean()), "ms": float(ms_Q.mean())}
+        block = {"name": point.name, "curve": point.curve, "at": point.at, **costs, **point.about}
+        session.write(place, point.ranking, point.encoded, {"budget": block}, tag=point.name)
         row = _row(place.out, metric)
         print(f"{point.name:24} {metric} {100 * row['value']:6.2f}  {row['tokens']:7.1f} tokens", flush=True)
         dirs.append(place.out)
@@ -209,15 +212,6 @@ def _signed(figure: Mapping[str, Any] | None) -> str:
     return f"{100 * figure['value']:+.1f} {in_words(figure['low'], figure['high'], '+.1f')}"
 
 
-def _check(options: BudgetOptions) -> None:
-    if options.query_mode != ("reasoning",) or options.query_modality != ("both",):
-        raise UserError(
-            "budget sets the query mode and modality itself: leave out query_mode= and query_modality="
-        )
-    one_of("fuse", options.fuse, FUSIONS)
-    options.check_model()
-
-
 def _always_writing(embeddings: Embeddings) -> Embeddings | None:
     """The same with an encoder forced to write; None if that is not possible, as with vLLM."""
     if embeddings.encoder.settings.engine is not None:
@@ -237,17 +231,8 @@ class _Base:
 
     session: Session
     candidate_CD: np.ndarray
-    encoded: dict[Mode, Encoded]
-
-    @cached_property
-    def ranked(self) -> dict[Mode, Ranking]:
-        return {mode: self.rank(encoded) for mode, encoded in self.encoded.items()}
-
-    @property
-    def decides(self) -> bool:
-        """Whether the model writes a rationale for some queries only."""
-        written_Q = self.encoded["reasoning"].num_rationale_tokens > 0
-        return bool(written_Q.any() and not written_Q.all())
+    encoded: Mapping[Mode, Encoded]
+    ranked: Mapping[Mode, Ranking]
 
     def rank(self, encoded: Encoded) -> Ranking:
         return self.session.rank(encoded.embeddings, self.candidate_CD)

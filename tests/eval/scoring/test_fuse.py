@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from eval.scoring.fuse import max_score, mean_embedding, together
-from eval.scoring.gate import choose, gated, margin
+from eval.scoring.fuse import choose, gated, margin, max_score, mean_embedding, together
 from eval.scoring.search import Ranking, search
 from rge.common.schema import Encoded
 

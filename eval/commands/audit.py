@@ -14,9 +14,9 @@ import json
 import re
 import unicodedata
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -78,10 +78,6 @@ class _Seen:
     answered: set[tuple[str, str]] = field(default_factory=set)
     num_records: int = 0
 
-    @cached_property
-    def everywhere(self) -> set[str]:
-        return self.queries | self.targets
-
 
 COUNTED = {
     "query_images": "query pictures are in the training files",
@@ -100,18 +96,16 @@ def audit_command(options: AuditOptions) -> Any:
     if options.evals or not options.train or options.set is None:
         raise UserError("give either set=DIR train=FILE,... or evals=DIR,...")
     files = [Path(name) for name in options.train]
-    names = load_suite(options.set).members if is_suite(options.set) else [""]
+    suite = is_suite(options.set)
+    names = load_suite(options.set).members if suite else [""]
     audits = {name: audit_training(load_set(options.set / name), files) for name in names}
-    whole = audits.get("")
+    content = {name: audit.content for name, audit in audits.items()}
     warnings = [
-        warning if whole else f"{name}: {warning}"
-        for name, audit in audits.items()
-        for warning in audit.warnings
+        f"{name}: {line}".removeprefix(": ") for name, audit in audits.items() for line in audit.warnings
     ]
-    content = whole.content if whole else {name: audit.content for name, audit in audits.items()}
-    print(json.dumps(content, indent=1))
+    print(json.dumps(content if suite else content[""], indent=1))
     print("\n".join(warnings or ["nothing is shared"]))
-    return whole or audits
+    return audits if suite else audits[""]
 
 
 def _evaluations(options: AuditOptions) -> dict[str, Any]:
@@ -119,14 +113,15 @@ def _evaluations(options: AuditOptions) -> dict[str, Any]:
     for path in dict.fromkeys(path for word in options.evals for path in expand(Path(word))):
         evaluation = read_evaluation(path)
         of_mode[str(evaluation.results.get("query_mode"))].append(evaluation)
-    shortcuts = {
-        mode: shortcut_rates(of_modality, options.metric)
-        for mode, of_modality in of_mode.items()
-        if {one.results.get("query_modality") for one in of_modality}.issuperset(MODALITIES)
+    content = {
+        "shortcuts": {
+            mode: shortcut_rates(of_modality, options.metric)
+            for mode, of_modality in of_mode.items()
+            if {one.results.get("query_modality") for one in of_modality}.issuperset(MODALITIES)
+        }
     }
-    if not shortcuts:
+    if not content["shortcuts"]:
         raise UserError("evals= needs evaluations with query_modality=both,text,image in one query mode")
-    content = {"shortcuts": shortcuts}
     print(json.dumps(content, indent=1, ensure_ascii=False))
     if options.out is not None:
         write_json(options.out, content)
@@ -200,48 +195,39 @@ def audit_training(wanted: RetrievalSet, files: Sequence[Path], *, lenient: bool
     not valid records, which training left out (``data.on_bad=skip``).
     """
     seen = _seen(tuple(map(_stamp, files)), lenient)
+    everywhere = seen.queries | seen.targets
     flags_of: dict[str, list[bool]] = {key: [] for key in COUNTED}
     further: dict[str, set[str]] = defaultdict(set)  # other names of a picture
     for picture, name in optional_rows(wanted.path / NAMES, "picture-id", "name"):
         further[picture].add(name)
-    names_of = _candidate_names(wanted, seen, further, flags_of)
+    positive = {row for rows, _ in wanted.positives for row in rows.tolist()}
+    names_of: dict[int, set[str]] = {}  # of right candidates, by row
+    for row, item in zip(wanted.file_order_C.tolist(), wanted.corpus_items(), strict=True):
+        if item.images:
+            names = _names(item) | further.get(item.id, set())
+            flags_of["candidate_images"].append(not names.isdisjoint(everywhere))
+            if row in positive:
+                flags_of["positive_images"].append(not names.isdisjoint(seen.targets))
+                names_of[row] = names
     for query, ids, (rows, _) in zip(wanted.queries, picture_ids(wanted), wanted.positives, strict=True):
-        names = _names(query, own_id=False)
-        if names:
+        if query.images and (names := _names(query, own_id=False)):
             names.update(filter(None, map(_id, ids)))
             names = names.union(*(further.get(name, ()) for name in ids))
             targets = set().union(*(names_of.get(row, ()) for row in rows.tolist()))
-            flags_of["query_images"].append(not names.isdisjoint(seen.everywhere))
+            flags_of["query_images"].append(not names.isdisjoint(everywhere))
             flags_of["query_pairs"].append(not seen.asked.isdisjoint(product(names, [_text(query.text)])))
             flags_of["answer_pairs"].append(not seen.answered.isdisjoint(product(names, targets)))
     counts = {key: {"shared": sum(flags), "of": len(flags)} for key, flags in flags_of.items()}
     warnings = [
-        f"{WARN}: {counts[key]['shared']} of {counts[key]['of']} {text}; figures on them measure memory"
-        for key, text in COUNTED.items()
-        if text is not None and counts[key]["shared"]
+        f"{WARN}: {count['shared']} of {count['of']} {COUNTED[key]}; figures on them measure memory"
+        for key, count in counts.items()
+        if COUNTED[key] is not None and count["shared"]
     ]
     if not seen.num_records:
         warnings.append(
             f"no training record (docs/record.md) is in {', '.join(map(str, files))}: nothing was compared"
         )
     return Audit({"train": list(map(str, files)), "num_records": seen.num_records, **counts}, warnings)
-
-
-def _candidate_names(
-    wanted: RetrievalSet, seen: _Seen, further: Mapping[str, set[str]], flags_of: Mapping[str, list[bool]]
-) -> dict[int, set[str]]:
-    """Names of each right candidate's picture, by row; also fills the counts of all candidates."""
-    positive = {row for rows, _ in wanted.positives for row in rows.tolist()}
-    names_of: dict[int, set[str]] = {}
-    for row, item in zip(wanted.file_order_C.tolist(), wanted.corpus_items(), strict=True):
-        if not item.images:
-            continue
-        names = _names(item) | further.get(item.id, set())
-        flags_of["candidate_images"].append(not names.isdisjoint(seen.everywhere))
-        if row in positive:
-            flags_of["positive_images"].append(not names.isdisjoint(seen.targets))
-            names_of[row] = names
-    return names_of
 
 
 def _stamp(path: Path) -> tuple[Path, int, int]:
@@ -297,8 +283,7 @@ def _records(path: Path, lenient: bool) -> Iterator[dict[str, Any]]:
 
 
 def _names(item: Item, *, own_id: bool = True) -> set[str]:
-    if not item.images:
-        return set()
+    """Names of a picture, from its bytes, its file's name and the id of its item."""
     ids = {*map(_digest, item.images), *(_name(ref) for ref in item.images if isinstance(ref, str))}
     return set(filter(None, ids | {_id(item.id) if own_id else None}))
 

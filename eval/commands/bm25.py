@@ -8,7 +8,7 @@ Needs the extra ``baselines`` (bm25s). Candidates that share no word with the qu
 import unicodedata
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from eval.sets.retrieval_set import RetrievalSet
 from rge.common.errors import UserError
 from rge.diagnose.knowability import LETTERS, SIGNS
 
+METHOD = "lucene"
 WORD = rf"[{SIGNS}]|{LETTERS}+"
 """A word of two or more letters, or a sign of Chinese or Japanese, which have no blanks between words."""
 
@@ -31,8 +32,6 @@ WORD = rf"[{SIGNS}]|{LETTERS}+"
 class Bm25Options(RewriteOptions, MeasureOptions):
     """Rank a set's texts with BM25, the text baseline, and score the ranking."""
 
-    method: Literal["lucene", "robertson", "atire", "bm25l", "bm25+"] = "lucene"
-    """Variant of the score."""
     k1: float = 0.9
     """Saturation of term counts."""
     b: float = 0.4
@@ -55,12 +54,12 @@ def bm25(options: Bm25Options) -> Path:
     protocol, wanted = options.prepared()
     wanted, unread = with_readable_content(wanted)
     depth = protocol.depth(wanted, options.depth)
-    tag = f"bm25-{options.method}" + (f"-{options.rewrite}" if options.rewrite else "")
+    tag = f"bm25-{METHOD}" + (f"-{options.rewrite}" if options.rewrite else "")
     rewriter = options.load_rewriter(options.cache or options.out / ".cache")
     about: dict[str, Any] = {
         "query_modality": "text",
         "model": {"name": "bm25", "adapter": "bm25s", "revision": None},
-        "settings": {key: getattr(options, key) for key in ("method", "k1", "b", "stopwords")},
+        "settings": {"method": METHOD, "k1": options.k1, "b": options.b, "stopwords": options.stopwords},
         "rewrite": rewriter and rewriter.about(),
         "tag": tag,
         "depth": depth,
@@ -102,16 +101,14 @@ def rank(wanted: RetrievalSet, options: Bm25Options, depth: int) -> Ranking:
         raise UserError(
             f"{wanted.path}: no candidate has text that BM25 can use: words of two letters, no stop words"
         )
-    index = bm25s.BM25(k1=options.k1, b=options.b, method=options.method)
+    index = bm25s.BM25(k1=options.k1, b=options.b, method=METHOD)
     index.index(tokens_C, show_progress=False)
     rankings = []
     queries = words([query.text or "" for query in wanted.queries])
     for query, tokens in enumerate(queries):
         known = index.get_tokens_ids(tokens)
         score_C = index.get_scores_from_ids(known) if known else np.zeros(len(texts), np.float32)
-        # bm25l and bm25+ give all texts points for words that they lack
-        lacking = index.nonoccurrence_array
-        rows = np.flatnonzero(score_C > (0.0 if lacking is None else lacking[known].sum()))
+        rows = np.flatnonzero(score_C > 0)
         if wanted.candidates is not None:
             rows = np.intersect1d(rows, wanted.candidates[query])
         if wanted.excluded is not None:

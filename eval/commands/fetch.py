@@ -59,8 +59,6 @@ class FetchOptions:
     """Commit, tag or branch, for releases in one repository; null: the commit of an earlier call, else the newest."""
     partial: bool = False
     """Accept fewer queries or candidates than were published; fetch.json is marked, and boards do not rank the results."""
-    workers: int = 4
-    """Files downloaded in parallel."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +117,7 @@ def _download_all(options: FetchOptions, release: Release, about: dict[str, Any]
         with _asking(repo):
             snapshot_download(
                 repo, repo_type="dataset", revision=commit, local_dir=options.out / folder,
-                allow_patterns=list(patterns) or None, max_workers=options.workers,
+                allow_patterns=list(patterns) or None,
             )  # fmt: skip
 
 

@@ -61,34 +61,26 @@ def _table(
     columns: Sequence[_Column],
     floor: np.ndarray | None,
 ) -> Table:
-    chance = _chance(main, metric, columns, floor)
-    grid = [[one.figure(*c.path, metric) for c in columns] for one in evaluations]
-    known = filter(None, chain(*grid, chance))
-    scale = Scale.around(end for figure in known for end in (figure.value, figure.low, figure.high))
-
-    rows = [Row("Random floor", "a shuffled ranking", chance)] if chance else []
-    rows += [
-        Row(one.label, one.note, figures, featured=one is main)
-        for one, figures in zip(evaluations, grid, strict=True)
+    rows = [
+        Row(one.label, one.note, [one.figure(*c.path, metric) for c in columns], featured=one is main)
+        for one in evaluations
     ]
+    if floor is not None:  # a slice's is the mean of its queries' expected values
+        of_column = [None if c.rows_Q is None else floor[c.rows_Q & np.isfinite(floor)] for c in columns]
+        chance = [
+            main.figure("random", metric)
+            if len(column.path) == 1
+            else Figure(float(values.mean()))
+            if values is not None and len(values)
+            else None
+            for column, values in zip(columns, of_column, strict=True)
+        ]
+        rows.insert(0, Row("Random floor", "a shuffled ranking", chance))
+    known = filter(None, chain.from_iterable(row.figures for row in rows))
+    scale = Scale.around(end for figure in known for end in (figure.value, figure.low, figure.high))
     block, *value = columns[-1].path
     by = block.removeprefix("by_").replace("_", " ") if value else ""
     return Table(by, [(c.heading, c.num_queries) for c in columns], rows, scale)
-
-
-def _chance(
-    main: Evaluation, metric: str, columns: Sequence[_Column], floor: np.ndarray | None
-) -> list[Figure | None]:
-    """Expected figures of a random ranking in each column; empty if unknown."""
-    if floor is None:
-        return []
-    of_column = (None if c.rows_Q is None else floor[c.rows_Q & np.isfinite(floor)] for c in columns)
-    figures = [
-        Figure(float(values.mean())) if values is not None and len(values) else None for values in of_column
-    ]
-    if len(columns[0].path) == 1:  # recorded in results.json, unlike those of slices
-        figures[0] = main.figure("random", metric)
-    return figures
 
 
 def main_table(
@@ -144,28 +136,28 @@ def _gains(
     evaluations: Sequence[Evaluation], main: Evaluation, metric: str, columns: Sequence[_Column]
 ) -> list[Row]:
     """Paired differences between the featured row and each rival, with groups resampled as in `eval.scoring.stats`."""
-    rivals = [one for one in evaluations if one is not main and _is_rival(one, main)]
+
+    def gain(difference_Q: pd.Series, rows_Q: np.ndarray | None) -> Figure | None:
+        if rows_Q is None:
+            return None
+        group_Q = index_of(main.per_query["group"][rows_Q].tolist())
+        means = cluster_bootstrap(difference_Q[rows_Q].to_numpy(np.float64)[:, None], group_Q)
+        value, low, high = figures(means, OF_DIFFERENCES)[0].values()
+        return None if value is None else Figure(value, low, high)
+
     rows = []
-    for one in rivals:
-        if metric in main.per_query and metric in one.per_query:
+    for one in evaluations:
+        if _is_rival(one, main) and metric in main.per_query and metric in one.per_query:
             difference_Q = main.per_query[metric] - one.per_query.loc[main.per_query.index, metric]
-            gains = [_gain(main, difference_Q, c.rows_Q) for c in columns]
+            gains = [gain(difference_Q, column.rows_Q) for column in columns]
             rows.append(Row(f"Gain over {one.label}", "", gains))
     return rows
 
 
-def _gain(main: Evaluation, difference_Q: pd.Series, rows_Q: np.ndarray | None) -> Figure | None:
-    if rows_Q is None:
-        return None
-    group_Q = index_of(main.per_query["group"][rows_Q].tolist())
-    means = cluster_bootstrap(difference_Q[rows_Q].to_numpy(np.float64)[:, None], group_Q)
-    value, low, high = figures(means, OF_DIFFERENCES)[0].values()
-    return None if value is None else Figure(value, low, high)
-
-
 def _is_rival(one: Evaluation, main: Evaluation) -> bool:
     """Whether an evaluation is of another checkpoint, or of the same one and modality without a rationale."""
-    return one.is_baseline or (main.mode[0] == "reasoning" and one.mode == ("direct", main.mode[1]))
+    same = main.mode[0] == "reasoning" and one.mode == ("direct", main.mode[1])
+    return one is not main and (one.is_baseline or same)
 
 
 def metrics_table(evaluations: Sequence[Evaluation], main: Evaluation) -> dict[str, Any]:
@@ -216,10 +208,10 @@ def cost_and_ties(evaluations: Sequence[Evaluation], metric: str) -> dict[str, A
 
     Only columns of which at least one evaluation has a value (external rankings have no costs); other cells are None.
     """
-    cells = [_cost_cells(one, metric) for one in evaluations]
-    columns = [heading for heading in cells[0] if any(row[heading] for row in cells)]
-    rows = [(one.label, [row[name] for name in columns]) for one, row in zip(evaluations, cells, strict=True)]
-    return {"columns": columns, "rows": rows}
+    cells = pd.DataFrame([_cost_cells(one, metric) for one in evaluations]).replace({None: ""})
+    cells = cells.loc[:, (cells != "").any()]
+    labels = [one.label for one in evaluations]
+    return {"columns": list(cells), "rows": list(zip(labels, cells.to_numpy().tolist(), strict=True))}
 
 
 def _cost_cells(one: Evaluation, metric: str) -> dict[str, str | None]:
@@ -234,15 +226,18 @@ def _cost_cells(one: Evaluation, metric: str) -> dict[str, str | None]:
     def share(value: float) -> str:
         return f"{percent(value)} %"
 
-    tokens = shown("{:.1f} / {:.0f}".format, ("rationale", "tokens_mean"), ("rationale", "tokens_p95"))
-    ties = ("ties", metric, "worst"), ("ties", metric, "best")
-    rationale = {
+    cells = {
         "Forced stops": shown(share, ("rationale", "forced_rate")),
-        "Tokens, mean / p95": tokens,
-    }
-    return (rationale if one.mode[0] == "reasoning" else dict.fromkeys(rationale)) | {
+        "Tokens, mean / p95": shown(
+            "{:.1f} / {:.0f}".format, ("rationale", "tokens_mean"), ("rationale", "tokens_p95")
+        ),
         "Generate, ms per query": milliseconds("generate_ms"),
         "Embed, ms per query": milliseconds("embed_ms"),
-        "Ties, worst–best": shown(lambda worst, best: f"{percent(worst)}–{share(best)}", *ties),
+        "Ties, worst–best": shown(
+            lambda worst, best: f"{percent(worst)}–{share(best)}",
+            ("ties", metric, "worst"),
+            ("ties", metric, "best"),
+        ),
         "Own picture first": shown(share, ("self_retrieval", "rate@1")),
     }
+    return cells if one.mode[0] == "reasoning" else cells | dict.fromkeys(list(cells)[:2])

@@ -147,16 +147,16 @@ def _sets_of(
 ) -> list[tuple[RetrievalSet, str, list[str]]]:
     """The set of the evaluations, or the members of their suite that the queries belong to, each with its queries."""
     about, folder = first.results["set"], set_path(first.results, set_dir, otherwise=", or examples=0")
-    if not first.results.get("suite"):
-        return [(_load(folder, about["fingerprint"]), "", list(chosen))]
     members: dict[str, list[str]] = defaultdict(list)
     for query in chosen:
-        members[str(first.per_query.at[query, "category"])].append(query)
-    known = about.get("members", {})
-    return [(_load(folder / name, known.get(name)), f"{name}/", members[name]) for name in sorted(members)]
-
-
-def _load(path: Path, fingerprint: str | None) -> RetrievalSet:
-    loaded = load_set(path)
-    check_measured_on(loaded, {"set": {"fingerprint": fingerprint or loaded.fingerprint}})
-    return loaded
+        members[str(first.per_query.at[query, "category"]) if first.results.get("suite") else ""].append(
+            query
+        )
+    known = about.get("members", {"": about["fingerprint"]})
+    sets = []
+    for name, queries in sorted(members.items()):
+        loaded = load_set(folder / name)
+        fingerprint = known.get(name, loaded.fingerprint)  # older results did not record those of members
+        check_measured_on(loaded, {"set": {"fingerprint": fingerprint}})
+        sets.append((loaded, f"{name}/" if name else "", queries))
+    return sets

@@ -243,9 +243,8 @@ def _cost_chart(costs: Sequence[_Cost], main: int, name: str) -> Markup | None:
     """Chart of the main figure over the time of a query."""
     points = [
         {"name": _name(row), "number": number, "cost": cost["embed_ms"] + (cost["generate_ms"] or 0.0)}
-        | vars(figure)
+        | vars(row.figures[main])
         for number, row, cost in costs
-        if (figure := row.figures[main]) is not None
     ]
     label = "milliseconds per query, on the machine of the run"
     return scatter(points, name=name, x_label=label) if points else None

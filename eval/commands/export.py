@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import pandas as pd
 import yaml
 
 from eval.benchmarks.published_tables import published
@@ -72,8 +73,10 @@ def export(options: ExportOptions) -> Path:
             f"{options.eval} is of a suite, and format={options.format} of one set: export those in its members/"
         )
     content = FORMATS[options.format](options, results)
-    write = write_text if isinstance(content, str) else write_json
-    write(options.out, content)
+    if isinstance(content, str):
+        write_text(options.out, content)
+    else:
+        write_json(options.out, content.to_dict() if isinstance(content, pd.Series) else content)
     print(options.out)
     return options.out
 
@@ -87,10 +90,10 @@ def _columns(options: ExportOptions, results: dict[str, Any]) -> Sequence[str]:
     return [*(headline or Protocol().headline), *results.get("metrics", [])]
 
 
-def _ranked(options: ExportOptions, results: dict[str, Any]) -> dict[str, list[str]]:
+def _ranked(options: ExportOptions, results: dict[str, Any]) -> pd.Series:
     """Candidates of each query, best first; our run files keep a query's lines together."""
     lines = read_lines(options.eval / RUN).select(["query", "candidate"]).to_pandas().astype(str)
-    rankings = lines.groupby("query", sort=False)["candidate"].agg(list).to_dict()
+    rankings = lines.groupby("query", sort=False)["candidate"].agg(list)
     if len(rankings) < results["set"]["num_queries"]:
         raise UserError(
             f"{options.eval / RUN} has only {len(rankings)} of {results['set']['num_queries']} queries; evaluate.py would "
@@ -209,10 +212,12 @@ def _indexed(card: str, name: str, condition: str, figures: list[dict[str, Any]]
         raise UserError(f"the front matter of the model card cannot be read: {error}") from None
     title = next((line[2:] for line in read.text.splitlines() if line.startswith("# ")), "this model")
     models = read.data.get("model-index") or [{"name": title}]
-    if not _has_results(models):
+    try:
+        results = [dict(one) for one in models[0].get("results") or ()]
+    except (AttributeError, LookupError, TypeError, ValueError):
         raise UserError(
             "model-index in the model card's front matter must be a list of mappings with `results`"
-        )
+        ) from None
     metrics = [
         {"type": one["metric"].replace("@", "_at_"), "name": one["metric"], "value": one["value"]}
         for one in figures
@@ -222,17 +227,9 @@ def _indexed(card: str, name: str, condition: str, figures: list[dict[str, Any]]
         "dataset": {"name": name, "type": name, "config": condition},
         "metrics": metrics,
     }
-    others = [one for one in models[0].get("results") or () if one.get("dataset") != ours["dataset"]]
+    others = [one for one in results if one.get("dataset") != ours["dataset"]]
     read.data["model-index"] = [{**models[0], "results": [*others, ours]}, *models[1:]]
     return str(read)
-
-
-def _has_results(models: Any) -> bool:
-    """Whether a ``model-index`` can take further results. Results of others may be incomplete."""
-    if not isinstance(models, list) or not isinstance(models[0], dict):
-        return False
-    results = models[0].get("results") or []
-    return isinstance(results, list) and all(isinstance(one, dict) for one in results)
 
 
 def _now() -> str:
@@ -240,12 +237,10 @@ def _now() -> str:
 
 
 FORMATS: dict[str, Callable[[ExportOptions, dict[str, Any]], Any]] = {
-    "pinpoint": lambda options, results: {
-        query: {"retrieved_items": names} for query, names in _ranked(options, results).items()
-    },
-    "top50": lambda options, results: {
-        query: names[:50] for query, names in _ranked(options, results).items()
-    },
+    "pinpoint": lambda options, results: _ranked(options, results).map(
+        lambda names: {"retrieved_items": names}
+    ),
+    "top50": lambda options, results: _ranked(options, results).str[:50],
     "mmeb": _mmeb,
     "mteb": _mteb,
     "csv": lambda _, results: numbers(results).to_csv(index=False),

@@ -103,22 +103,28 @@ def fetch(options: FetchOptions) -> Path:
 
 
 def _download_all(options: FetchOptions, release: Release, about: dict[str, Any]) -> None:
+    from httpx import HTTPError
     from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import HFValidationError
 
     for repo, (folder, patterns) in release.repos.items():
-        with _asking(repo):
+        try:
             revision = options.revision or about["commits"].get(repo) or "main"
             commit = str(HfApi().dataset_info(repo, revision=revision).sha)
-        if (known := about["commits"].setdefault(repo, commit)) != commit:
-            raise UserError(
-                f"{options.out} holds {repo} at {known[:12]}, not at {commit[:12]}: choose another out=, or leave out revision="
-            )
-        write_json(options.out / FETCHED, about)
-        with _asking(repo):
+            if (known := about["commits"].setdefault(repo, commit)) != commit:
+                raise UserError(
+                    f"{options.out} holds {repo} at {known[:12]}, not at {commit[:12]}: choose another out=, or leave out revision="
+                )
+            write_json(options.out / FETCHED, about)
             snapshot_download(
                 repo, repo_type="dataset", revision=commit, local_dir=options.out / folder,
                 allow_patterns=list(patterns) or None,
             )  # fmt: skip
+        except (OSError, HTTPError, HFValidationError) as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise UserError(
+                f"{repo} could not be fetched from the hub: {reason}. Downloaded files are kept; run the same command again"
+            ) from None
 
 
 def _unpack_all(out: Path, release: Release, about: dict[str, Any]) -> None:
@@ -159,21 +165,6 @@ def _repo_of(name: str) -> str:
         return f"vidore/{rest.removesuffix('_multilingual')}"
     sampled = "subsampled_" if rest in ("arxivqa", "docvqa", "infovqa", "tabfquad") else ""
     return f"vidore/{rest}_test_{sampled}beir"
-
-
-@contextmanager
-def _asking(repo: str) -> Iterator[None]:
-    """Turn errors of the hub into one message."""
-    from httpx import HTTPError
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        yield
-    except (OSError, HTTPError, HFValidationError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(
-            f"{repo} could not be fetched from the hub: {reason}. Downloaded files are kept; run the same command again"
-        ) from None
 
 
 def _unpack(archive: Path, pieces: Sequence[Path], folder: Path) -> None:

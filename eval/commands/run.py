@@ -10,7 +10,7 @@ cache, and the first one does the rest.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import chain, product
@@ -33,7 +33,6 @@ from eval.scoring.output_files import RESULTS, rerun_command, self_retrieval
 from eval.scoring.search import Ranking, rows_within, search
 from eval.sets.contents import Contents, contents_of, query_contents, with_content
 from eval.sets.retrieval_set import MODALITIES, Modality, RetrievalSet
-from rge.checkpoints.settings import Settings
 from rge.common.errors import UserError
 from rge.common.options import AtLeastOne, Count, one_of
 from rge.common.prompt_profiles import PROFILES
@@ -242,18 +241,16 @@ class Session:
 
     def warnings(self, mode: Mode) -> list[str]:
         """Caveats for readers of the figures."""
-        settings = self.embeddings.encoder.settings
-        trained = "latent" if settings.think_tokens else "direct"  # if not with rationales
-        untrained = mode == "reasoning" and settings.reasons == "none"
-        audited = [] if self.audit is None else self.audit.warnings
-        wanted = self.measurement.wanted
-        return [
-            *wanted.meta.get("notes", []),
-            *([UNTRAINED.format(mode=trained)] if untrained else []),
-            *_uninstructed(wanted, settings),
-            *settings.notes,
-            *audited,
-        ]
+        settings, wanted = self.embeddings.encoder.settings, self.measurement.wanted
+        warnings = list(wanted.meta.get("notes", []))
+        if mode == "reasoning" and settings.reasons == "none":
+            warnings.append(UNTRAINED.format(mode="latent" if settings.think_tokens else "direct"))
+        default = settings.instructions and settings.instructions.default
+        missing = sum(not item.instruction for item in wanted.queries)
+        # benchmarks are asked as they were published
+        if default and missing and not wanted.meta.get("benchmark"):
+            warnings.append(UNINSTRUCTED.format(missing=missing, all=len(wanted.queries), default=default))
+        return [*warnings, *settings.notes, *(self.audit.warnings if self.audit else [])]
 
     def check_out(self, condition: Condition, more: Mapping[str, Any]) -> dict[str, Any]:
         """What a condition measures and how, for results.json; a UserError if its output directory holds another evaluation.
@@ -298,14 +295,6 @@ class Session:
             made_with=self.embeddings.made_with,
             title=title,
         )
-
-
-def _uninstructed(wanted: RetrievalSet, settings: Settings) -> Iterator[str]:
-    """A warning if a set of the user's own lacks the instruction; benchmarks are asked as they were published."""
-    default = settings.instructions and settings.instructions.default
-    missing = sum(not item.instruction for item in wanted.queries)
-    if default and missing and not wanted.meta.get("benchmark"):
-        yield UNINSTRUCTED.format(missing=missing, all=len(wanted.queries), default=default)
 
 
 def _shared(options: RunOptions, wanted: RetrievalSet, encoder: Embeds) -> dict[str, Any]:

@@ -71,7 +71,7 @@ def test_an_interrupted_download_goes_on(held, tmp_path):
     with pytest.raises(
         UserError, match="MMEB-eval could not be fetched from the hub: .*run the same command again"
     ):
-        fetch(FetchOptions("mmeb", tmp_path / "r", workers=1))
+        fetch(FetchOptions("mmeb", tmp_path / "r"))
     held.answer = whole
     before = len(downloads(held))
     fetch(FetchOptions("mmeb", tmp_path / "r"))

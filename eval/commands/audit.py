@@ -32,7 +32,7 @@ from eval.sets.retrieval_set import MODALITIES, NAMES, RetrievalSet, load_set, p
 from eval.sets.tables import optional_rows
 from rge.checkpoints.settings import Settings
 from rge.common.errors import UserError
-from rge.common.files import find_shipped, write_json
+from rge.common.files import find_shipped
 from rge.common.images import ImageError, picture_bytes
 from rge.common.registry import PluginOptions
 from rge.common.schema import ImageRef, Item, Record
@@ -56,8 +56,6 @@ class AuditOptions(PluginOptions):
     """Evaluations of one set with query_modality=both,text,image, to search for shortcuts."""
     metric: str = "hit@1"
     """With evals=: metric that is above zero for a query that was answered."""
-    out: Path | None = None
-    """With evals=: JSON file that is also written."""
 
 
 @dataclass(frozen=True)
@@ -123,8 +121,6 @@ def _evaluations(options: AuditOptions) -> dict[str, Any]:
     if not content["shortcuts"]:
         raise UserError("evals= needs evaluations with query_modality=both,text,image in one query mode")
     print(json.dumps(content, indent=1, ensure_ascii=False))
-    if options.out is not None:
-        write_json(options.out, content)
     return content
 
 

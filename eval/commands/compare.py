@@ -101,7 +101,7 @@ def _write(
     write_text(out / COMPARE, json.dumps(content, indent=1, allow_nan=False) + "\n")
     tables = write_tables(out / TABLE, rows, _formatted(rows))
     print("", out / COMPARE, out / PLOT, *tables, sep="\n")
-    print(write_comparison(a, b, out / PAGE, content, options.examples, options.set, options.seed))
+    print(write_comparison(a, b, out / PAGE, content, options.examples, options.set))
 
 
 def paired_tests(

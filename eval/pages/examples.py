@@ -35,12 +35,12 @@ MAX_WANTED = 2
 
 
 def choose_examples(
-    per_query: pd.DataFrame, *, success_rank: int, num: int, strata: Sequence[str] = (), seed: int = 0
+    per_query: pd.DataFrame, *, success_rank: int, num: int, strata: Sequence[str] = ()
 ) -> list[str]:
     """Draw up to ``num`` queries: successes and failures alternate, and both alternate between the strata.
 
-    Queries are ordered by a hash of the seed and their id, so the choice depends on neither file order nor the version of
-    a random generator. Within a stratum, groups not shown yet come first. If there are too few of one kind, there are more
+    Queries are ordered by a hash of their id, so the choice depends on neither file order nor the version of a random
+    generator. Within a stratum, groups not shown yet come first. If there are too few of one kind, there are more
     of the other. A query counts as found if its first right candidate has the ``success_rank`` or a better one. Strata are
     combinations of columns.
     """
@@ -52,7 +52,7 @@ def choose_examples(
         for query_id, row in per_query.loc[is_success == wanted, list(strata)].iterrows():
             members[tuple(map(str, row))].append(str(query_id))
         queues = [
-            sorted(members[key], key=lambda name: hashlib.sha256(f"{seed}\n{name}".encode()).hexdigest())
+            sorted(members[key], key=lambda name: hashlib.sha256(f"0\n{name}".encode()).hexdigest())
             for key in sorted(members)
         ]
         halves.append(_in_turn(queues, groups))
@@ -252,14 +252,13 @@ def cards_of(
     loaded: RetrievalSet,
     metric: str,
     num: int,
-    seed: int,
     gallery: Gallery,
 ) -> dict[str, Any]:
     """Template context of the cards."""
     k = re.search(r"@(\d+)", metric)
     success_rank = min(int(k.group(1)), NUM_SHOWN) if k else 1
     strata = varying(main.per_query, ("category", *loaded.report_by))
-    chosen = choose_examples(main.per_query, success_rank=success_rank, num=num, strata=strata, seed=seed)
+    chosen = choose_examples(main.per_query, success_rank=success_rank, num=num, strata=strata)
     view = SetView(loaded, [main], chosen, gallery)
     cards = []
     for query in chosen:

@@ -54,16 +54,12 @@ class ReportOptions(PluginOptions):
     """The HTML file to write."""
     log: tuple[str, ...] = ()
     """``metrics.jsonl`` of each stage of the training run, in order."""
-    title: str | None = None
-    """Heading of the page; null: the default."""
     metric: str = "recall@1"
     """Metric of the main table."""
     examples: int | None = None
     """Number of queries shown with pictures; null: 48, on a leaderboard 24."""
     set: Path | None = None
     """Current location of the retrieval set; null: as in results.json."""
-    seed: int = 0
-    """Seed for the choice of examples."""
     page: Literal["auto", "set", "leaderboard"] = "auto"
     """``set`` for conditions of one set, ``leaderboard`` for many models; ``auto``: a leaderboard if the evaluations
     are for a suite or for several sets, or have labels."""
@@ -77,7 +73,15 @@ def report(options: ReportOptions) -> Path:
     if not runs:
         raise UserError("runs must name at least one evaluation directory")
     board = _is_for_leaderboard(runs) if options.page == "auto" else options.page == "leaderboard"
-    path = _write_leaderboard(options, runs) if board else _write_report(options, runs)
+    if board:
+        if options.log:
+            raise UserError("log= is for page=set")
+        num_examples = 24 if options.examples is None else options.examples
+        path = write_leaderboard(
+            runs, options.out, which=options.published, num_examples=num_examples, set_dir=options.set
+        )
+    else:
+        path = _write_report(options, runs)
     print(path)
     return path
 
@@ -94,20 +98,10 @@ def _is_for_leaderboard(runs: Sequence[str]) -> bool:
     )
 
 
-def _write_leaderboard(options: ReportOptions, runs: Sequence[str]) -> Path:
-    if options.log:
-        raise UserError("log= is for page=set")
-    num_examples = 24 if options.examples is None else options.examples
-    return write_leaderboard(
-        runs, options.out, title=options.title, which=options.published, num_examples=num_examples,
-        set_dir=options.set, seed=options.seed,
-    )  # fmt: skip
-
-
 def _write_report(options: ReportOptions, runs: Sequence[str]) -> Path:
     """Write the page of one or more evaluations of one set, or of the output of `budget`.
 
-    The output is deterministic: examples are drawn by a seeded hash of the query id, and the page has no dates.
+    The output is deterministic: examples are drawn by a hash of the query id, and the page has no dates.
     """
     metric, budget = options.metric, read_json(Path(runs[0]) / BUDGET) if len(runs) == 1 else None
     evaluations = read_evaluations(runs)
@@ -122,11 +116,11 @@ def _write_report(options: ReportOptions, runs: Sequence[str]) -> Path:
     gallery = Gallery()
     loaded = set_of(main, options.set)
     num_examples = 48 if options.examples is None else options.examples
-    examples = cards_of(rows, main, loaded, metric, num_examples, options.seed, gallery)
+    examples = cards_of(rows, main, loaded, metric, num_examples, gallery)
     table, other_tables = tables.main_table(rows, main, metric, tables.random_floors(main, loaded, metric))
     notes = loaded.meta.get("slice_notes", {}).get(table.by, {})
     content = dict(
-        title=options.title or f"What reasoning gained on {main.results['set']['name']}",
+        title=f"What reasoning gained on {main.results['set']['name']}",
         set=main.results["set"],
         profile=main.results.get("profile"),
         metric=metric,

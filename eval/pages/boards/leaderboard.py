@@ -55,11 +55,9 @@ def write_leaderboard(
     runs: Sequence[str],
     out: Path,
     *,
-    title: str | None = None,
     which: str = "auto",
     num_examples: int = 24,
     set_dir: Path | None = None,
-    seed: int = 0,
 ) -> Path:
     """Write the page, and each board's rows as .csv and .tex, and return ``out``; the output is deterministic.
 
@@ -74,7 +72,7 @@ def write_leaderboard(
         table = None if which == "none" else table_of(first.get("benchmark"), str(first["set"]["name"]))
         board = _board(f"board{len(boards)}", members, table)
         measured = {_name(row): row.evaluation for row in board["rows"] if row.evaluation}
-        shown = side_by_side(measured, gallery, num_examples, set_dir, seed) if num_examples else None
+        shown = side_by_side(measured, gallery, num_examples, set_dir) if num_examples else None
         boards.append(board | {"examples": shown, "budgets": budgets[key]})
         unused.pop(table.key if table else "", None)
     for table in unused.values() if which == "all" else ():
@@ -83,7 +81,7 @@ def write_leaderboard(
         name = out.stem if len(boards) == 1 else f"{out.stem}-{board['id']}"
         write_tables(out.with_name(name), *board_tables(board))
     content = dict(
-        title=title or (boards[0]["title"] if len(boards) == 1 else "Leaderboard"),
+        title=boards[0]["title"] if len(boards) == 1 else "Leaderboard",
         boards=boards,
         warnings=[(board["title"], warning) for board in boards for warning in board["warnings"]],
         pictures=gallery.pictures,

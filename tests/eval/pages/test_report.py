@@ -491,7 +491,6 @@ def test_what_the_model_wrote_is_text_not_markup(world):
 def test_same_input_same_bytes_and_no_leftovers(world):
     first = written(world)
     assert written(world) == first
-    assert written(world, seed=1) != first
     assert not list(world.glob(".*.tmp")) + list(world.glob("*.tmp"))
 
 
@@ -683,11 +682,10 @@ def test_half_found_half_missed_in_turn_over_strata():
     assert set(counts) == {4}
 
 
-def test_draw_ignores_the_order_of_rows_and_follows_the_seed():
+def test_draw_ignores_the_order_of_rows():
     per_query = table([1, 9, 3, 0] * 25)
     chosen = choose_examples(per_query, success_rank=1, num=10)
     assert choose_examples(per_query.iloc[::-1], success_rank=1, num=10) == chosen
-    assert choose_examples(per_query, success_rank=1, num=10, seed=1) != chosen
 
 
 @pytest.mark.parametrize(
@@ -922,12 +920,10 @@ def test_command(world):
         "page=set",
         f"log={world / 'cold/metrics.jsonl'}",
         "examples=6",
-        "title=Mine",
     ]
     assert report(parse_options(ReportOptions, words)) == world / "sub/page.html"
     page = Page((world / "sub/page.html").read_text())
     assert len(page.all("article")) == 6
-    assert page.all("h1")[0]["text"] == "Mine"
 
 
 @pytest.mark.parametrize(

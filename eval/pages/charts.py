@@ -30,6 +30,7 @@ COLOURS = [f"var(--series-{place})" for place in range(STYLES)]
 DASHES = [[1, 0], [7, 3], [2, 3], [9, 3, 2, 3], [4, 4], [12, 4]]
 X_LABELS = {"tokens": "generated tokens per query", "ms": "milliseconds per query"}
 """Costs of a budget.json."""
+DOT = {"type": "circle", "size": 60, "opacity": 1}
 STYLE_SHEET = Path(__file__).with_name("templates") / "report.css"
 CONFIG = {
     "font": "system-ui, sans-serif",
@@ -145,14 +146,10 @@ def budget_file(budget: Mapping[str, Any]) -> str:
 def interval_chart(marks: Rows, *, title: str) -> str:
     """Means with intervals as a file: a line for each ``row``, a panel for each ``metric``, colours for slices, rings for seeds.
 
-    Each has a ``mean``, and maybe ``seeds``, the means of single seeds. Lines, slices and panels keep the order of the marks. More
-    slices than colours, or no marks, are a ValueError.
+    Each has a ``mean``, and maybe ``seeds``, the means of single seeds. Lines, slices (up to `STYLES`) and panels keep the order
+    of the marks.
     """
-    if not marks:
-        raise ValueError(f"plot {title!r} has nothing to show")
     slices = list(dict.fromkeys(mark["slice"] for mark in marks))
-    if len(slices) > STYLES:
-        raise ValueError(f"plot {title!r} has {len(slices)} slices, but there are only {STYLES} colours")
     y_axis = {"domain": False, "ticks": False, "title": None, "labelFontSize": 13, "labelColor": "var(--ink)",
               "labelLimit": 200}  # fmt: skip
     rows = list(dict.fromkeys(mark["row"] for mark in marks))
@@ -200,7 +197,7 @@ def _interval_panel(marks: Rows, place: Mapping[str, Any]) -> dict[str, Any]:
                 "mark": {"type": "point", "size": 28, "opacity": 0.6},
                 "encoding": {**place, "x": _of("seed", **x)},
             },
-            {"mark": _dot(60), "encoding": {**place, **words, "x": _of("mean", **x)}},
+            {"mark": DOT, "encoding": {**place, **words, "x": _of("mean", **x)}},
         ],
     }
 
@@ -239,10 +236,6 @@ def _of(field: str, **more: Any) -> dict[str, Any]:
 
 def _by(field: str, **more: Any) -> dict[str, Any]:
     return {"field": field, "type": "nominal", **more}
-
-
-def _dot(size: int) -> dict[str, Any]:
-    return {"type": "circle", "size": size, "opacity": 1}
 
 
 def _interval(of: Mapping[str, Any]) -> str:
@@ -287,7 +280,7 @@ def _over_cost(
                 "mark": {"type": "rule", "opacity": 0.6, "strokeWidth": 1.5},
                 "encoding": {"y": _of("low"), "y2": {"field": "high"}},
             },
-            {"mark": _dot(60), "encoding": {"description": {"field": "words"}}},
+            {"mark": DOT, "encoding": {"description": {"field": "words"}}},
         ],
     }
 

@@ -145,12 +145,19 @@ def expand(directory: Path) -> list[Path]:
 
 
 def read_evaluation(directory: Path) -> Evaluation:
-    """Read one evaluation directory; a UserError if it is incomplete or inconsistent."""
+    """Read one evaluation directory; a UserError if it is incomplete."""
     results = read_results(directory)
-    mode = results.get("query_mode")
+    mode, modality = results.get("query_mode"), str(results.get("query_modality") or "both")
     order, label, note = _FOREIGN_ORDER, str(results.get("tag") or directory.name), "external ranking"
     if mode is not None:
-        order, label, note = _condition(str(mode), str(results.get("query_modality") or "both"))
+        (order, note), writes = _MODES[mode], mode == "reasoning"
+        label = mode.capitalize()
+        if modality != "both":
+            label, withheld = _WITHHELD[modality]
+            order = (1 if writes else 3) + (modality == "image")
+            label, note = (label, withheld) if writes else (f"{label}, {mode}", f"{withheld}, {note}")
+        elif not writes:
+            note += ", same checkpoint"
     way, *more = ways_of(results)
     if mode is not None and way != mode:
         note = f"point {way} of a budget"
@@ -160,18 +167,6 @@ def read_evaluation(directory: Path) -> Evaluation:
     note = ", ".join(filter(None, [note, *more]))
     per_query = _per_query(directory / PER_QUERY)
     return Evaluation(directory, label, note, order, False, results, per_query)
-
-
-def _condition(mode: str, modality: str) -> tuple[int, str, str]:
-    """Order in the table, label and explanation of an evaluation of our own."""
-    if mode not in _MODES or modality not in (*_WITHHELD, "both"):
-        return _FOREIGN_ORDER, f"{mode} · {modality}", "see the end of the page"
-    (order, note), writes = _MODES[mode], mode == "reasoning"
-    if modality == "both":
-        return order, mode.capitalize(), note if writes else f"{note}, same checkpoint"
-    label, withheld = _WITHHELD[modality]
-    order = (1 if writes else 3) + (modality == "image")
-    return (order, label, withheld) if writes else (order, f"{label}, {mode}", f"{withheld}, {note}")
 
 
 def _per_query(path: Path) -> pd.DataFrame:

@@ -17,7 +17,7 @@ from eval_fakes import write_set
 from paths import ROOT
 
 from eval.benchmarks.suite import write_suite
-from eval.pages.charts import STYLES, interval_chart, palette
+from eval.pages.charts import interval_chart, palette
 from rge.checkpoints.run_lock import LOCK
 from rge.common.errors import UserError
 from rge.config import Recipe, load_recipe
@@ -450,14 +450,6 @@ def test_a_chart_that_stands_alone_has_both_schemes_and_no_variables():
     assert f'stroke="{light["series-0"]}"' in text
     assert f'[stroke="{light["series-0"]}"]{{stroke:{dark["series-0"]}}}' in text
     assert not re.search(r"(?:href|src|url\()", text)
-
-
-def test_plot_refuses_nothing_and_too_much():
-    with pytest.raises(ValueError, match="has nothing to show"):
-        interval_chart([], title="empty")
-    marks = [mark("a", f"slice {number}", "m", 0.1, 0, 1) for number in range(STYLES + 1)]
-    with pytest.raises(ValueError, match="has 7 slices, but there are only 6 colours"):
-        interval_chart(marks, title="many")
 
 
 @pytest.mark.slow

@@ -36,10 +36,6 @@ COLUMNS = {
 """Columns of a run file, and their types."""
 
 
-class RunError(UserError):
-    """A run file is malformed or does not match its retrieval set; the message names query, candidate and fix."""
-
-
 def strictly_decreasing(score_QK: np.ndarray) -> np.ndarray:
     """Lower scores by the minimum that makes them strictly decreasing as float32.
 
@@ -91,7 +87,7 @@ def read_run(path: Path, wanted: RetrievalSet, *, allow_ties: bool = False) -> R
     on their order.
 
     Raises:
-        RunError: the file is not a run, a query or candidate is not in the set (or a candidate not in the query's list), a
+        UserError: the file is not a run, a query or candidate is not in the set (or a candidate not in the query's list), a
             candidate is ranked twice, or scores are NaN, infinite, or increase with the rank.
     """
     table = read_lines(path)
@@ -143,28 +139,28 @@ def _check(path: Path, lines: pd.DataFrame, wanted: RetrievalSet, *, allow_ties:
                 above=above[bad].iloc[0]["rank"],
                 num=bad.sum(),
             )
-            raise RunError(f"{path}: {words}")
+            raise UserError(f"{path}: {words}")
 
 
 def read_lines(path: Path) -> pa.Table:
     """The lines of a run file in file order, with `COLUMNS`.
 
     Raises:
-        RunError: it cannot be read, is empty, or is not a run.
+        UserError: it cannot be read, is empty, or is not a run.
     """
     try:
         data = path.read_bytes()
         data = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
         data.decode("utf-8")
     except (OSError, EOFError, zlib.error) as error:
-        raise RunError(f"run {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        raise UserError(f"run {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     except UnicodeDecodeError:
-        raise RunError(f"run {path} is not UTF-8 (UTF-16, perhaps): save it as UTF-8") from None
+        raise UserError(f"run {path} is not UTF-8 (UTF-16, perhaps): save it as UTF-8") from None
     if re.search(rb"(?m)^ |\t|  | $|\r", data):
         lines = (line.strip() for line in re.sub(rb"[ \t]+", b" ", data).splitlines())
         data = b"\n".join(line for line in lines if line)
     if not data.strip():
-        raise RunError(
+        raise UserError(
             f"{path} is empty: it ranks no candidate for any query; its lines should be {' '.join(COLUMNS)}"
         )
     try:
@@ -175,7 +171,7 @@ def read_lines(path: Path) -> pa.Table:
             convert_options=pyarrow.csv.ConvertOptions(column_types=COLUMNS, null_values=[]),
         )
     except pa.ArrowInvalid as error:
-        raise RunError(f"{path} is not a TREC run ({' '.join(COLUMNS)}): {error}") from None
+        raise UserError(f"{path} is not a TREC run ({' '.join(COLUMNS)}): {error}") from None
 
 
 def _codes(
@@ -190,7 +186,7 @@ def _codes(
     bad = np.flatnonzero(code_N < 0)
     if len(bad):
         line = {name: table[name][int(bad[0])].as_py() for name in ("query", "candidate")}
-        raise RunError(
+        raise UserError(
             f"{path}: {column} {line[column]!r} (line {bad[0] + 1}: query {line['query']!r}, candidate "
             f"{line['candidate']!r}) is not in the set {wanted.path}"
         )

@@ -10,8 +10,9 @@ from eval_fakes import tables, write_set, write_tables
 from eval.scoring.metrics import names_of
 from eval.scoring.output_files import score_ranking
 from eval.scoring.search import search
-from eval.scoring.trec import RunError, read_run, strictly_decreasing, write_run
+from eval.scoring.trec import read_run, strictly_decreasing, write_run
 from eval.sets.retrieval_set import load_set
+from rge.common.errors import UserError
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +116,7 @@ def test_ties_are_refused_or_ordered_by_id(wanted, tmp_path):
     rows[0][4] = rows[1][4] = "9"
     path = write(tmp_path / "run", rows)
     with pytest.raises(
-        RunError,
+        UserError,
         match="query 'q00', candidate 'c00[01]' has the same score as another candidate, 9; 1 lines tie.*allow_ties=true",
     ):
         read_run(path, wanted)
@@ -155,7 +156,7 @@ def _short(rows):
 def test_what_is_wrong_in_a_run_is_named(wanted, tmp_path, change, message):
     rows = lines(wanted)
     change(rows)
-    with pytest.raises(RunError, match=message):
+    with pytest.raises(UserError, match=message):
         read_run(write(tmp_path / "run", rows), wanted)
 
 
@@ -189,16 +190,16 @@ def test_scores_beyond_float32_are_written_as_numbers(wanted, tmp_path):
 
 
 def test_files_that_are_missing_or_empty(wanted, tmp_path):
-    with pytest.raises(RunError, match="cannot be read: No such file"):
+    with pytest.raises(UserError, match="cannot be read: No such file"):
         read_run(tmp_path / "none", wanted)
     (tmp_path / "empty").write_text("\n")
-    with pytest.raises(RunError, match="is empty"):
+    with pytest.raises(UserError, match="is empty"):
         read_run(tmp_path / "empty", wanted)
     (tmp_path / "utf16").write_text("q00 Q0 c000 1 9 tag\n", encoding="utf-16")
-    with pytest.raises(RunError, match="utf16 is not UTF-8 .*: save it as UTF-8"):
+    with pytest.raises(UserError, match="utf16 is not UTF-8 .*: save it as UTF-8"):
         read_run(tmp_path / "utf16", wanted)
     (tmp_path / "damaged").write_bytes(gzip.compress(bytes(1000))[:10] + bytes(range(255, 0, -1)))
-    with pytest.raises(RunError, match="damaged cannot be read: Error -3 while decompressing"):
+    with pytest.raises(UserError, match="damaged cannot be read: Error -3 while decompressing"):
         read_run(tmp_path / "damaged", wanted)
 
 
@@ -220,7 +221,7 @@ def test_excluded_lines_are_dropped_and_foreign_candidates_refused(tmp_path):
     content["candidates"] = {"query-id": [q for q, _ in pairs], "corpus-id": [c for _, c in pairs]}
     wanted = load_set(write_tables(tmp_path / "lists", content))
     foreign = next(query for query in everything if (query, "c000") not in right)
-    with pytest.raises(RunError, match=f"query '{foreign}', candidate 'c000' is not in the query's list"):
+    with pytest.raises(UserError, match=f"query '{foreign}', candidate 'c000' is not in the query's list"):
         read_run(write(tmp_path / "run", [r for r in lines(wanted, 2) if r[0] >= foreign]), wanted)
 
 

@@ -16,8 +16,7 @@ from PIL import Image
 from eval.pages import charts, evaluations, examples
 from eval.pages.evaluations import RANK_COLUMN
 from eval.pages.examples import choose_examples
-from eval.pages.report import ReportOptions, report
-from eval.pages.training_log import read_training_logs
+from eval.pages.report import ReportOptions, read_training_logs, report
 from eval.pages.wording import LONG_QUESTION, number
 from rge.common.errors import UserError
 from rge.common.options import parse_options

@@ -23,7 +23,7 @@ from data_prep.rationales.pairs import (
     sources_of,
 )
 from data_prep.rmir.config import check_encoder
-from data_prep.rmir.pictures.encoders import CheckpointEncoder, ImageEncoder, image_encoder
+from data_prep.rmir.pictures.encoders import CheckpointEncoder, ImageEncoder, load_encoder
 from rge.calls.caller import Caller, Outcome, check_answered
 from rge.calls.replies import ReplyError
 from rge.calls.request import Request
@@ -61,7 +61,7 @@ class Writing:
         self.by_sight: ImageEncoder | None = None
         if options.encoder is not None:
             check_encoder("encoder", options.encoder, LEAK_ENCODERS)
-            self.by_sight = image_encoder(options.encoder)
+            self.by_sight = load_encoder(options.encoder)
         elif self.judge is not None:
             self.by_sight = CheckpointEncoder(self.judge.encoder, self.judge.batch_size)
         for source in self.sources:

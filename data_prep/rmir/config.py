@@ -118,8 +118,6 @@ class SeedConfig:
     """Clusters of the pictures' embeddings."""
     per_cluster: AtLeastOne = 10
     """Pictures drawn from each cluster."""
-    iterations: AtLeastOne = 20
-    """Iterations of k-means."""
     seed: int = 0
     """Seed of clustering and sampling."""
 
@@ -260,38 +258,6 @@ class ExportConfig:
 
 
 @dataclass
-class ExpectConfig:
-    """Guesses of the dry run, to be corrected by a small run."""
-
-    queries_per_input: NotNegative = 2.5
-    """Queries per input picture."""
-    share_valid: Share = 0.6
-    """Share of queries that pass the filter; about 60 % in the paper."""
-    output_tokens: dict[str, int] = field(
-        default_factory=lambda: {"caption": 60, "generate": 600, "filter": 200, "judge": 200}
-    )
-    """Tokens of an answer, by stage."""
-
-
-@dataclass
-class OracleConfig:
-    """The embedded default: a server on this machine that answers from the shipped relation tables, wrong on purpose."""
-
-    bad_queries: Share = 0.4
-    """Share of generated queries that break a constraint; the filter should find them."""
-    malformed: Share = 0.005
-    """Share of unreadable answers."""
-    transient: Share = 0.02
-    """Share of first attempts that get 429, 503 or a web page."""
-    filter_errors: Share = 0.05
-    """Share of wrong verdicts by the filter."""
-    judge_errors: Share = 0.005
-    """Share of wrong verdicts by a judge."""
-    seed: int = 0
-    """Seed of these errors."""
-
-
-@dataclass
 class RmirConfig:
     """One run."""
 
@@ -327,9 +293,8 @@ class RmirConfig:
     audit: AuditConfig = field(default_factory=AuditConfig)
     download: DownloadConfig = field(default_factory=DownloadConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
-    expect: ExpectConfig = field(default_factory=ExpectConfig)
-    oracle: OracleConfig | None = None
-    """Answer from the shipped tables instead of calling models; null: call the models."""
+    oracle: bool = False
+    """Instead of calling models, have a server on this machine answer from the shipped relation tables, wrong on purpose."""
     prompts: str | None = None
     """Folder whose files replace the shipped prompts of the same name: kinds.md, constraints.md, content_policy.md,
     generate.md, filter.md, judge.md, caption.md; null: none."""
@@ -353,7 +318,15 @@ def load_config(words: Sequence[str], schema: type[C] = RmirConfig) -> C:  # typ
 
 def check(config: RmirConfig) -> None:
     """Check what the types do not. Raises `UserError`: an invalid value; the message names the key and the allowed values."""
-    _check_encoders(config)
+    check_encoder("image_encoder", config.image_encoder, IMAGE_ENCODERS)
+    check_encoder("caption_encoder", config.caption_encoder, CAPTION_ENCODERS)
+    names = ["image", "caption"]
+    for number, spec in enumerate(config.retrieve.more):
+        kinds = IMAGE_ENCODERS if spec.side == "image" else CAPTION_ENCODERS
+        check_encoder(f"retrieve.more.{number}.encoder", spec.encoder, kinds)
+        if spec.name in names:
+            raise UserError(f"retrieve.more: index names must be unique; got {spec.name!r} twice")
+        names.append(spec.name)
     one_of("generate.categories", config.generate.categories, tuple(wording(config.prompts).codes))
     for stage, name in models_used(config):
         if name not in config.models:
@@ -362,19 +335,8 @@ def check(config: RmirConfig) -> None:
             )
     for name, model in config.models.items():
         check_model(f"models.{name}", model)
-    if config.library.path is None and config.oracle is None:
+    if config.library.path is None and not config.oracle:
         raise UserError("library.path is missing: give a folder of pictures, or a table")
-
-
-def _check_encoders(config: RmirConfig) -> None:
-    check_encoder("image_encoder", config.image_encoder, IMAGE_ENCODERS)
-    check_encoder("caption_encoder", config.caption_encoder, CAPTION_ENCODERS)
-    for number, spec in enumerate(config.retrieve.more):
-        kinds = IMAGE_ENCODERS if spec.side == "image" else CAPTION_ENCODERS
-        check_encoder(f"retrieve.more.{number}.encoder", spec.encoder, kinds)
-    names = ["image", "caption", *(spec.name for spec in config.retrieve.more)]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise UserError(f"retrieve.more: index names must be unique; got {twice[0]!r} twice")
 
 
 def check_encoder(key: str, encoder: EncoderConfig, kinds: Sequence[str]) -> None:
@@ -386,11 +348,8 @@ def check_encoder(key: str, encoder: EncoderConfig, kinds: Sequence[str]) -> Non
 
 def models_used(config: RmirConfig) -> list[tuple[str, str]]:
     """(setting, model) pairs, one for each setting that names a model."""
-    captions = [("caption.model", config.caption.model)] if config.caption.model is not None else []
-    judges = [("judge.judges", spec.model) for spec in config.judge.judges]
-    return [
-        *captions,
-        ("generate.model", config.generate.model),
-        ("filter.model", config.filter.model),
-        *judges,
+    writers = [
+        (f"{stage}.model", getattr(config, stage).model) for stage in ("caption", "generate", "filter")
     ]
+    judges = [("judge.judges", spec.model) for spec in config.judge.judges]
+    return [(setting, model) for setting, model in writers + judges if model is not None]

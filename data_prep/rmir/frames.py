@@ -114,6 +114,6 @@ def stage_rows(out: Path, stage: str, table: str) -> list[dict[str, Any]]:
     return rows
 
 
-def by(key: str, rows: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Rows by the values of a column."""
-    return {row[key]: row for row in rows}
+def stage_rows_by(key: str, out: Path, stage: str, table: str) -> dict[str, dict[str, Any]]:
+    """`stage_rows` by the values of a column."""
+    return {row[key]: row for row in stage_rows(out, stage, table)}

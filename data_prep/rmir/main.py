@@ -1,9 +1,10 @@
 """The command line: ``rge data rmir [status] config=NAME [stage=all|NAME] [dry_run=true] [key=value ...]``."""
 
 import json
+import math
 import os
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any, Literal
 
 import yaml
 
-from data_prep.rmir.config import ExpectConfig, JudgeSpec, RmirConfig, load_config, models_used
+from data_prep.rmir.config import JudgeSpec, RmirConfig, load_config, models_used
 from data_prep.rmir.decisions import REVIEWED, about_panel
 from data_prep.rmir.oracle import Oracle, write_library
 from data_prep.rmir.pictures.download import is_address
@@ -29,7 +30,7 @@ from rge.common.errors import UserError
 from rge.common.files import write_text
 
 SETTINGS = "settings.yaml"
-"""File in a run's folder with the settings of the last command, which `data_prep.rmir.reviewing` reuses."""
+"""File in a run's folder with the settings of the last command, which `data_prep.rmir.results.review` reuses."""
 
 
 @dataclass
@@ -52,7 +53,7 @@ class RmirCommand(RmirConfig):
 def main(words: Sequence[str]) -> None:
     """Run stages, show progress, or estimate the cost."""
     config = load_config(["status=true" if word == "status" else word for word in words], RmirCommand)
-    if config.oracle is not None and config.library.path is None:
+    if config.oracle and config.library.path is None:
         config.library.path = str(Path(config.out) / "library.csv")
         if not config.status:
             write_library(Path(config.library.path))
@@ -64,14 +65,14 @@ def main(words: Sequence[str]) -> None:
             print(status(run))
         return
     with ExitStack() as stack:
-        if config.oracle is not None:
-            server = stack.enter_context(LocalServer(Oracle(config.oracle)))
+        if config.oracle:
+            server = stack.enter_context(LocalServer(Oracle()))
             for model in config.models.values():
                 model.base_url = server.url
         run = stack.enter_context(closing(Run(config)))
         stages = STAGES if config.stage == "all" else (config.stage,)
         asked = _models_asked(run, stages)
-        if config.oracle is None and any(model.paid() for model in asked):
+        if not config.oracle and any(model.paid() for model in asked):
             confirm(estimate(config), yes=config.yes)
         run_stages(run, stages)
         page = report.write(run)
@@ -159,6 +160,17 @@ def status(run: Run) -> str:
 
 Range = tuple[float, float]
 """Expected and maximum value of a number."""
+QUERIES_PER_INPUT, SHARE_VALID = 2.5, 0.6
+"""Guesses; in the paper, about 60 % of the queries are valid."""
+OUTPUT_TOKENS = {"caption": 60, "generate": 600, "filter": 200, "judge": 200}
+"""Guessed tokens of an answer."""
+GUESSES = {
+    "caption": "captions missing as often in the seed set as in the library",
+    "generate": f"{QUERIES_PER_INPUT:g} queries per input",
+    "filter": f"{SHARE_VALID:.0%} valid",
+    "retrieve": "no candidate found by more than one index",
+}
+"""What is guessed about each stage until it is finished."""
 
 
 @dataclass
@@ -172,10 +184,8 @@ class _Asked:
     answers: float = 1.0  # to one call
 
 
-def _seed_counts(config: RmirConfig, finished: dict[str, dict[str, Any]]) -> tuple[dict[str, Any], int]:
-    """Counts of the seed stage, guessed from the library unless it is finished; and how many pictures will be downloaded."""
-    if "seed" in finished:
-        return finished["seed"], 0
+def _seed_counts(config: RmirConfig) -> tuple[dict[str, Any], int]:
+    """Counts of the seed stage, guessed from the library, and how many pictures will be downloaded."""
     rows = [(row["ref"], row["caption"]) for row in Library(config.library).rows(pictures=False)]
     chosen = min(len(rows), config.seed.clusters * config.seed.per_cluster)
     without = chosen * sum(caption is None for _, caption in rows) / len(rows)
@@ -183,20 +193,20 @@ def _seed_counts(config: RmirConfig, finished: dict[str, dict[str, Any]]) -> tup
     return counts, sum(is_address(ref) for ref, _ in rows)
 
 
-def _asked(
-    config: RmirConfig, finished: dict[str, dict[str, Any]], seed: dict[str, Any]
-) -> dict[str, list[_Asked]]:
+def _asked(config: RmirConfig, finished: dict[str, Any], seed: dict[str, Any]) -> dict[str, list[_Asked]]:
     """Calls, by stage; counts of finished stages replace the guesses."""
 
     def counted(stage: str, key: str, about: float, most: float) -> Range:
         return (finished[stage][key],) * 2 if stage in finished else (about, most)
 
-    texts, retrieve, limit = wording(config.prompts), config.retrieve, config.generate.max_inputs
-    inputs = seed["seed"] if limit is None else min(seed["seed"], limit)
-    categories = len(config.generate.categories)
-    per_input = min(config.expect.queries_per_input, categories)
+    texts, retrieve = wording(config.prompts), config.retrieve
+    inputs, categories = (
+        min(seed["seed"], config.generate.max_inputs or math.inf),
+        len(config.generate.categories),
+    )
+    per_input = min(QUERIES_PER_INPUT, categories)
     queries = counted("generate", "queries", inputs * per_input, inputs * categories)
-    valid = counted("filter", "valid", queries[0] * config.expect.share_valid, queries[1])
+    valid = counted("filter", "valid", queries[0] * SHARE_VALID, queries[1])
     found = retrieve.by_image + retrieve.by_caption + sum(spec.count for spec in retrieve.more)
     found = min(found, max(seed["usable"] - retrieve.exclude_input, 0))
     about, most = counted("retrieve", "triplets", valid[0] * found, valid[1] * found)
@@ -215,18 +225,6 @@ def _asked(
     }
 
 
-def _guesses(config: RmirConfig, finished: Collection[str]) -> str:
-    """What `_asked` assumes about the stages that are not finished."""
-    texts = {
-        "caption": "captions missing as often in the seed set as in the library",
-        "generate": f"{config.expect.queries_per_input:g} queries per input",
-        "filter": f"{config.expect.share_valid:.0%} valid",
-        "retrieve": "no candidate found by more than one index",
-    }
-    stages = [stage for stage in stages_of(config) if stage in texts and stage not in finished]
-    return ", ".join([*(texts[stage] for stage in stages), "tokens of prompts and answers"])
-
-
 def estimate(config: RmirConfig) -> str:
     """Estimate calls, tokens and cost of every stage without making a call.
 
@@ -241,7 +239,7 @@ def estimate(config: RmirConfig) -> str:
     with closing(Run(config, read_only=True)) as run:
         stages = stages_of(config)
         finished = {stage: found["counts"] for stage in stages if (found := run.done(stage))}
-        seed, num_addresses = _seed_counts(config, finished)
+        seed, num_addresses = (finished["seed"], 0) if "seed" in finished else _seed_counts(config)
         asked = _asked(config, finished, seed)
         for stage in stages:
             mark = f"{stage} (done)" if stage in finished else stage
@@ -253,11 +251,12 @@ def estimate(config: RmirConfig) -> str:
                 lines.append(f"| {mark} | {row} |")
             if stage not in asked:
                 lines.append(f"| {mark} | none | 0 | 0 | 0 | 0.00 |")
-    lines.append(
+    guesses = [GUESSES[stage] for stage in stages if stage in GUESSES and stage not in finished]
+    lines += [
         f"\n{seed['listed']:,} pictures listed; {total:,.2f} in total, {left:,.2f} of it in stages not done yet (at most "
-        f"{most_left:,.2f}, if every question is valid, every answer max_tokens long and no call repeated)."
-    )
-    lines.append(f"No calls were made yet. Guesses (expect.*): {_guesses(config, finished)}.")
+        f"{most_left:,.2f}, if every question is valid, every answer max_tokens long and no call repeated).",
+        f"No calls were made yet. Guesses: {', '.join([*guesses, 'tokens of prompts and answers'])}.",
+    ]
     if num_addresses:
         lines.append(f"{num_addresses:,} pictures are at web addresses; the seed stage will download them.")
     keys = {config.models[name].key_env for _, name in models_used(config)}
@@ -272,8 +271,8 @@ def _costs(config: RmirConfig, store: AnswerStore, stage: str, asked: _Asked) ->
     stats = store.billing_stats(model.endpoint, pictures=True)
     number, most = asked.calls
     per_call = asked.characters / CHARACTERS_PER_TOKEN + asked.pictures * model.picture_tokens
-    answers = {**ExpectConfig().output_tokens, **config.expect.output_tokens}
-    tokens_in, tokens_out = number * per_call * stats.mean_input, number * asked.answers * answers[stage]
+    tokens_in = number * per_call * stats.mean_input
+    tokens_out = number * asked.answers * OUTPUT_TOKENS[stage]
     most_in = most * per_call * stats.max_input
     most_out = most * asked.answers * getattr(config, stage).max_tokens * stats.max_output
     batch = model.mode == "batch"

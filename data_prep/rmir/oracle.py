@@ -11,6 +11,7 @@ import json
 import random
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import pyarrow.parquet as pq
 from data_prep.demo.tables import HERE, Concept, Fact, read_tables
 from data_prep.rationales.prompts import TASK as EXPLAIN_TASK
 from data_prep.rmir import prompts
-from data_prep.rmir.config import CATEGORIES, OracleConfig
+from data_prep.rmir.config import CATEGORIES
 from data_prep.rmir.wording import wording
 from rge.calls.local_server import Answer, chat
 
@@ -44,11 +45,17 @@ def write_library(path: Path) -> None:
             rows.writerow([name, f"{LIBRARY}#{name}", caption])
 
 
+@dataclass
 class Oracle:
     """Answers requests; a pure function of the request except for transient errors on first attempts."""
 
-    def __init__(self, config: OracleConfig):
-        self.config = config
+    bad_queries: float = 0.4  # share of queries that break a constraint; the filter should find them
+    malformed: float = 0.005  # share of unreadable answers
+    transient: float = 0.02  # share of first attempts that get 429, 503 or a web page
+    filter_errors: float = 0.05  # share of wrong verdicts by the filter
+    judge_errors: float = 0.005  # share of wrong verdicts by a judge
+
+    def __post_init__(self) -> None:
         self.tables = read_tables()
         table = pq.read_table(LIBRARY, columns=["image", "concept"])
         self.shown = {
@@ -88,9 +95,9 @@ class Oracle:
         return Answer({**draws[0].body, "choices": choices, "usage": usage})
 
     def _answer(self, body: dict[str, Any]) -> Answer:
-        digest = hashlib.sha256(json.dumps([self.config.seed, body], sort_keys=True).encode()).hexdigest()
+        digest = hashlib.sha256(json.dumps([0, body], sort_keys=True).encode()).hexdigest()
         rng = random.Random(digest)
-        if rng.random() < self.config.transient and digest not in self._seen:
+        if rng.random() < self.transient and digest not in self._seen:
             self._seen.add(digest)
             return rng.choice(
                 [
@@ -107,7 +114,7 @@ class Oracle:
         text = answer(rng, texts, known)
         tokens = len(texts) // 4 + 80 * len(concepts)
         reply = partial(chat, input_tokens=tokens, output_tokens=len(text) // 4)
-        return _malformed(rng, text, reply) if rng.random() < self.config.malformed else reply(text)
+        return _malformed(rng, text, reply) if rng.random() < self.malformed else reply(text)
 
     def _read(self, body: dict[str, Any]) -> tuple[str, list[str | None]]:
         texts, concepts = [], []
@@ -146,7 +153,7 @@ class Oracle:
         question = questions[fact.question]
         answer = rng.choice(list(fact.answers))
         query, reasoning = question.shown(rng.randrange(9)), fact.answers[answer]
-        if rng.random() < self.config.bad_queries:
+        if rng.random() < self.bad_queries:
             # One that needs no picture, or one whose target does not answer it.
             if rng.random() < 0.5:
                 query = question.named(rng.randrange(9), concept)
@@ -161,7 +168,7 @@ class Oracle:
             for fact in self._asked(_last(texts, "query"), concepts[0])
             for answer in fact.answers
         )
-        if rng.random() < self.config.filter_errors:
+        if rng.random() < self.filter_errors:
             valid = not valid
         concept = self.tables.concepts[concepts[0]]
         return (
@@ -173,7 +180,7 @@ class Oracle:
         given, target = concepts
         facts = self._asked(_last(texts, "query"), given)
         verdict = str(any(target in fact.answers for fact in facts)) if facts else "ABSTAIN"
-        if verdict != "ABSTAIN" and rng.random() < self.config.judge_errors:
+        if verdict != "ABSTAIN" and rng.random() < self.judge_errors:
             verdict = "False" if verdict == "True" else "True"
         shown = [self.tables.concepts[key].sentence for key in (target, given)]
         return (

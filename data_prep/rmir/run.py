@@ -4,7 +4,7 @@ import hashlib
 import json
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,8 @@ REPLIES, SPENT, OPEN = "replies.sqlite", "spent.json", "unanswered.json"
 """A run's files of all answers and of what each stage spent, and a stage's file of unanswered calls, by part number."""
 NOT_IN_FINGERPRINT = ("memory_mb", "shard_size", "changed")
 """Settings that change how a stage works but not its result."""
+ITERATIONS = 20
+"""Of k-means."""
 
 READS = {
     "seed": (),
@@ -78,15 +80,13 @@ def _hash(content: Any) -> str:
 def _settings(config: RmirConfig, encoders: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
     """Settings that each stage reads; extend its rule when it starts to read another one."""
     image, caption, *more = encoders
-    whole = asdict(config)
-    texts = wording(config.prompts)
-    names = cache_names(config.models)
+    whole, texts, names = asdict(config), wording(config.prompts), cache_names(config.models)
 
     def answers_of(label: str) -> list[Any]:
         model = config.models[label]
         return [names[label], model.cache_settings(), model.reasks, model.max_side_px]
 
-    def without(section: str, left_out: Collection[str]) -> dict[str, Any]:
+    def without(section: str, *left_out: str) -> dict[str, Any]:
         return {key: value for key, value in whole[section].items() if key not in left_out}
 
     def asked(stage: str, text: str) -> list[Any]:
@@ -97,13 +97,14 @@ def _settings(config: RmirConfig, encoders: Sequence[dict[str, Any]]) -> dict[st
     panel = [spec.model for spec in config.judge.judges]
     exported = {key: whole["library"][key] for key in EXPORTED}
     policy, inspected = config.generate.content_policy, frames.SCHEMAS["inspected"].names
-    library = without("library", (*EXPORTED, *NOT_IN_FINGERPRINT))
+    library = without("library", *EXPORTED, *NOT_IN_FINGERPRINT)
     return {
-        "seed": [library, image, caption, whole["seed"], inspected],
+        # iterations: a setting of earlier versions; keeps the fingerprints of their runs
+        "seed": [library, image, caption, whole["seed"] | {"iterations": ITERATIONS}, inspected],
         "caption": asked("caption", texts.caption) if config.caption.model is not None else [],
         "generate": asked("generate", texts.asked(config.generate.categories, content_policy=policy)),
         "filter": asked("filter", texts.filter),
-        "retrieve": [without("retrieve", NOT_IN_FINGERPRINT) | {"more": indices}],
+        "retrieve": [without("retrieve", *NOT_IN_FINGERPRINT) | {"more": indices}],
         "judge": [whole["judge"], texts.judge, [answers_of(label) for label in panel]],
         "keep": [config.keep.min_confidence],
         "pool": [states] if (states := overruled(Path(config.out))) else [],
@@ -147,7 +148,7 @@ class Run:
 
     def by(self, key: str, stage: str, table: str) -> dict[str, Row]:
         """Like `rows`, by the values of a column."""
-        return frames.by(key, self.rows(stage, table))
+        return frames.stage_rows_by(key, self.out, stage, table)
 
     def images(self) -> list[dict[str, Any]]:
         """The seed set in order, with captions from the stage ``caption`` where the library has none.
@@ -214,16 +215,7 @@ class Run:
 
     def _spent(self) -> dict[str, dict[str, float]]:
         """Calls and cost of each stage over all commands and settings, including those of a stage that was stopped."""
-        found = read_json(self.out / SPENT)
-        if not found:  # a run of an earlier version
-            reports = {stage: read_json(self.path(stage, "done.json")) for stage in STAGES}
-            found = {
-                "stages": {
-                    stage: {key: report[key] for key in ("calls", "cost")}
-                    for stage, report in reports.items()
-                    if report
-                }
-            }
+        found = read_json(self.out / SPENT) or {"stages": {}}
         if running := found.get("running"):
             found["stages"][running["stage"]] = self._since(running["before"])
         return found["stages"]
@@ -307,23 +299,16 @@ class Asking:
 class _Shard:
     """Items whose calls are pending; written when all of them are settled, independently of other shards."""
 
-    number: int
+    part: str  # its number
     items: Sequence[Any]
     outcomes: list[dict[int, Outcome]] = field(default_factory=list)  # of each item, by number of the request
-    pending: int = 0
+    pending: int = 1  # calls, and one more until all of them have been requested
     models: set[str] = field(default_factory=set)  # whose calls these are
-    complete: bool = False  # all of its requests were made
 
     @property
     def unanswered(self) -> list[Outcome]:
         """Outcomes of its unanswered calls."""
         return [outcome for of_item in self.outcomes for outcome in of_item.values() if outcome.unanswered]
-
-    def settled(self) -> Iterator[tuple[Any, list[Outcome]]]:
-        """Items without unanswered calls, with the outcomes of their requests in order."""
-        for item, of_item in zip(self.items, self.outcomes, strict=True):
-            if not any(outcome.unanswered for outcome in of_item.values()):
-                yield item, [of_item[place] for place in sorted(of_item)]
 
 
 class _Shards:
@@ -335,7 +320,7 @@ class _Shards:
             run.path(stage, name).mkdir(parents=True, exist_ok=True)
         self.open_parts, size = run.open_parts(stage), run.config.queries_per_shard
         starts = range(0, len(items), size)
-        shards = [_Shard(number, items[start : start + size]) for number, start in enumerate(starts)]
+        shards = [_Shard(str(number), items[start : start + size]) for number, start in enumerate(starts)]
         self.todo = [shard for shard in shards if not self._is_written(shard)]
         self.asked = 0
         # By model. A part is only written after each of its models has answered some call.
@@ -346,12 +331,12 @@ class _Shards:
         self._held_back: list[_Shard] = []
         self._owners: dict[int, tuple[_Shard, dict[int, Outcome], int, str]] = {}
 
-    def _part(self, shard: _Shard, name: str) -> Path:
-        return self.run.path(self.stage, name) / f"part-{shard.number:05d}.parquet"
+    def _file(self, shard: _Shard, table: str) -> Path:
+        return self.run.path(self.stage, table) / f"part-{shard.part:0>5}.parquet"
 
     def _is_written(self, shard: _Shard) -> bool:
-        parts = (self._part(shard, name) for name in self.asking.tables)
-        return str(shard.number) not in self.open_parts and all(part.is_file() for part in parts)
+        files = (self._file(shard, table) for table in self.asking.tables)
+        return shard.part not in self.open_parts and all(file.is_file() for file in files)
 
     def requests(self) -> Iterator[Request]:
         """Requests for all items."""
@@ -365,21 +350,20 @@ class _Shards:
                     shard.pending += 1
                     self.asked += 1
                     yield request
-            shard.complete = True
-            self._finish_if_settled(shard)
+            self._settle_one(shard)
 
     def take(self, position: int, outcome: Outcome) -> None:
         """Record the outcome of a request."""
         shard, outcomes, place, model = self._owners.pop(position)
         outcomes[place] = outcome
-        shard.pending -= 1
         if outcome.rejected:
             self.rejected[model].append(outcome)
         self.num_answered[model] += not (outcome.rejected or outcome.unanswered)
-        self._finish_if_settled(shard)
+        self._settle_one(shard)
 
-    def _finish_if_settled(self, shard: _Shard) -> None:
-        if not shard.complete or shard.pending:
+    def _settle_one(self, shard: _Shard) -> None:
+        shard.pending -= 1
+        if shard.pending:
             return
         if all(self.num_answered[model] for model in shard.models):
             self._write(shard)
@@ -387,24 +371,27 @@ class _Shards:
             self._held_back.append(shard)  # not yet known whether the endpoints work at all
 
     def _write(self, shard: _Shard) -> None:
-        missing = shard.unanswered
+        missing, before = shard.unanswered, self.open_parts.get(shard.part, 0)
         self.unanswered += missing
-        before = self.open_parts.get(str(shard.number), 0)
-        proceed = self.run.config.on_unanswered == "proceed"
-        if missing and (not proceed or len(missing) == before):
+        if missing and (self.run.config.on_unanswered == "wait" or len(missing) == before):
             return
         if before:
             self.run.outdate(self.stage)
         if missing:
             self._note_open(shard, len(missing))
-        found = [row for item, outcomes in shard.settled() for row in self.asking.rows(item, outcomes)]
+        found = [
+            row
+            for item, outcomes in zip(shard.items, shard.outcomes, strict=True)
+            if not any(outcome.unanswered for outcome in outcomes.values())
+            for row in self.asking.rows(item, [outcomes[place] for place in sorted(outcomes)])
+        ]
         for name in self.asking.tables:
-            frames.write_rows(self._part(shard, name), (row for table, row in found if table == name))
+            frames.write_rows(self._file(shard, name), (row for table, row in found if table == name))
         if before and not missing:
             self._note_open(shard, 0)
 
     def _note_open(self, shard: _Shard, number: int) -> None:
-        self.open_parts[str(shard.number)] = number
+        self.open_parts[shard.part] = number
         found = {part: calls for part, calls in self.open_parts.items() if calls}
         write_json(self.run.path(self.stage, OPEN), found)
 

@@ -18,8 +18,7 @@ from data_prep.rmir import frames
 from data_prep.rmir.config import LibraryConfig
 from data_prep.rmir.pictures.changes import Changes, LibraryState, compare, files_of
 from data_prep.rmir.pictures.download import OUTAGE_OF, Reached, resolve
-from data_prep.rmir.pictures.encoders import ImageEncoder, image_encoder, text_encoder
-from data_prep.rmir.pictures.indices import embed_captions
+from data_prep.rmir.pictures.encoders import ImageEncoder, embed_captions, load_encoder
 from data_prep.rmir.pictures.library import (
     DUPLICATE,
     NEAR_DUPLICATE,
@@ -31,7 +30,7 @@ from data_prep.rmir.pictures.library import (
 )
 from data_prep.rmir.pictures.near_duplicates import near_duplicates
 from data_prep.rmir.results.export import credits_changed
-from data_prep.rmir.run import Run, reasons
+from data_prep.rmir.run import ITERATIONS, Run, reasons
 from rge.common.errors import UserError
 from rge.common.files import replacing, write_bytes
 from rge.common.schema import ImageRef, safe_id
@@ -52,7 +51,7 @@ def seed(run: Run) -> dict[str, Any]:
             f"seed.clusters={config.seed.clusters} needs at least as many pictures; {config.library.path} lists {listed:,}. Set "
             f"seed.clusters={max(1, listed // 2)}, or add pictures"
         )
-    encoder, captioner = image_encoder(config.image_encoder), text_encoder(config.caption_encoder)
+    encoder, captioner = load_encoder(config.image_encoder), load_encoder(config.caption_encoder)
     tables, parts = scan_library(run, library, encoder)
     table, state = pa.concat_tables(tables), LibraryState.read(folder)
     del tables
@@ -133,7 +132,7 @@ def _sampled(
     if share_new is not None:
         num_clusters = min(len(new), max(1, round(config.clusters * share_new)))
         first = 1 + max((image["cluster"] for image in images), default=-1)
-    cluster_N = first + cluster(vectors_ND, num_clusters, config.iterations, config.seed)
+    cluster_N = first + cluster(vectors_ND, num_clusters, config.seed)
     chosen = sample_clusters(cluster_N, config.per_cluster, config.seed)
     rows = new.take(chosen).select(IMAGE_COLUMNS).to_pylist()
     found = [{**row, "cluster": number} for row, number in zip(rows, cluster_N[chosen].tolist(), strict=True)]
@@ -342,8 +341,7 @@ def scan_library(
 def _inspect_block(run: Run, rows: Rows, number: int, reached: Reached | None) -> list[ImageRef]:
     """Write the table ``inspected`` of a block; returns the pictures to embed."""
     config = run.config
-    downloads = run.out / "downloads"
-    there, failed = resolve(rows, downloads, config.download, reached=reached, progress=run.progress)
+    there, failed = resolve(rows, run.out / "downloads", config.download, reached, progress=run.progress)
     found = inspect(there, config.library)
     for row, about in zip(rows, found, strict=True):
         about["reason"] = failed.get(row["id"]) or about["reason"]
@@ -422,7 +420,7 @@ def gather(parts: list[np.ndarray], rows: np.ndarray) -> np.ndarray:
     return found
 
 
-def cluster(vectors_ND: np.ndarray, num_clusters: int, iterations: int, seed: int) -> np.ndarray:
+def cluster(vectors_ND: np.ndarray, num_clusters: int, seed: int) -> np.ndarray:
     """Cluster number of each row, by faiss' k-means. Raises `UserError`: more clusters than rows."""
     import faiss
 
@@ -430,7 +428,7 @@ def cluster(vectors_ND: np.ndarray, num_clusters: int, iterations: int, seed: in
     if num_clusters > num:
         raise UserError(f"seed.clusters={num_clusters} needs at least as many pictures; {num} are usable")
     limits = {"min_points_per_centroid": 1, "max_points_per_centroid": 256}
-    means = faiss.Kmeans(width, num_clusters, niter=iterations, seed=seed, **limits)
+    means = faiss.Kmeans(width, num_clusters, niter=ITERATIONS, seed=seed, **limits)
     means.train(vectors_ND)
     blocks_BD = (vectors_ND[start : start + 65536] for start in range(0, num, 65536))
     return np.concatenate([means.index.search(block_BD, 1)[1][:, 0] for block_BD in blocks_BD])

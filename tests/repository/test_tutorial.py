@@ -17,7 +17,6 @@ import pytest
 from paths import ROOT
 
 from data_prep.demo.tables import read_tables
-from data_prep.rmir.config import OracleConfig
 from data_prep.rmir.oracle import LIBRARY, Oracle
 from rge.calls.local_server import LocalServer
 
@@ -51,9 +50,7 @@ def write_photos(folder: Path) -> None:
 @pytest.mark.slow
 def test_every_block_runs_and_a_model_is_found_searched(tmp_path, tiny_path):
     write_photos(tmp_path / "photos")
-    oracle = Oracle(
-        OracleConfig(bad_queries=0, malformed=0, transient=0, filter_errors=0, judge_errors=0.015)
-    )
+    oracle = Oracle(bad_queries=0, malformed=0, transient=0, filter_errors=0, judge_errors=0.015)
     environment = {"PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true", "BASE": str(tiny_path)}
     with LocalServer(oracle) as server:
         environment["MLLM"] = server.url

@@ -24,22 +24,12 @@ UNREAD = "unread"
 """Key of a row in an object store that failed for a reason that may pass, which is the value."""
 
 
-class Lost(str):
+class Lost(Exception):
     """Why a picture could not be downloaded, and whether another try may succeed."""
 
-    may_pass: bool
-
-    def __new__(cls, reason: str, *, may_pass: bool) -> "Lost":
-        """The reason as text."""
-        lost = super().__new__(cls, reason)
-        lost.may_pass = may_pass
-        return lost
-
-
-class _DownloadFailed(Exception):
-    def __init__(self, reason: str, *, retry: bool = False):
+    def __init__(self, reason: str, *, may_pass: bool = False):
         super().__init__(reason)
-        self.retry = retry
+        self.may_pass = may_pass
 
 
 def is_address(ref: str | None) -> bool:
@@ -84,8 +74,8 @@ async def _fetch_all(
         for url in queue:
             try:
                 await _fetch_one(client, url, local_path(url, folder), config)
-            except _DownloadFailed as error:
-                lost[url] = Lost(str(error), may_pass=error.retry)
+            except Lost as error:
+                lost[url] = error
             bar.update()
 
     with bar, ungrouped(FileError):
@@ -98,11 +88,9 @@ async def _fetch_all(
 async def _fetch_one(client: httpx.AsyncClient, url: str, path: Path, config: DownloadConfig) -> None:
     for attempt in range(config.max_retries + 1):
         try:
-            data = await _get(client, url, config)
-            write_bytes(path, data)
-            return
-        except _DownloadFailed as error:
-            if not error.retry or attempt == config.max_retries:
+            return write_bytes(path, await _get(client, url, config))
+        except Lost as error:
+            if not error.may_pass or attempt == config.max_retries:
                 raise
         await asyncio.sleep(config.backoff_s * 2**attempt * random.random())
 
@@ -112,24 +100,22 @@ async def _get(client: httpx.AsyncClient, url: str, config: DownloadConfig) -> b
         if (httpx.URL(url).port or 0) > 65535:
             raise httpx.InvalidURL("no such port")
         async with asyncio.timeout(config.timeout_s), client.stream("GET", url) as answer:
-            if answer.status_code in TRANSIENT:
-                raise _DownloadFailed(f"HTTP {answer.status_code}", retry=True)
             if answer.status_code != 200:
-                raise _DownloadFailed(f"HTTP {answer.status_code}")
+                raise Lost(f"HTTP {answer.status_code}", may_pass=answer.status_code in TRANSIENT)
             if answer.headers.get("content-type", "").startswith("text/"):
-                raise _DownloadFailed("a text, not a picture")
+                raise Lost("a text, not a picture")
             data = bytearray()
             async for piece in answer.aiter_bytes():
                 data += piece
                 if len(data) > config.max_bytes:
-                    raise _DownloadFailed(f"over {config.max_bytes:,} bytes")
+                    raise Lost(f"over {config.max_bytes:,} bytes")
             return bytes(data)
     except (TimeoutError, httpx.TimeoutException):
-        raise _DownloadFailed("no answer in time", retry=True) from None
+        raise Lost("no answer in time", may_pass=True) from None
     except httpx.TransportError:
-        raise _DownloadFailed("no connection", retry=True) from None
+        raise Lost("no connection", may_pass=True) from None
     except (httpx.HTTPError, httpx.InvalidURL, UnicodeError):  # the last from host names
-        raise _DownloadFailed("not a working address") from None
+        raise Lost("not a working address") from None
 
 
 @dataclass
@@ -161,9 +147,9 @@ def resolve(
     rows: list[dict[str, Any]],
     folder: Path,
     config: DownloadConfig,
+    reached: Reached | None,
     *,
-    reached: Reached | None = None,
-    progress: bool = False,
+    progress: bool,
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """Download the pictures of rows of `data_prep.rmir.pictures.library.Library.rows` that are at addresses.
 

@@ -1,9 +1,9 @@
-"""Encoders of pictures and texts into unit vectors."""
+"""Encoders of pictures and texts into unit vectors, and indices of pictures, by what they show or by their captions."""
 
 import hashlib
 import re
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -18,9 +18,6 @@ from rge.common.schema import ImageRef, Item
 
 if TYPE_CHECKING:
     from rge.embedder import Embedder  # imports torch
-
-HASHED_AT_ONCE = 4096
-"""Texts hashed at once; limits the memory for their float64 vectors."""
 
 
 class TextEncoder(Protocol):
@@ -54,14 +51,12 @@ class HashingEncoder:
     def texts(self, texts: Sequence[str], *, query: bool = False) -> np.ndarray:
         """(N, 1024) float32, unit norm."""
         found = np.empty((len(texts), self.width), np.float32)
-        for start in range(0, len(texts), HASHED_AT_ONCE):
-            batch = texts[start : start + HASHED_AT_ONCE]
-            vectors = np.zeros((len(batch), self.width))
-            for row, text in enumerate(batch):
-                for feature, weight in _features(text):
-                    place, sign = _hashed(feature)
-                    vectors[row, place % self.width] += sign * weight
-            found[start : start + len(batch)] = unit(vectors)
+        for row, text in enumerate(texts):
+            vector = np.zeros((1, self.width))
+            for feature, weight in _features(text):
+                place, sign = _hashed(feature)
+                vector[0, place % self.width] += sign * weight
+            found[row] = unit(vector)
         return found
 
 
@@ -143,26 +138,18 @@ class CheckpointEncoder:
         ).embeddings
 
 
-def image_encoder(config: EncoderConfig) -> ImageEncoder:
-    """Build an encoder of pictures; `UserError` if it cannot be loaded."""
+def load_encoder(config: EncoderConfig) -> Any:
+    """Build an encoder: an `ImageEncoder` of the kinds for pictures, a `TextEncoder` of the others; `UserError` if it cannot be loaded."""
     if config.kind == "pixels":
         return PixelEncoder()
-    if config.kind == "checkpoint":
-        return CheckpointEncoder(str(config.path), config.batch_size)
-    from data_prep.rmir.pictures.hub_encoders import SiglipEncoder
-
-    return SiglipEncoder(config.path or "", config.batch_size)
-
-
-def text_encoder(config: EncoderConfig) -> TextEncoder:
-    """Build an encoder of captions; `UserError` if it cannot be loaded."""
     if config.kind == "hashing":
         return HashingEncoder()
     if config.kind == "checkpoint":
         return CheckpointEncoder(str(config.path), config.batch_size)
-    from data_prep.rmir.pictures.hub_encoders import HubTextEncoder
+    from data_prep.rmir.pictures.hub_encoders import HubTextEncoder, SiglipEncoder
 
-    return HubTextEncoder(config.path or "", config.batch_size)
+    kind = SiglipEncoder if config.kind == "siglip" else HubTextEncoder
+    return kind(str(config.path), config.batch_size)
 
 
 def identity(config: EncoderConfig) -> dict[str, Any]:
@@ -189,3 +176,46 @@ def content_hash(folder: Path) -> str:
             with path.open("rb") as content:
                 digest.update(hashlib.file_digest(content, "sha256").digest())
     return digest.hexdigest()
+
+
+@dataclass
+class Index:
+    """Pictures that can be searched with texts."""
+
+    ids: list[str]
+    vectors_ND: np.ndarray  # of the pictures or their captions
+    encoder: TextEncoder
+
+    def texts(self, texts: Sequence[str]) -> np.ndarray:
+        """(Q, D) float32: embeds texts to search with."""
+        return self.encoder.texts(texts, query=True)
+
+    def among(self, names: Iterable[str]) -> "Index":
+        """The index of those of the named pictures that it has, in their order."""
+        place_of = {name: place for place, name in enumerate(self.ids)}
+        ids = [name for name in names if name in place_of]
+        return replace(self, ids=ids, vectors_ND=self.vectors_ND[[place_of[name] for name in ids]])
+
+
+def image_index(config: EncoderConfig, images: Sequence[dict[str, Any]], vectors_ND: np.ndarray) -> Index:
+    """Index of pictures (``id``, ``caption``) with their vectors, which are not copied: at the paper's size they take 2.3 GB."""
+    encoder = load_encoder(config)
+    if isinstance(encoder, PixelEncoder):
+        encoder.bridge([image["caption"] for image in images], vectors_ND)
+    return Index([image["id"] for image in images], vectors_ND, encoder)
+
+
+def caption_index(
+    config: EncoderConfig, images: Sequence[dict[str, Any]], vectors_ND: np.ndarray | None = None
+) -> Index:
+    """Index of the pictures that have a caption, with its vectors; None computes these."""
+    captions = {image["id"]: image["caption"] for image in images if image["caption"]}
+    encoder = load_encoder(config)
+    if vectors_ND is None:
+        vectors_ND = embed_captions(encoder, list(captions.values()))
+    return Index(list(captions), vectors_ND, encoder)
+
+
+def embed_captions(encoder: TextEncoder, captions: list[str]) -> np.ndarray:
+    """(N, D) float32; (0, 1) without captions."""
+    return encoder.texts(captions, query=False) if captions else np.empty((0, 1), np.float32)

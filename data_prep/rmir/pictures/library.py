@@ -2,13 +2,13 @@
 
 import hashlib
 import os
-import sys
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import fsspec
@@ -44,12 +44,8 @@ class Library:
     """
 
     def __init__(self, config: LibraryConfig):
-        if not config.path:
-            raise UserError(
-                "library.path is missing: give a folder, a table, Parquet files or tars, by path or address"
-            )
         try:
-            self.config, self.files = config, tables.find(config.path)
+            self.config, self.files = config, tables.find(str(config.path))
         except TableError as error:
             raise UserError(f"library.path {error}") from None
 
@@ -67,10 +63,11 @@ class Library:
             UserError: missing columns or values, an unreadable file, or an empty library.
         """
         config, is_empty = self.config, not first
-        # Includes the columns that only the export reads: a misspelt one must be reported before any cost arises.
-        named = {} if first else self._named("caption_column", *ORIGINS.values())
-        columns = [name for name in (config.id_column, config.caption_column, *named.values()) if name]
-        for row in self._with_columns(self._listed(columns, first=first, pictures=pictures), named):
+        # Those that only the export reads, too: a misspelt one must be reported before any cost arises.
+        named = ("caption_column", *ORIGINS.values())
+        columns = [getattr(config, setting) for setting in ("id_column", *named)]
+        rows = self._listed([*filter(None, columns)], first=first, pictures=pictures)
+        for row in self._with_columns(rows, *(() if first else named)):
             is_empty = False
             ref, data = self._picture(row)
             yield {
@@ -120,14 +117,11 @@ class Library:
             where = "; see library.image_column" if "no column" in str(error) else ""
             raise UserError(f"library.path: {error}{where}") from None
 
-    def _named(self, *settings: str) -> dict[str, str]:
-        """Setting -> column of the settings that the user changed; columns of the defaults may be missing."""
+    def _with_columns(self, rows: Iterable[tables.Row], *settings: str) -> Iterator[tables.Row]:
+        """Pass the rows on; raises if none of them has a column that the user named in a setting, instead of the usual name."""
         usual = LibraryConfig()
-        given = {setting: getattr(self.config, setting) for setting in settings}
-        return {key: name for key, name in given.items() if name not in (None, getattr(usual, key))}
-
-    def _with_columns(self, rows: Iterable[tables.Row], named: dict[str, str]) -> Iterator[tables.Row]:
-        """Pass the rows on, checking that each column in `named` exists in some row."""
+        given = {key: getattr(self.config, key) for key in settings}
+        named = {key: name for key, name in given.items() if name not in (None, getattr(usual, key))}
         # In JSON lines and tars the rows may have different keys.
         all_alike = self.files.kind == "parquet" or all(
             path.lower().endswith((".csv", ".tsv")) for path in self.files.paths
@@ -173,7 +167,7 @@ class Library:
         rows = self._listed([*column_of.values(), *filter(None, [config.id_column])], pictures=False)
         return {
             name: {key: str(row.cells[column]) for key, column in column_of.items() if row.cells.get(column)}
-            for row in self._with_columns(rows, self._named(*ORIGINS.values()))
+            for row in self._with_columns(rows, *ORIGINS.values())
             if (name := self._name(row)) in wanted
         }
 
@@ -226,17 +220,10 @@ def fetched(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         except Exception as error:  # noqa: BLE001 - each store raises its own errors
             return {**row, UNREAD: type(error).__name__}
 
-    waiting: deque[Future] = deque()
+    left = iter(rows)
     with ThreadPoolExecutor(FETCHED_AT_ONCE) as pool:
-        try:
-            for row in rows:
-                waiting.append(pool.submit(read, row))
-                if len(waiting) > FETCHED_AT_ONCE:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+        while some := list(islice(left, FETCHED_AT_ONCE)):
+            yield from pool.map(read, some)
 
 
 def inspect(rows: list[dict[str, Any]], config: LibraryConfig) -> list[dict[str, Any]]:
@@ -290,10 +277,10 @@ def load_filter(name: str) -> Callable[[Image.Image], str | None]:
     if not mark:
         raise UserError(f"library.filters must be module:function; got {name!r}")
     load_plugins([module])  # also finds modules in the current folder
-    found = getattr(sys.modules[module], function, None)
-    if not callable(found):
-        raise UserError(f"library.filters must be module:function; {module} has no function {function!r}")
-    return found
+    try:
+        return resolve_name(name)
+    except AttributeError:
+        raise UserError(f"library.filters: {module} has no function {function!r}") from None
 
 
 def unwanted(image: Image.Image, filters: Sequence[str]) -> str | None:

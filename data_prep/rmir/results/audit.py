@@ -16,7 +16,7 @@ import numpy as np
 from data_prep.rmir import arithmetic as maths
 from data_prep.rmir import decisions, frames
 from data_prep.rmir.decisions import candidates_by_query
-from data_prep.rmir.pictures.indices import Index, caption_index, image_index
+from data_prep.rmir.pictures.encoders import Index, caption_index, image_index
 from data_prep.rmir.pictures.near_duplicates import num_repeats
 from data_prep.rmir.results.agreement import defined, panel_statistics
 from data_prep.rmir.run import Row, Run

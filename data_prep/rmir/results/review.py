@@ -1,5 +1,7 @@
-"""Human review of a sample of the panel's decisions: the page and its verdicts.
+"""Human review of a sample of the panel's decisions: the page, its verdicts, and their application.
 
+    rge data review run=DIR out=PAGE.html
+    rge data review run=DIR apply=FILE.json[,FILE.json]
     rge data agreement run=DIR verdicts=FILE.json[,FILE.json]
 
 As in the RMIR paper (appendix B.1: 200 triplets, 81 % agreement), half of the sample was accepted by the panel and half
@@ -14,6 +16,7 @@ import shlex
 import sys
 from codecs import BOM_UTF8
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -24,18 +27,46 @@ from pydantic import BaseModel, Field, ValidationError
 
 from data_prep.rmir import arithmetic as maths
 from data_prep.rmir import frames
-from data_prep.rmir.decisions import AGREEMENT, triplet_name, write_about_panel
-from data_prep.rmir.results import card
+from data_prep.rmir.config import RmirConfig, load_config
+from data_prep.rmir.decisions import AGREEMENT, REVIEWED, triplet_name, write_about_panel
+from data_prep.rmir.main import SETTINGS, run_stages
+from data_prep.rmir.results import card, report
 from data_prep.rmir.results.agreement import defined, fleiss_kappa
+from data_prep.rmir.run import Row, Run
 from rge.calls.pictures import data_url
 from rge.calls.request import Picture
 from rge.common.errors import UserError
-from rge.common.options import parse_options
+from rge.common.files import write_text
+from rge.common.options import AtLeastOne, parse_options
 from rge.stats.intervals import cluster_bootstrap, figures, in_words, index_of
 
-ACCEPT, REJECT, UNSURE = "accept", "reject", "unsure"
-VERDICTS = (ACCEPT, REJECT, UNSURE)
+ACCEPT, REJECT, UNSURE = VERDICTS = "accept", "reject", "unsure"
+STATES = {ACCEPT: maths.KEPT, REJECT: maths.REJECTED}
+"""State that each verdict gives a triplet."""
 PAPER = "the RMIR paper: 81 % of 200"
+SIDE_PX = 800
+"""Maximum side of the pictures embedded in the page: 200 triplets of photos take about 40 MB."""
+
+
+@dataclass
+class ReviewOptions:
+    """Write a page on which people review a sample of a run's triplets; or apply their verdicts."""
+
+    run: Path
+    """Folder of a finished run."""
+    out: Path | None = None
+    """The HTML file to write."""
+    sample: Annotated[int, Field(ge=2)] = 200
+    """Triplets on the page: half accepted by the panel and half rejected, if there are enough."""
+    split: Literal["test", "train", "all"] = "test"
+    """Split whose queries they are drawn from."""
+    seed: int = 0
+    """Seed of the sample."""
+    apply: tuple[Path, ...] = ()
+    """Files saved by the page, one per person, instead of out=: if these people agree against the panel, an answer is
+    removed from the data set or added to it. Changes by an earlier apply= that these files do not support are undone."""
+    agree: AtLeastOne = 2
+    """Number of people who must give the same verdict on a triplet, with none disagreeing, for apply= to act on it."""
 
 
 @dataclass
@@ -48,7 +79,58 @@ class AgreementOptions:
     """Files saved by the page, one per person."""
 
 
-def draw(run: Path, size: int, split: str, seed: int) -> list[dict[str, Any]]:
+def review(words: Sequence[str]) -> None:
+    """Write the page, or apply verdicts."""
+    options = parse_options(ReviewOptions, words, "rge data review")
+    if (options.out is None) == (not options.apply):
+        raise UserError("give either out=FILE.html to write a page, or apply=FILES to apply verdicts")
+    if options.out is None:
+        apply(options.run, options.apply, options.agree)
+        return
+    chosen = draw(options.run, options.sample, options.split, options.seed)
+    write_text(options.out, page(options.run, chosen))
+    kept = sum(row["state"] == maths.KEPT for row in chosen)
+    print(
+        f"{options.out}: {len(chosen)} triplets, {kept} accepted and {len(chosen) - kept} rejected by the panel"
+    )
+
+
+def apply(out: Path, files: Sequence[Path], agree: int) -> None:
+    """Write ``reviewed.json`` and redo pool, sets, audit, report and card; makes no model calls."""
+    if len(files) < agree:
+        raise UserError(
+            f"apply= has the verdicts of {len(files)} people, but agree={agree} people must give the same verdict"
+        )
+    with closing(Run(_settings(out))) as run:
+        if run.done("keep") is None:
+            raise UserError(
+                f"the panel's decisions in {out} are not finished: run the command that made it again"
+            )
+        people = read_verdicts(out, files)
+        found = settle(out, people, agree)
+        write_about_panel(out / REVIEWED, found)
+        agreement_of(out, people)
+        run_stages(run, ("pool", "split", "audit"))
+        report.write(run)
+    print(
+        f"{agree} or more of {len(people)} people agreed on {found['settled']} of {found['checked']} triplets: "
+        f"{found['removed']} answers removed, {found['added']} added; {found['open']} left as the panel decided\n"
+        f"{out / 'dataset'}"
+    )
+
+
+def _settings(out: Path) -> RmirConfig:
+    """The settings of the last command that ran in a folder."""
+    path = out / SETTINGS
+    try:
+        if not path.is_file():
+            raise UserError(f"{path} does not exist")
+        return load_config([f"config={path}", f"out={out}"])
+    except UserError as error:  # perhaps of an earlier version, with other keys
+        raise UserError(f"{error}: run the command that made {out} again (it makes no new calls)") from None
+
+
+def draw(run: Path, size: int, split: str, seed: int) -> list[Row]:
     """Draw triplets in random order: half accepted and half rejected, if there are enough.
 
     Returns:
@@ -57,17 +139,19 @@ def draw(run: Path, size: int, split: str, seed: int) -> list[dict[str, Any]]:
     Raises:
         UserError: the run is not finished, or has no decided triplet in the split.
     """
-    queries = frames.by("query_id", frames.stage_rows(run, "generate", "queries"))
-    splits = frames.by("query_id", frames.stage_rows(run, "split", "splits"))
-    doubted = frames.by("id", frames.stage_rows(run, "keep", "doubted"))
+    queries = frames.stage_rows_by("query_id", run, "generate", "queries")
+    splits = frames.stage_rows_by("query_id", run, "split", "splits")
+    doubted = frames.stage_rows_by("id", run, "keep", "doubted")
     parts = ("test", "train") if split == "all" else (split,)
     decided = [
         row
         for row in frames.stage_rows(run, "keep", "decided")
-        if splits.get(row["query_id"], {}).get("split") in parts and row["candidate_id"] not in doubted
+        if row["query_id"] in splits
+        and splits[row["query_id"]]["split"] in parts
+        and row["candidate_id"] not in doubted
     ]
 
-    def in_state(state: str) -> list[dict[str, Any]]:
+    def in_state(state: str) -> list[Row]:
         return [queries[row["query_id"]] | row for row in decided if row["state"] == state]
 
     kept, rejected = in_state(maths.KEPT), in_state(maths.REJECTED)
@@ -80,12 +164,11 @@ def draw(run: Path, size: int, split: str, seed: int) -> list[dict[str, Any]]:
     return chosen
 
 
-def page(run: Path, chosen: Sequence[dict[str, Any]], side_px: int = 800) -> str:
+def page(run: Path, chosen: Sequence[Row]) -> str:
     """The review page for triplets of `draw`: one self-contained HTML file with embedded pictures."""
-    images = frames.by("id", frames.stage_rows(run, "seed", "images"))
+    images = frames.stage_rows_by("id", run, "seed", "images")
     shown = dict.fromkeys(name for row in chosen for name in (row["image_id"], row["candidate_id"]))
     names = {name: str(number) for number, name in enumerate(shown)}
-    pictures = {name: Picture(images[name]["ref"], images[name]["sha256"], side_px) for name in names}
     items = [
         {
             "key": triplet_name(row),
@@ -96,13 +179,13 @@ def page(run: Path, chosen: Sequence[dict[str, Any]], side_px: int = 800) -> str
         }
         for row in chosen
     ]
-    sample = hashlib.sha256(
-        json.dumps([(item["key"], item["shown"]) for item in items]).encode()
-    ).hexdigest()[:16]
     data = {
-        "sample": sample,
+        "sample": _hash([(item["key"], item["shown"]) for item in items]),
         "items": items,
-        "pictures": {number: data_url(pictures[name]) for name, number in names.items()},
+        "pictures": {
+            number: data_url(Picture(images[name]["ref"], images[name]["sha256"], SIDE_PX))
+            for name, number in names.items()
+        },
     }
     # Escaping every "<" keeps texts from closing the script element or opening a comment in it. json.dumps also escapes
     # lone surrogates.
@@ -113,11 +196,7 @@ def page(run: Path, chosen: Sequence[dict[str, Any]], side_px: int = 800) -> str
     # A path may contain bytes that are not valid UTF-8.
     title, quoted = (part.encode("utf-8", "replace").decode() for part in (run.name, shlex.quote(str(run))))
     return card.template("review.html").render(
-        title=title,
-        run=quoted,
-        data=text,
-        script=script,
-        script_hash=f"sha256-{digest}",
+        title=title, run=quoted, data=text, script=script, script_hash=f"sha256-{digest}"
     )
 
 
@@ -156,35 +235,8 @@ def agreement_of(run: Path, people: "Mapping[str, Said]") -> str:
 
 Said = dict[str, dict[str, str]]
 """A person's ``verdict`` (or "") and ``comment`` on each triplet."""
-STATES = {ACCEPT: maths.KEPT, REJECT: maths.REJECTED}
-"""State that each verdict gives a triplet."""
-
-
-@dataclass(frozen=True)
-class _Vote:
-    """A person's verdict and the panel's decision."""
-
-    by: str
-    query: str
-    category: str
-    kept: bool  # by the panel
-    accepted: bool | None  # by the person; None: unsure
-
-    def groups(self) -> tuple[str, ...]:
-        """Rows of the report that it counts towards."""
-        return "all", f"by {self.by}", "panel accepted" if self.kept else "panel rejected", self.category
-
-
-def _votes(run: Path, people: Mapping[str, Said]) -> list[_Vote]:
-    queries = frames.by("query_id", frames.stage_rows(run, "generate", "queries"))
-    decided, found = _decided(run), []
-    verdicts = [(name, key, row["verdict"]) for name, said in people.items() for key, row in said.items()]
-    for name, key, verdict in verdicts:
-        if verdict:
-            query, kept = queries[decided[key]["query_id"]], decided[key]["state"] == maths.KEPT
-            accepted = None if verdict == UNSURE else verdict == ACCEPT
-            found.append(_Vote(name, query["query_id"], query["category"], kept, accepted))
-    return found
+Vote = tuple[str, bool | None, bool]
+"""Query, whether the person accepts the answer (None: unsure), and whether the panel does."""
 
 
 def compare(run: Path, people: Mapping[str, Said]) -> dict[str, Any]:
@@ -197,29 +249,30 @@ def compare(run: Path, people: Mapping[str, Said]) -> dict[str, Any]:
         person, by the panel's decision and by category; ``kappa`` of verdicts and decisions; ``between``: agreement of
         each pair of people on what both judged, with unsure as a verdict; ``comments``.
     """
-    votes = _votes(run, people)
-    groups: dict[str, list[_Vote]] = {"all": []}
-    for vote in votes:
-        for group in vote.groups():
-            groups.setdefault(group, []).append(vote)
-    if len(people) == 1:
-        groups.pop(f"by {next(iter(people))}", None)
-    sure = [(vote.accepted, vote.kept) for vote in votes if vote.accepted is not None]
-    comments = [
-        {"by": name, "key": key, **row}
-        for name, said in people.items()
-        for key, row in said.items()
-        if row["comment"]
-    ]
-    rows = {group: _row(found) for group, found in groups.items()}
+    queries, decided = frames.stage_rows_by("query_id", run, "generate", "queries"), _decided(run)
+    groups: dict[str, list[Vote]] = {"all": []}
+    comments = []
+    for name, said in people.items():
+        for key, row in said.items():
+            if row["comment"]:
+                comments.append({"by": name, "key": key, **row})
+            if not row["verdict"]:
+                continue
+            query, kept = queries[decided[key]["query_id"]], decided[key]["state"] == maths.KEPT
+            accepted = None if row["verdict"] == UNSURE else row["verdict"] == ACCEPT
+            by = [f"by {name}"] if len(people) > 1 else []
+            for group in ("all", *by, f"panel {'accepted' if kept else 'rejected'}", query["category"]):
+                groups.setdefault(group, []).append((query["query_id"], accepted, kept))
+    sure = [(accepted, kept) for _, accepted, kept in groups["all"] if accepted is not None]
+    rows = {group: _row(votes) for group, votes in groups.items()}
     kappa = _kappa(sure, (True, False))
     return defined({"rows": rows, "kappa": kappa, "between": _between(people), "comments": comments})
 
 
-def _row(votes: Sequence[_Vote]) -> dict[str, Any]:
+def _row(votes: Sequence[Vote]) -> dict[str, Any]:
     """Figures of one row of the report."""
-    sure = [vote for vote in votes if vote.accepted is not None]
-    hits, queries = [vote.accepted == vote.kept for vote in sure], [vote.query for vote in sure]
+    sure = [vote for vote in votes if vote[1] is not None]
+    hits, queries = [accepted == kept for _, accepted, kept in sure], [query for query, _, _ in sure]
     share: dict[str, float | None] = {"value": None, "low": None, "high": None}
     if sure:
         [share] = figures(cluster_bootstrap(np.array(hits, float)[:, None], index_of(queries)), (0.0, 1.0))
@@ -251,14 +304,13 @@ def settle(run: Path, people: Mapping[str, Said], agree: int) -> dict[str, Any]:
         ``states`` of the overruled triplets, and numbers of checked, settled, removed, added and open ones.
     """
     decided = _decided(run)
-    sure: dict[str, list[str]] = {}
+    votes: dict[str, list[str]] = {}
     for said in people.values():
         for name, row in said.items():
-            states = sure.setdefault(name, [])
             if row["verdict"] in STATES:
-                states.append(STATES[row["verdict"]])
-    checked = sum(map(bool, sure.values()))
-    agreed = {name: found[0] for name, found in sure.items() if len(found) >= agree and len({*found}) == 1}
+                votes.setdefault(name, []).append(STATES[row["verdict"]])
+    checked = len(votes)
+    agreed = {name: found[0] for name, found in votes.items() if len(found) >= agree and len({*found}) == 1}
     states_of = {name: state for name, state in agreed.items() if decided[name]["state"] != state}
     settled, removed = len(agreed), [*states_of.values()].count(maths.REJECTED)
     return {
@@ -275,19 +327,16 @@ def read_verdicts(run: Path, files: Sequence[Path]) -> dict[str, Said]:
     Raises:
         UserError: a file holds no verdicts, or only such; or two files have the same name.
     """
-    images = frames.by("id", frames.stage_rows(run, "seed", "images"))
-    queries = frames.by("query_id", frames.stage_rows(run, "generate", "queries"))
-    known = {}
-    for key, row in _decided(run).items():
-        query = queries.get(
-            row["query_id"]
-        )  # None, like pictures that are missing: an earlier stage may be being redone
-        if (
-            row["state"] in STATES.values()
-            and query
-            and {query["image_id"], row["candidate_id"]} <= images.keys()
-        ):
-            known[key] = shown_hash(query | row, images)
+    images = frames.stage_rows_by("id", run, "seed", "images")
+    queries = frames.stage_rows_by("query_id", run, "generate", "queries")
+    known = {
+        key: shown_hash(query | row, images)
+        for key, row in _decided(run).items()
+        if row["state"] in STATES.values()
+        # Missing, like pictures, while an earlier stage is being redone.
+        and (query := queries.get(row["query_id"]))
+        and {query["image_id"], row["candidate_id"]} <= images.keys()
+    }
     people: dict[str, Said] = {}
     for file in files:
         by, said = _verdicts(file, known)
@@ -339,12 +388,15 @@ def _verdicts(file: Path, known: dict[str, str]) -> tuple[str, Said]:
     return saved.by or file.stem, rows
 
 
-def shown_hash(row: Mapping[str, Any], images: Mapping[str, dict[str, Any]]) -> str:
+def shown_hash(row: Row, images: Mapping[str, Row]) -> str:
     """Hash of the question and the pictures of a triplet, whose name may come to stand for others when a stage is redone."""
-    shown = [images[row[key]]["sha256"] for key in ("image_id", "candidate_id")]
-    return hashlib.sha256(json.dumps([row["query"], *shown]).encode()).hexdigest()[:16]
+    return _hash([row["query"], *(images[row[key]]["sha256"] for key in ("image_id", "candidate_id"))])
 
 
-def _decided(run: Path) -> dict[str, dict[str, Any]]:
+def _hash(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+
+
+def _decided(run: Path) -> dict[str, Row]:
     """The panel's decisions, by `triplet_name`."""
     return {triplet_name(row): row for row in frames.stage_rows(run, "keep", "decided")}

@@ -12,7 +12,7 @@ from small_runs import config_of, one_family
 
 from data_prep.rationales.pairs import read_captions
 from data_prep.rmir import oracle, prompts
-from data_prep.rmir.config import JudgeSpec, OracleConfig, check
+from data_prep.rmir.config import JudgeSpec, check
 from data_prep.rmir.main import estimate, run_stages, status
 from data_prep.rmir.pictures.encoders import HashingEncoder
 from data_prep.rmir.results import audit, report
@@ -57,7 +57,7 @@ class Captions:
     """The oracle, which counts the captions that it is asked for and answers some of them otherwise; as a judge it likes all."""
 
     def __init__(self, otherwise=()):
-        self.oracle = oracle.Oracle(OracleConfig(transient=0, malformed=0, filter_errors=0, judge_errors=0))
+        self.oracle = oracle.Oracle(transient=0, malformed=0, filter_errors=0, judge_errors=0)
         self.otherwise, self.asked, self.texts = dict(enumerate(otherwise)), Counter(), set()
         self.other_of: dict[str, Answer] = {}
 
@@ -254,11 +254,3 @@ def test_captions_are_read():
         read("<caption>Abstain.</caption>")
     with pytest.raises(Refused):
         read("I'm sorry, I can't help with this picture.")
-
-
-def test_guesses_of_some_stages_leave_the_others(tmp_path):
-    config = few_judges(tmp_path / "out", library(tmp_path / "library.csv", 20))
-    config.expect.output_tokens = {"judge": 7}
-    rows = [line.strip("| ").replace(",", "").split(" | ") for line in estimate(config).splitlines()[2:]]
-    per_call = {row[0]: int(row[4]) / int(row[2]) for row in rows if row[1:2] in (["writer"], ["judge"])}
-    assert per_call == {"generate": 600, "filter": 200, "judge": 7}

@@ -19,7 +19,7 @@ from forked import Program
 from small_runs import config_of, one_family
 
 from data_prep.rmir import oracle
-from data_prep.rmir.config import JudgeSpec, OracleConfig
+from data_prep.rmir.config import JudgeSpec
 from data_prep.rmir.main import run_stages, status
 from data_prep.rmir.run import STAGES, Run
 from rge.calls.local_server import Answer, LocalServer
@@ -34,7 +34,7 @@ class World:
     """The oracle behind an endpoint that goes down with the call after `up` of them, answered ones and others alike."""
 
     def __init__(self):
-        self.answers = oracle.Oracle(OracleConfig(transient=0, malformed=0))
+        self.answers = oracle.Oracle(transient=0, malformed=0)
         self.up: int | None = None
         self.down = DOWN
         self.asked: Counter[str] = Counter()

@@ -32,7 +32,6 @@ from data_prep.rmir.config import (
     GenerateConfig,
     JudgeSpec,
     LibraryConfig,
-    OracleConfig,
     RetrieveConfig,
     RmirConfig,
     load_config,
@@ -211,11 +210,11 @@ def test_kmeans_finds_the_clusters():
     vectors = np.repeat(centres, 10, axis=0) + np.random.default_rng(0).normal(0, 0.01, (30, 8)).astype(
         np.float32
     )
-    found = seed_set.cluster(vectors, 3, 10, 0)
+    found = seed_set.cluster(vectors, 3, 0)
     assert [len(set(found[start : start + 10])) for start in (0, 10, 20)] == [1, 1, 1]
     assert len(set(found)) == 3
     with pytest.raises(UserError, match="seed.clusters=31 needs at least as many pictures; 30 are usable"):
-        seed_set.cluster(vectors, 31, 1, 0)
+        seed_set.cluster(vectors, 31, 0)
 
 
 # ------------------------------------------------------------------------------------------------------------- config
@@ -667,7 +666,7 @@ def test_stopped_by_the_budget_and_resumed_no_call_is_paid_twice(tmp_path, monke
     monkeypatch.setenv("A_KEY", "sk-very-secret-1")
     one_family(tmp_path / "library.csv")
     counted: Counter[str] = Counter()
-    answers = oracle.Oracle(OracleConfig(transient=0, malformed=0.01))
+    answers = oracle.Oracle(transient=0, malformed=0.01)
 
     async def count(path, body):
         answer = await answers(path, body)
@@ -761,7 +760,7 @@ def test_a_call_that_is_never_answered_stays_open_and_the_others_go_on_where_tha
 ):
     """A server that chokes on one input, every time: neither a verdict nor asked, in the fourth run as in the first."""
     one_family(tmp_path / "library.csv")
-    answers = oracle.Oracle(OracleConfig(transient=0, malformed=0))
+    answers = oracle.Oracle(transient=0, malformed=0)
     poison, asked = [], Counter()
 
     async def chokes(path, body):
@@ -838,7 +837,7 @@ class Counted:
     """
 
     def __init__(self):
-        self.answers = oracle.Oracle(OracleConfig(transient=0, malformed=0.01))
+        self.answers = oracle.Oracle(transient=0, malformed=0.01)
         self.asked: Counter[str] = Counter()
         self.hold_from: int | None = None
 
@@ -934,15 +933,6 @@ def test_the_dry_run_asks_nothing_and_multiplies(tmp_path):
     ]
     assert "0.00 of it" not in shown
     assert not (tmp_path / "out").exists()
-    # Other guesses: 3 queries an input, half of them valid.
-    other = small(tmp_path / "out", tmp_path / "all.csv", "http://127.0.0.1:9/v1")
-    other.expect.queries_per_input, other.expect.share_valid = 3.0, 0.5
-    calls = {
-        tuple(cells[:2]): cells[2]
-        for line in estimate(other).splitlines()
-        if len(cells := [cell.strip() for cell in line.strip("| ").split("|")]) == 6
-    }
-    assert (calls["filter", "large"], calls["judge", "large"]) == ("12", "54")
     # Four judges by two calls of three draws at most: half of the prompts, and as many answers.
     drawn = small(tmp_path / "out", tmp_path / "all.csv", "http://127.0.0.1:9/v1")
     drawn.models["judge"].draws_a_call = 3

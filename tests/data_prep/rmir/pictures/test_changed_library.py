@@ -12,7 +12,6 @@ from PIL import Image
 from small_runs import config_of, made, one_family
 
 from data_prep.rmir import oracle
-from data_prep.rmir.config import OracleConfig
 from data_prep.rmir.main import run_stages
 from data_prep.rmir.pictures.encoders import PixelEncoder
 from data_prep.rmir.pictures.near_duplicates import phash
@@ -279,7 +278,7 @@ def test_a_finished_run_is_extended_and_asks_only_about_what_is_new(tmp_path):
     lines = (tmp_path / "all.csv").read_text().splitlines()
     library = tmp_path / "library.csv"
     library.write_text("\n".join(lines[:1] + lines[1::2]) + "\n")
-    answers = oracle.Oracle(OracleConfig(transient=0, malformed=0))
+    answers = oracle.Oracle(transient=0, malformed=0)
     asked = []
 
     async def answer(path, body):

@@ -20,7 +20,7 @@ from data_prep.rmir import stages
 from data_prep.rmir.config import EncoderConfig, load_config
 from data_prep.rmir.frames import SCHEMAS, write_rows
 from data_prep.rmir.pictures import hub_encoders as hub
-from data_prep.rmir.pictures.encoders import image_encoder, text_encoder
+from data_prep.rmir.pictures.encoders import load_encoder
 from data_prep.rmir.run import Run
 from rge.checkpoints.export import export
 from rge.checkpoints.settings import read_settings
@@ -71,12 +71,12 @@ def siglip(tmp_path):
 
 
 def test_siglip(siglip, pictures):
-    encoder = image_encoder(EncoderConfig("siglip", siglip, batch_size=2))
+    encoder = load_encoder(EncoderConfig("siglip", siglip, batch_size=2))
     assert encoder.name == siglip
     found = encoder.pictures(pictures)
     check_unit(found, 3)
     check_unit(encoder.texts(TEXTS), 4)
-    single = image_encoder(EncoderConfig("siglip", siglip, batch_size=1))
+    single = load_encoder(EncoderConfig("siglip", siglip, batch_size=1))
     assert single.pictures(pictures) == pytest.approx(found, abs=1e-5), "the batch makes no difference"
     assert single.texts(TEXTS) == pytest.approx(encoder.texts(TEXTS), abs=1e-5)
     assert encoder.texts(["A RED apple"]) == pytest.approx(encoder.texts(["a red apple"])), (
@@ -94,7 +94,7 @@ def test_qwen3_embedding(tmp_path):
     model = Qwen3Model(config).eval()
     model.save_pretrained(tmp_path / "qwen")
     tokenizer().save_pretrained(tmp_path / "qwen")
-    encoder = text_encoder(EncoderConfig("text", str(tmp_path / "qwen"), batch_size=4))
+    encoder = load_encoder(EncoderConfig("text", str(tmp_path / "qwen"), batch_size=4))
     found = encoder.texts(TEXTS, query=False)
     check_unit(found, 4)
     ids = tokenizer()(TEXTS[1], return_tensors="pt").input_ids
@@ -112,27 +112,26 @@ def test_qwen3_embedding(tmp_path):
 
 
 def test_a_checkpoint_in_direct_mode(checkpoint, pictures):
-    encoder = image_encoder(EncoderConfig("checkpoint", checkpoint, batch_size=2))
+    encoder = load_encoder(EncoderConfig("checkpoint", checkpoint, batch_size=2))
     assert encoder.name.startswith("checkpoint ")
     assert encoder.name.endswith("in direct mode")
     found = encoder.pictures(pictures)
     check_unit(found, 3)
-    again = image_encoder(EncoderConfig("checkpoint", checkpoint, batch_size=64)).pictures(pictures[::-1])
+    again = load_encoder(EncoderConfig("checkpoint", checkpoint, batch_size=64)).pictures(pictures[::-1])
     assert again[::-1] == pytest.approx(found, abs=1e-5)
     texts = encoder.texts(TEXTS)
     check_unit(texts, 4)
     assert texts.shape[1] == found.shape[1]
-    captions = text_encoder(EncoderConfig("checkpoint", checkpoint))
+    captions = load_encoder(EncoderConfig("checkpoint", checkpoint))
     assert captions.texts(TEXTS, query=True) == pytest.approx(texts, abs=1e-5)
 
 
 def test_a_checkpoint_that_is_missing_is_an_error(tmp_path):
-    for build in (image_encoder, text_encoder):
-        with pytest.raises(UserError, match=f"{tmp_path} has no rge.json"):
-            build(EncoderConfig("checkpoint", str(tmp_path)))
-    for build, kind in ((image_encoder, "siglip"), (text_encoder, "text")):
+    with pytest.raises(UserError, match=f"{tmp_path} has no rge.json"):
+        load_encoder(EncoderConfig("checkpoint", str(tmp_path)))
+    for kind in ("siglip", "text"):
         with pytest.raises(UserError, match=f"encoder {tmp_path} cannot be loaded"):
-            build(EncoderConfig(kind, str(tmp_path)))
+            load_encoder(EncoderConfig(kind, str(tmp_path)))
 
 
 def library_run(tmp_path, pictures, *words: str) -> Run:

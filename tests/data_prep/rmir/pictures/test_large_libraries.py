@@ -19,7 +19,6 @@ from small_runs import config_of, one_family
 from data_prep.rmir import oracle
 from data_prep.rmir.config import (
     LibraryConfig,
-    OracleConfig,
 )
 from data_prep.rmir.main import run_stages
 from data_prep.rmir.pictures.encoders import PixelEncoder
@@ -38,7 +37,7 @@ from rge.tables.pictures import file_stamp
 def test_no_shard_waits_for_the_one_before(tmp_path):
     """The first question's answer comes only when every later shard is written."""
     one_family(tmp_path / "library.csv")
-    answers = oracle.Oracle(OracleConfig(transient=0, malformed=0))
+    answers = oracle.Oracle(transient=0, malformed=0)
     first: list[str] = []
     written_before: list[str] = []
     folder = tmp_path / "out" / "generate" / "queries"
@@ -476,7 +475,7 @@ def test_a_parquet_library_of_one_row_group_is_never_whole_in_memory(tmp_path):
 @pytest.mark.slow
 def test_candidates_are_searched_for_in_blocks_of_bounded_memory(tmp_path, monkeypatch):
     one_family(tmp_path / "library.csv")
-    with LocalServer(oracle.Oracle(OracleConfig(transient=0, malformed=0))) as server:
+    with LocalServer(oracle.Oracle(transient=0, malformed=0)) as server:
         run = Run(config_of(tmp_path / "out", tmp_path / "library.csv", server.url), progress=False)
         run_stages(run, STAGES[: STAGES.index("judge")])
     whole, sizes = run.rows("retrieve", "triplets"), []

@@ -11,8 +11,7 @@ from data_prep.__main__ import main
 from data_prep.rmir import arithmetic as maths
 from data_prep.rmir import decisions, frames, seed_set, stages
 from data_prep.rmir.config import IndexSpec, load_config
-from data_prep.rmir.pictures.encoders import HashingEncoder, PixelEncoder
-from data_prep.rmir.pictures.indices import Index
+from data_prep.rmir.pictures.encoders import HashingEncoder, Index, PixelEncoder
 from data_prep.rmir.pictures.library import look
 from data_prep.rmir.pictures.near_duplicates import near_duplicates, num_repeats, phash
 from data_prep.rmir.results import audit, review

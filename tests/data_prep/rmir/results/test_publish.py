@@ -11,7 +11,6 @@ from small_runs import NO, YES, config_of, made, one_family
 
 from data_prep.__main__ import main
 from data_prep.rmir import oracle, stages
-from data_prep.rmir.config import OracleConfig
 from data_prep.rmir.main import run_stages
 from data_prep.rmir.results import card, report
 from data_prep.rmir.run import STAGES, Run
@@ -148,7 +147,7 @@ def test_what_two_people_say_against_the_panel_is_done_and_can_be_taken_back(tmp
     """All stages on the oracle, which is gone by then: nothing is asked for a review."""
     one_family(tmp_path / "library.csv")
     out = tmp_path / "out"
-    with LocalServer(oracle.Oracle(OracleConfig(transient=0, malformed=0, bad_queries=0))) as server:
+    with LocalServer(oracle.Oracle(transient=0, malformed=0, bad_queries=0)) as server:
         config = config_of(out, tmp_path / "library.csv", server.url)
         config.generate.max_inputs = 12
         with closing(Run(config, progress=False)) as run:

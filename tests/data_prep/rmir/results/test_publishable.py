@@ -20,7 +20,6 @@ from data_prep.rmir import frames, oracle, prompts, stages
 from data_prep.rmir.config import (
     GenerateConfig,
     LibraryConfig,
-    OracleConfig,
     RmirConfig,
 )
 from data_prep.rmir.main import run_stages
@@ -97,7 +96,7 @@ def test_a_change_redoes_what_reads_it_and_nothing_else(tmp_path, setting, redon
 def test_unreadable_judgements_are_asked_for_again_and_the_pool_is_the_same(tmp_path):
     """Every tenth judgement comes without its tag the first time; nothing is lost by it."""
     one_family(tmp_path / "library.csv")
-    answers = oracle.Oracle(OracleConfig(transient=0, malformed=0, judge_errors=0))
+    answers = oracle.Oracle(transient=0, malformed=0, judge_errors=0)
     pools, met = [], []
     for odd in (False, True):
         seen = [0]
@@ -129,7 +128,7 @@ def test_unreadable_judgements_are_asked_for_again_and_the_pool_is_the_same(tmp_
 
 def test_a_stage_whose_calls_are_all_rejected_is_not_done_and_goes_on_after_the_mend(tmp_path):
     one_family(tmp_path / "library.csv")
-    answers = oracle.Oracle(OracleConfig(transient=0, malformed=0))
+    answers = oracle.Oracle(transient=0, malformed=0)
 
     async def picky(path, body):
         if "max_tokens" in body:
@@ -170,7 +169,7 @@ def test_pictures_that_are_all_rejected_leave_their_stage_open(tmp_path):
 @pytest.mark.slow
 def test_judges_that_a_policy_stops_abstain(tmp_path):
     one_family(tmp_path / "library.csv")
-    answers = oracle.Oracle(OracleConfig(transient=0, malformed=0))
+    answers = oracle.Oracle(transient=0, malformed=0)
 
     async def filtered(path, body):
         if body["messages"][-1]["content"][0]["text"].startswith(prompts.JUDGE_TASK):
@@ -321,7 +320,7 @@ def test_the_data_set_says_where_each_picture_is_from_and_nothing_of_its_camera(
         table = csv.DictWriter(out, [*rows[0]])
         table.writeheader()
         table.writerows(rows)
-    answers = oracle.Oracle(OracleConfig(transient=0, malformed=0, bad_queries=0))
+    answers = oracle.Oracle(transient=0, malformed=0, bad_queries=0)
     # The oracle knows pictures by their bytes: it is told those that are sent.
     for path, original in by_bytes.items():
         sent = without_metadata(Path(path).read_bytes())

@@ -62,7 +62,7 @@ def page(tmp_path):
     table("keep/decided.parquet", "decided", pairs)
     chosen = [pair | query for pair, query in zip(pairs, queries, strict=True)]
     path = tmp_path / "review.html"
-    text = review.page(run, chosen, 200)
+    text = review.page(run, chosen)
     path.write_text(
         text.replace("half a pair ?", r"half a pair \ud800"), encoding="utf-8"
     )  # no table could hold it

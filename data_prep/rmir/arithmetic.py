@@ -25,12 +25,7 @@ def tally(verdicts: Sequence[str], min_confidence: float = 1.0) -> Tally:
     Every judge counts, including those that abstain or give an unreadable answer: four trues and an abstention are a
     confidence of 0.8. If the panel abstains unanimously, or a verdict is missing, only the pair is left out and the image
     stays; the paper does not cover these cases.
-
-    Raises:
-        ValueError: no verdict, or an unknown one.
     """
-    if not verdicts or set(verdicts) - set(VERDICTS):
-        raise ValueError(f"verdicts must be one or more of {', '.join(VERDICTS)}; got {list(verdicts)}")
     votes = Counter(verdict if verdict in (TRUE, FALSE) else ABSTAIN for verdict in verdicts)
     (majority, most), *others = votes.most_common()
     if others and others[0][1] == most:
@@ -62,12 +57,7 @@ def tsr(negativeness_K: Sequence[float], k: int) -> float:
 
     Returns:
         Between 0 (all positive) and 1 (all negative).
-
-    Raises:
-        ValueError: more than `k` candidates.
     """
-    if len(negativeness_K) > k:
-        raise ValueError(f"at most {k} candidates, got {len(negativeness_K)}")
     padded = [*negativeness_K, *[1.0] * (k - len(negativeness_K))]
     total = tail = 0.0
     for length, value in enumerate(reversed(padded), start=1):

@@ -5,7 +5,7 @@ import os
 import shutil
 import sys
 from collections.abc import Collection, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from data_prep.rmir import frames
-from data_prep.rmir.config import LibraryConfig
 from data_prep.rmir.pictures.changes import Changes, LibraryState, compare, files_of
 from data_prep.rmir.pictures.download import OUTAGE_OF, Reached, resolve
 from data_prep.rmir.pictures.encoders import ImageEncoder, embed_captions, load_encoder
@@ -43,18 +42,16 @@ IMAGE_COLUMNS = ("id", "ref", "caption", "sha256", "width", "height", "phash")
 def seed(run: Run) -> dict[str, Any]:
     """Inspect and embed the library, cluster it, and sample pictures of each cluster."""
     config, folder = run.config, run.path("seed")
-    library = Library(config.library)
+    library, state = Library(config.library), LibraryState.read(folder)
     # Checked before anything is embedded; `cluster` checks again with the usable pictures.
     listed = sum(1 for _ in islice(library.rows(pictures=False), config.seed.clusters))
-    if listed < config.seed.clusters and not LibraryState.read(folder).extensions:
+    if listed < config.seed.clusters and not state.extensions:
         raise UserError(
             f"seed.clusters={config.seed.clusters} needs at least as many pictures; {config.library.path} lists {listed:,}. Set "
             f"seed.clusters={max(1, listed // 2)}, or add pictures"
         )
     encoder, captioner = load_encoder(config.image_encoder), load_encoder(config.caption_encoder)
-    tables, parts = scan_library(run, library, encoder)
-    table, state = pa.concat_tables(tables), LibraryState.read(folder)
-    del tables
+    table, parts = scan_library(run, library, encoder, state)
     images, kept_ND = _before(run, table, state)
     most_bits = config.library.near_duplicates
     unique, bad = usable(table, state, most_bits, [image["id"] for image in images])
@@ -68,7 +65,7 @@ def seed(run: Run) -> dict[str, Any]:
         # Repeats of pictures that are gone now count as pictures of their own.
         at_first, _ = usable(table, LibraryState(), most_bits)
         new = unique[(unique >= state.extensions[-1]["start"]) | ~np.isin(unique, at_first)]
-        new = new[~_is_in(table["id"].take(new), pa.array([image["id"] for image in images], pa.string()))]
+        new = new[~_is_in(table["id"].take(new), [image["id"] for image in images])]
         share_new = len(new) / max(1, (at_first < state.extensions[0]["start"]).sum())
     # Only good pictures have vectors, so a picture's row is the number of good pictures before it.
     vector_of = np.cumsum(pc.is_null(table["reason"]).to_numpy()) - 1
@@ -136,18 +133,16 @@ def _sampled(
     chosen = sample_clusters(cluster_N, config.per_cluster, config.seed)
     rows = new.take(chosen).select(IMAGE_COLUMNS).to_pylist()
     found = [{**row, "cluster": number} for row, number in zip(rows, cluster_N[chosen].tolist(), strict=True)]
-    if share_new is not None:  # in random order, since `drawn` takes the first ones
-        order = sorted(range(len(found)), key=lambda place: _hash(found[place]["id"]))
-        return [found[place] for place in order], vectors_ND[chosen][order]
-    return found, vectors_ND[chosen]
+    order = list(range(len(found)))
+    if share_new is not None:  # random, since `drawn` takes the first ones
+        order.sort(
+            key=lambda place: hashlib.blake2b(safe_id(found[place]["id"]).encode(), digest_size=8).digest()
+        )
+    return [found[place] for place in order], vectors_ND[chosen][order]
 
 
-def _is_in(values: pa.ChunkedArray, others: pa.ChunkedArray | pa.Array) -> np.ndarray:
-    return pc.is_in(values, value_set=others).to_numpy()
-
-
-def _hash(name: str) -> bytes:
-    return hashlib.blake2b(safe_id(name).encode(), digest_size=8).digest()
+def _is_in(values: pa.ChunkedArray, names: Collection[str]) -> np.ndarray:
+    return pc.is_in(values, value_set=pa.array(names, pa.string())).to_numpy()
 
 
 def _before(run: Run, table: pa.Table, state: LibraryState) -> tuple[Rows, np.ndarray]:
@@ -239,31 +234,24 @@ def _check_outside_library(run: Run) -> None:
     """Raise if the run's own pictures and tables would belong to the library: in the folder that it reads, or found by its pattern."""
     path = str(run.config.library.path)
     files = find(path)
-    if "file" in files.fs.protocol and any(mark in path for mark in "*?["):
-        pattern = path if files.is_local else files.fs._strip_protocol(path)
-        own = [run.path("seed", "images.parquet"), _part(run, 0)]
-        if found := next((file for file in own if would_find(pattern, file.resolve())), None):
+    if "file" not in files.fs.protocol or files.kind == "saved":
+        return
+    folder, pattern = Path(files.root).resolve(), path if files.is_local else files.fs._strip_protocol(path)
+    reads_folder = files.fs.isdir(path)
+    for file in (run.path("seed", "images.parquet").resolve(), _part(run, 0).resolve()):
+        within = file.relative_to(folder).parts if file.is_relative_to(folder) else (".",)
+        is_in_folder = not any(part.startswith(".") for part in within)
+        if is_in_folder if reads_folder else would_find(pattern, file):
             raise UserError(
-                f"out={run.out}: the run's own files, such as {found}, would be taken for the library's (library.path={path}): "
+                f"out={run.out}: the run's own files, such as {file}, would be taken for the library's (library.path={path}): "
                 "choose another out="
             )
-    out, folder = run.out.resolve(), Path(files.root).resolve()
-    reads_folder = "file" in files.fs.protocol and files.fs.isdir(path) and files.kind != "saved"
-    if not (reads_folder and out.is_relative_to(folder)):
-        return
-    if not any(part.startswith(".") for part in out.relative_to(folder).parts):
-        raise UserError(
-            f"out={run.out} is in the folder library.path={path}, so that the run's own files would be taken for the library's: "
-            "choose another out="
-        )
 
 
 def _carry_over(folder: Path, state: LibraryState, found: Changes, table: pa.Table, finished: bool) -> None:
     """Record the changes; back up the choice of a finished seed stage and mark the stage as not done."""
     left = {*found.removed, *found.changed}
-    state.gone = sorted(
-        {*state.gone, *np.flatnonzero(_is_in(table["id"], pa.array(left, pa.string()))).tolist()}
-    )
+    state.gone = sorted({*state.gone, *np.flatnonzero(_is_in(table["id"], left)).tolist()})
     state.captions = {
         name: text for name, text in state.captions.items() if name not in left
     } | found.captions
@@ -295,54 +283,45 @@ def _vectors(run: Run, number: int) -> Path:
 
 
 def scan_library(
-    run: Run, library: Library, encoder: ImageEncoder
-) -> tuple[list[pa.Table], list[np.ndarray]]:
+    run: Run, library: Library, encoder: ImageEncoder, state: LibraryState
+) -> tuple[pa.Table, list[np.ndarray]]:
     """Inspect and embed the library block by block; while one is embedded, the next is fetched and decoded.
 
     Returns:
-        For each part the table ``inspected``, and the memory-mapped vectors of its good pictures.
+        The table ``inspected``, and for each part the memory-mapped vectors of its good pictures.
 
     Raises:
         UserError: the library, or every picture of its first ones, cannot be read; or an id occurs twice.
     """
-    config, state = run.config.library, LibraryState.read(run.path("seed"))
-    seen: set[bytes] = set()
-    tables: list[pa.Table] = []
-    for table in _parts(run):
-        _add_ids(seen, table, sum(map(len, tables)), state, config)
-        tables.append(table)
+    config, tables = run.config.library, _parts(run)
     if not tables:
-        LibraryState(files=files_of(library)).write(run.path("seed"))
+        state.files = files_of(library)
+        state.write(run.path("seed"))
     # A sixth each: two blocks are in memory at once, and decoding needs more.
     most_bytes = max(1, int(config.memory_mb * 2**20 / 6))
-    left = _unread(library, state, sum(map(len, tables)), frozenset(seen))
-    todo = blocks(fetched(left), config.shard_size, most_bytes)
+    todo = blocks(fetched(_unread(library, state, tables)), config.shard_size, most_bytes)
     proceed = run.config.on_unanswered == "proceed"
     reached = None if proceed else Reached(min(OUTAGE_OF, config.shard_size))
+    inspected = (
+        _inspect_block(run, rows, number, reached) for number, rows in enumerate(todo, start=len(tables))
+    )
     with ThreadPoolExecutor(1) as beside:
-
-        def prepare(number: int) -> Future[list[ImageRef] | None]:
-            return beside.submit(
-                lambda: _inspect_block(run, rows, number, reached) if (rows := next(todo, None)) else None
-            )
-
-        waiting = prepare(len(tables))
+        waiting = beside.submit(next, inspected, None)
         while (refs := waiting.result()) is not None:
+            waiting = beside.submit(next, inspected, None)
             number = len(tables)
-            waiting = prepare(number + 1)
-            vectors_ND = encoder.pictures(refs) if refs else np.empty((0, 0), np.float32)
-            save_vectors(_vectors(run, number), vectors_ND)
+            save_vectors(
+                _vectors(run, number), encoder.pictures(refs) if refs else np.empty((0, 0), np.float32)
+            )
             tables.append(frames.read_table(_part(run, number)))
-            _add_ids(seen, tables[-1], sum(map(len, tables[:-1])), state, config)
     good = [number for number, table in enumerate(tables) if table["reason"].null_count]
-    return tables, [np.load(_vectors(run, number), mmap_mode="r") for number in good]
+    return pa.concat_tables(tables), [np.load(_vectors(run, number), mmap_mode="r") for number in good]
 
 
 def _inspect_block(run: Run, rows: Rows, number: int, reached: Reached | None) -> list[ImageRef]:
     """Write the table ``inspected`` of a block; returns the pictures to embed."""
-    config = run.config
-    there, failed = resolve(rows, run.out / "downloads", config.download, reached, progress=run.progress)
-    found = inspect(there, config.library)
+    there, failed = resolve(rows, run.out / "downloads", run.config.download, reached, progress=run.progress)
+    found = inspect(there, run.config.library)
     for row, about in zip(rows, found, strict=True):
         about["reason"] = failed.get(row["id"]) or about["reason"]
     frames.write_rows(_part(run, number), found)
@@ -351,27 +330,34 @@ def _inspect_block(run: Run, rows: Rows, number: int, reached: Reached | None) -
     ]
 
 
-def _add_ids(
-    seen: set[bytes], table: pa.Table, start: int, state: LibraryState, config: LibraryConfig
-) -> None:
-    """Add the ids of a part, whose rows begin at `start`, without those that are gone; raises if one occurs twice."""
-    gone = set(state.gone)
-    for row, name in enumerate(table["id"].to_pylist(), start):
-        if row in gone:
-            continue
-        if _hash(name) in seen:
+def _unread(library: Library, state: LibraryState, tables: list[pa.Table]) -> Iterator[dict[str, Any]]:
+    """Rows of a library not read yet: those after the ones in `tables`, or, if it changed, those with unknown ids.
+
+    Raises:
+        UserError: an id occurs twice.
+    """
+    seen: set[str] = set()
+
+    def add(name: str) -> None:
+        if (written := safe_id(name)) in seen:
             raise UserError(
-                f"library.path {config.path}: the id {name!r} occurs twice (white space counts as %20): choose another "
+                f"library.path {library.config.path}: the id {name!r} occurs twice (white space counts as %20): choose another "
                 "library.id_column; null numbers the rows"
             )
-        seen.add(_hash(name))
+        seen.add(written)
 
-
-def _unread(library: Library, state: LibraryState, count: int, known: frozenset[bytes]) -> Iterator[dict]:
-    """Rows of a library not read yet: those after the first `count`, or, if it changed, those with unknown ids."""
-    if state.in_order and not state.gone and not state.extensions:
-        return library.rows(count)
-    return (row for row in library.rows() if _hash(encodable(row)["id"]) not in known)
+    names = [name for table in tables for name in table["id"].to_pylist()]
+    gone = set(state.gone)
+    for number, name in enumerate(names):
+        if number not in gone:
+            add(name)
+    unchanged = state.in_order and not state.gone and not state.extensions
+    known = frozenset() if unchanged else frozenset(seen)
+    for row in library.rows(len(names) if unchanged else 0):
+        name = encodable(row)["id"]
+        if safe_id(name) not in known:
+            add(name)
+            yield row
 
 
 def keep_pictures(run: Run, library: Library, images: Rows) -> None:

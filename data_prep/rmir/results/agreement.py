@@ -8,7 +8,7 @@ import numpy as np
 
 from data_prep.rmir.arithmetic import ABSTAIN, FALSE, TRUE, VERDICTS
 
-COUNTED = (TRUE, FALSE, ABSTAIN)
+COUNTED = {TRUE: 0, FALSE: 1, ABSTAIN: 2}
 """Counted verdicts; others count as abstentions, as in `arithmetic.tally`."""
 
 
@@ -22,20 +22,10 @@ def fleiss_kappa(counts_NK: np.ndarray, weight_N: np.ndarray | None = None) -> f
     Returns:
         1 for full agreement, 0 for chance level; nan for fewer than two raters, no subjects, or a single category in use
         (chance agreement is then 1).
-
-    Raises:
-        ValueError: the rows have different sums.
     """
     counts_NK = np.asarray(counts_NK, dtype=np.float64)
-    if not len(counts_NK):
+    if not len(counts_NK) or (n := counts_NK[0].sum()) < 2:
         return math.nan
-    raters = counts_NK.sum(axis=1)
-    if (raters != raters[0]).any():
-        raise ValueError("every subject needs the same number of raters")
-    n = raters[0]
-    if n < 2:
-        return math.nan
-    weight_N = np.ones(len(counts_NK)) if weight_N is None else weight_N
     observed = np.average((counts_NK**2).sum(axis=1) - n, weights=weight_N) / (n * (n - 1))
     expected = (np.average(counts_NK / n, axis=0, weights=weight_N) ** 2).sum()
     return math.nan if expected >= 1 else float((observed - expected) / (1 - expected))
@@ -57,38 +47,20 @@ def panel_statistics(
     """
     if not len(weight_N):
         return {"kappa": math.nan, "judges": {}, "families": {}}
-    codes_of = {name: _codes(verdicts) for name, verdicts in votes.items()}
-    judges = {}
-    for name, own_N in codes_of.items():
-        counts_NK = _counts([codes for other, codes in codes_of.items() if other != name], len(weight_N))
-        first_N, second_N = np.sort(counts_NK, axis=1)[:, [-1, -2]].T
-        agrees = _mean(own_N == counts_NK.argmax(axis=1), weight_N * (first_N > second_N))
+    codes_JN = np.array([[COUNTED.get(verdict, 2) for verdict in said] for said in votes.values()])
+    gave_JNK = np.eye(3)[codes_JN]
+    judges, within = {}, {}
+    for number, name in enumerate(votes):
+        others_NK = gave_JNK.sum(axis=0) - gave_JNK[number]
+        first_N, second_N = np.sort(others_NK, axis=1)[:, [-1, -2]].T
+        agrees = _mean(codes_JN[number] == others_NK.argmax(axis=1), weight_N * (first_N > second_N))
         verdict_N = np.array(votes[name])
         shares = {verdict: _mean(verdict_N == verdict, weight_N) for verdict in VERDICTS}
         judges[name] = {"family": families[name], **shares, "agrees": agrees}
-    within = {
-        family: [codes_of[name] for name in votes if families[name] == family]
-        for family in dict.fromkeys(families[name] for name in votes)
-    }
-    return {
-        "kappa": fleiss_kappa(_counts([*codes_of.values()], len(weight_N)), weight_N),
-        "judges": judges,
-        "families": {
-            family: fleiss_kappa(_counts(rows, len(weight_N)), weight_N)
-            for family, rows in within.items()
-            if len(rows) > 1
-        },
-    }
-
-
-def _codes(verdicts: Sequence[str]) -> np.ndarray:
-    return np.array([COUNTED.index(verdict if verdict in COUNTED else ABSTAIN) for verdict in verdicts])
-
-
-def _counts(judges: Sequence[np.ndarray], num: int) -> np.ndarray:
-    """(num, K): number of judges that gave each verdict of `COUNTED`."""
-    one_hot = np.eye(len(COUNTED))
-    return sum((one_hot[codes_N] for codes_N in judges), np.zeros((num, len(COUNTED))))
+        of_family_J = [families[other] == families[name] for other in votes]
+        if sum(of_family_J) > 1:
+            within[families[name]] = fleiss_kappa(gave_JNK[of_family_J].sum(axis=0), weight_N)
+    return {"kappa": fleiss_kappa(gave_JNK.sum(axis=0), weight_N), "judges": judges, "families": within}
 
 
 def _mean(found_N: np.ndarray, weight_N: np.ndarray) -> float:

@@ -6,9 +6,7 @@ unimodal retrieval.
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import groupby
-from operator import itemgetter
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -141,7 +139,7 @@ def chance(num_right: int, num_ranked: int, k: int) -> float:
     return 1 - math.comb(num_ranked - num_right, k) / math.comb(num_ranked, k)
 
 
-def solved(rows: Sequence[Mapping[str, Any]], ks: Sequence[int]) -> dict[str, Any]:
+def solved(rows: Sequence[Row], ks: Sequence[int]) -> dict[str, Any]:
     """Share of queries with a right answer among the first k, by probe, with the chance level.
 
     A query without a ranked right answer counts as not solved.
@@ -150,33 +148,28 @@ def solved(rows: Sequence[Mapping[str, Any]], ks: Sequence[int]) -> dict[str, An
         By probe: the number of queries and, for each k, ``solved@k`` and ``chance@k``. Under ``any shortcut``: the share
         solved by text alone or picture alone, overall, by split and by category.
     """
-    by_probe = _grouped(rows, "probe")
-    report: dict[str, Any] = {
-        probe: _solved(by_probe[probe], ks, with_chance=True) for probe in PROBES if probe in by_probe
-    }
+    report: dict[str, Any] = {}
+    for probe in PROBES:
+        if found := [row for row in rows if row["probe"] == probe]:
+            report[probe] = _solved(found, ks)
+            for k in ks:
+                chances = [chance(row["num_right"], row["num_ranked"], k) for row in found]
+                report[probe][f"chance@{k}"] = float(np.mean(chances))
     short = [row for row in rows if row["probe"] in SHORTCUTS]
-    parts = {"all": short, **_grouped(short, "split"), **_grouped(short, "category")}
+    parts = {"all": short}
+    for column in ("split", "category"):
+        for value in sorted({row[column] for row in short}):
+            parts[value] = [row for row in short if row[column] == value]
     report["any shortcut"] = {name: _solved(found, ks) for name, found in parts.items()}
     return report
 
 
-def _grouped(rows: Sequence[Mapping[str, Any]], column: str) -> dict[str, list[Mapping[str, Any]]]:
-    """Rows by value of a column, in sorted order."""
-    in_order = sorted(rows, key=itemgetter(column))
-    return {value: list(found) for value, found in groupby(in_order, itemgetter(column))}
-
-
-def _solved(
-    rows: Sequence[Mapping[str, Any]], ks: Sequence[int], *, with_chance: bool = False
-) -> dict[str, Any]:
+def _solved(rows: Sequence[Row], ks: Sequence[int]) -> dict[str, Any]:
     queries = {row["query_id"] for row in rows}
     figures: dict[str, Any] = {"queries": len(queries)}
     for k in ks:
         hits = {row["query_id"] for row in rows if row["rank"] is not None and row["rank"] <= k}
         figures[f"solved@{k}"] = len(hits) / len(queries) if queries else math.nan
-        if with_chance:
-            chances = [chance(row["num_right"], row["num_ranked"], k) for row in rows]
-            figures[f"chance@{k}"] = float(np.mean(chances))
     return figures
 
 

@@ -85,13 +85,6 @@ def test_confidence_below_one_may_be_enough():
     assert maths.tally([T, T, T, T, F], 0.8).state == "kept"
 
 
-def test_unknown_verdicts_are_refused():
-    with pytest.raises(ValueError, match="verdicts must be one or more of"):
-        maths.tally(["maybe"])
-    with pytest.raises(ValueError, match="verdicts must be one or more of"):
-        maths.tally([])
-
-
 def test_a_doubt_anywhere_removes_the_image():
     assert maths.doubted_images([("x", "kept"), ("x", "doubted"), ("y", "rejected"), ("z", "abstained")]) == {
         "x"
@@ -142,11 +135,6 @@ def test_tsr_is_the_formula_of_the_paper():
     values = np.random.default_rng(0).random(16)
     written = np.mean([values[place:].mean() for place in range(16)])
     assert maths.tsr(values.tolist(), 16) == pytest.approx(written)
-
-
-def test_tsr_refuses_more_than_k():
-    with pytest.raises(ValueError, match="at most 2 candidates, got 3"):
-        maths.tsr([0, 0, 0], 2)
 
 
 def test_sixteen_and_four_without_duplicates():

@@ -57,7 +57,7 @@ def filter_request(config: RmirConfig, picture: Picture, query: str, target: str
 
 
 def judge_request(
-    config: RmirConfig, picture: Picture, query: str, target: Picture, *, model: str, sample: int
+    config: RmirConfig, picture: Picture, query: str, target: Picture, model: str, sample: int
 ) -> Request:
     """Ask a judge whether a target answers a question."""
     text = wording(config.prompts).judge
@@ -89,17 +89,16 @@ def read_caption(reply: Reply, max_words: int) -> str:
     caption = tag(reply.text, "caption")
     if caption.upper().startswith("ABSTAIN"):
         raise Abstained("the model cannot tell what the picture shows")
-    if (num_words := len(caption.split())) > max_words:
-        raise BadValue(f"<caption> has {num_words} words, more than {max_words}")
+    _check_length("caption", caption, max_words)
     return caption
 
 
-def check_generated(reply: Reply, codes: Sequence[str], max_query_words: int, max_target_words: int) -> None:
+def check_generated(reply: Reply, codes: Sequence[str], max_words: tuple[int, int]) -> None:
     """Raise the first category's error, unless some category has a usable question or an abstention."""
     errors = []
     for code in codes:
         try:
-            read_generated(reply, code, max_query_words, max_target_words)
+            read_generated(reply, code, max_words)
             return
         except Abstained:
             return
@@ -108,11 +107,10 @@ def check_generated(reply: Reply, codes: Sequence[str], max_query_words: int, ma
     raise errors[0]
 
 
-def read_generated(reply: Reply, code: str, max_query_words: int, max_target_words: int) -> dict[str, str]:
+def read_generated(reply: Reply, code: str, max_words: tuple[int, int]) -> dict[str, str]:
     """Extract the question of a kind, given by its code: ``query``, ``target_desc``, ``reasoning``, ``input_desc``.
 
-    Raises:
-        ReplyError: it is missing or exceeds the limits, or the model abstained.
+    `max_words` are the limits of query and target. Raises `ReplyError`: it is missing or too long, or the model abstained.
     """
     name = f"Example_{code}_1"
     check_complete(reply, name)
@@ -123,19 +121,18 @@ def read_generated(reply: Reply, code: str, max_query_words: int, max_target_wor
     found = {key: tag(block, key) for key in ("query", "target_desc", "reasoning")}
     if any(value.upper().startswith("ABSTAIN") for value in found.values()):
         raise Abstained(f"{code}: the writer abstains")
-    for key, limit in (("query", max_query_words), ("target_desc", max_target_words)):
-        if len(found[key].split()) > limit:
-            raise BadValue(f"<{key}> has {len(found[key].split())} words, more than {limit}")
+    for key, limit in zip(("query", "target_desc"), max_words, strict=True):
+        _check_length(key, found[key], limit)
     return {**found, "input_desc": _optional(reply.text, "input_desc")}
 
 
-def read_filtered(reply: Reply) -> dict[str, str]:
-    """``reasoning`` and ``input_desc`` of a valid question.
+def _check_length(name: str, text: str, max_words: int) -> None:
+    if (num_words := len(text.split())) > max_words:
+        raise BadValue(f"<{name}> has {num_words} words, more than {max_words}")
 
-    Raises:
-        BreaksConstraint: the question is not valid.
-        ReplyError: the answer cannot be parsed.
-    """
+
+def read_filtered(reply: Reply) -> dict[str, str]:
+    """``reasoning`` and ``input_desc`` of a valid question. Raises `BreaksConstraint`, or another `ReplyError`: it is unreadable."""
     check_complete(reply, "is_valid")
     valid = parse_choice(reply.text, "is_valid", {"yes": True, "no": False})
     found = {key: _optional(reply.text, key) for key in ("reasoning", "input_desc")}

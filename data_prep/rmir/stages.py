@@ -6,6 +6,7 @@ Source: RMIR, section 3.1. Choices that the paper leaves open are settings; see 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -59,24 +60,20 @@ def caption(run: Run) -> dict[str, Any]:
 def generate(run: Run) -> dict[str, Any]:
     """Write one question of each category about each input picture, with a description of its target (3.1.1)."""
     config, codes_of = run.config.generate, wording(run.config.prompts).codes
-    images = drawn(run, config.max_inputs)
-    codes = {category: codes_of[category] for category in config.categories}
-    limits = config.max_query_words, config.max_target_words
-
-    def readable(reply: Reply) -> None:
-        prompts.check_generated(reply, list(codes.values()), *limits)
+    images, limits = drawn(run, config.max_inputs), (config.max_query_words, config.max_target_words)
 
     def ask(image: Row) -> Iterator[Request]:
         yield prompts.generate_request(run.config, run.picture(image, config.model))
 
+    def readable(reply: Reply) -> None:
+        prompts.check_generated(reply, [codes_of[category] for category in config.categories], limits)
+
     def rows(image: Row, outcomes: list[Outcome]) -> Iterator[tuple[str, Row]]:
-        for category, code in codes.items():
-            about = {"image_id": image["id"], "category": category}
-
-            def read(reply: Reply, code: str = code, about: Row = about) -> Row:
-                return about | prompts.read_generated(reply, code, *limits)
-
-            yield _read_or_rejected("queries", "query_id", f"{image['id']}-{code}-1", outcomes[0], read)
+        for category in config.categories:
+            code = codes_of[category]
+            about = {"query_id": f"{image['id']}-{code}-1", "image_id": image["id"], "category": category}
+            read = partial(prompts.read_generated, code=code, max_words=limits)
+            yield _read_or_rejected("queries", about, outcomes[0], read)
 
     run.in_shards("generate", images, Asking(("queries", "rejected"), ask, readable, rows))
     queries, rejected = run.rows("generate", "queries"), run.rows("generate", "rejected")
@@ -109,18 +106,19 @@ def _ask_each(
     """Make one call about each item, and write the rows that are read from the answers, named by the column `key`."""
 
     def rows(item: Row, outcomes: list[Outcome]) -> Iterator[tuple[str, Row]]:
-        yield _read_or_rejected(table, key, item[key], outcomes[0], read)
+        yield _read_or_rejected(table, {key: item[key]}, outcomes[0], read)
 
     run.in_shards(stage, items, Asking((table, "rejected"), lambda item: [ask(item)], read, rows))
 
 
 def _read_or_rejected(
-    table: str, key: str, name: str, outcome: Outcome, read: Callable[[Reply], Row]
+    table: str, about: Row, outcome: Outcome, read: Callable[[Reply], Row]
 ) -> tuple[str, Row]:
-    """The (table, row) of an answer; if it is unusable, a row of ``rejected`` with the reason."""
+    """The (table, row) of an answer; if it is unusable, a row of ``rejected`` with the reason. `about` begins with the id."""
     try:
-        return table, {key: name, **read(outcome.answer()), "key": outcome.key}
+        return table, {**about, **read(outcome.answer()), "key": outcome.key}
     except ReplyError as error:
+        name = next(iter(about.values()))
         return "rejected", {"id": name, "reason": error.kind, "detail": str(error), "key": outcome.key}
 
 
@@ -204,17 +202,14 @@ def judge(run: Run) -> dict[str, Any]:
         candidates.setdefault(row["query_id"], []).append(row["candidate_id"])
     panel = _panel(run)
 
-    def calls(name: str) -> Iterator[tuple[str, str, int]]:
-        for candidate in candidates[name]:
-            for model, sample in panel:
-                yield candidate, model, sample
+    def calls(name: str) -> list[tuple[str, str, int]]:
+        return [(candidate, model, sample) for candidate in candidates[name] for model, sample in panel]
 
     def ask(name: str) -> Iterator[Request]:
         query = queries[name]
         for candidate, model, sample in calls(name):
             given, target = (run.picture(images[shown], model) for shown in (query["image_id"], candidate))
-            about = given, query["query"], target
-            yield prompts.judge_request(run.config, *about, model=model, sample=sample)
+            yield prompts.judge_request(run.config, given, query["query"], target, model, sample)
 
     def rows(name: str, outcomes: list[Outcome]) -> Iterator[tuple[str, Row]]:
         for (candidate, model, sample), outcome in zip(calls(name), outcomes, strict=True):
@@ -223,13 +218,7 @@ def judge(run: Run) -> dict[str, Any]:
             answer = {"verdict": verdict, "reasoning": reasoning, "key": outcome.key}
             yield "judgements", about | answer
 
-    asking = Asking(
-        ("judgements",),
-        ask,
-        prompts.read_judged,
-        rows,
-        lambda name: len(candidates[name]) * len(panel),
-    )
+    asking = Asking(("judgements",), ask, prompts.read_judged, rows, lambda name: len(calls(name)))
     run.in_shards("judge", sorted(candidates), asking)
     return {
         "triplets": sum(map(len, candidates.values())),

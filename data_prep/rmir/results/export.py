@@ -84,26 +84,21 @@ class _Export:
     def __init__(
         self, run: Run, folder: Path, splits: Mapping[str, str], positives: Mapping[str, Sequence[str]]
     ):
-        self.run, self.config, self.folder, self.positives = run, run.config, folder, positives
+        self.config, self.folder, self.positives = run.config, folder, positives
         self.images = {image["id"]: image for image in run.images()}
         self.queries = run.by("query_id", "generate", "queries")
         self.train, self.test = (
             sorted(name for name, part in splits.items() if part == which) for which in ("train", "test")
         )
-        pool = list(run.by("id", "pool", "pool"))
+        self.pool = list(run.by("id", "pool", "pool"))
         self.rejected, self.abstained = (
             candidates_by_query(run.out, state) for state in (maths.REJECTED, maths.ABSTAINED)
         )
-        self.corpus, in_test = pool, set[str]()
+        self.corpus, self.in_test = self.pool, set[str]()
         if self.config.split.disjoint == "all":  # no picture is in both sets, in any role
             trained = self._shown(self.train)
-            self.corpus = [name for name in pool if name not in trained]
-            in_test = {*self.corpus, *self._shown(self.test)}
-        self.train_negatives = {
-            query: [name for name in self.rejected.get(query, ()) if name not in in_test]
-            for query in self.train
-        }
-        self.left_out = len(pool) - len(self.corpus)
+            self.corpus = [name for name in self.pool if name not in trained]
+            self.in_test = {*self.corpus, *self._shown(self.test)}
         self.files: dict[str, str] = {}
 
     def _shown(self, names: Iterable[str]) -> set[str]:
@@ -118,30 +113,30 @@ class _Export:
         if records:
             rows = (_with_pictures(self.folder, record) for record in records)
             _write(self.folder / "train.parquet", "train", rows)
-        qrels = [(*pair, 1) for pair in self._pairs(self.positives)]
-        in_corpus = set(self.corpus)
         not_ranked = {name: self.abstained.get(name, []) for name in self.test}
         if self.config.retrieve.exclude_input:  # never a candidate, hence never judged
             not_ranked = {
                 name: [*found, self.queries[name]["image_id"]] for name, found in not_ranked.items()
             }
-        negatives, excluded = (self._pairs(found, in_corpus) for found in (self.rejected, not_ranked))
+        pairs = {
+            "qrels": [(*pair, 1) for pair in self._pairs(self.positives)],
+            "negatives": self._pairs(self.rejected, set(self.corpus)),
+            "excluded": self._pairs(not_ranked, set(self.corpus)),
+        }
         if self.test:
-            self._write_test(qrels, negatives, excluded)
+            self._write_test(pairs)
         self._write_origins()
         card.write_into(self.folder, {}, {}, {}, name=self.config.export.name)
         return {
             "pool": len(self.corpus),
-            "left_out_of_the_pool": self.left_out,
-            "test_positives": len(qrels),
-            "test_negatives": len(negatives),
-            "test_excluded": len(excluded),
+            "left_out_of_the_pool": len(self.pool) - len(self.corpus),
+            "test_positives": len(pairs["qrels"]),
+            "test_negatives": len(pairs["negatives"]),
+            "test_excluded": len(pairs["excluded"]),
             "train_negatives": sum(len(record.negatives) for record in records),
         }
 
-    def _pairs(
-        self, found: Mapping[str, Sequence[str]], among: Collection[str] | None = None
-    ) -> list[tuple[str, str]]:
+    def _pairs(self, found: Mapping[str, Sequence[str]], among: Collection[str] | None = None) -> list[tuple]:
         """(query id, candidate id) pairs of the test queries, as written to files."""
         return [
             (safe_id(name), safe_id(key))
@@ -151,8 +146,9 @@ class _Export:
         ]
 
     def _record(self, name: str) -> Record:
-        query = self.queries[name]
-        rationale = query["reasoning"] if self.config.export.rationale == "generator" else None
+        query, export = self.queries[name], self.config.export
+        rationale = query["reasoning"] if export.rationale == "generator" else None
+        negatives = [key for key in self.rejected.get(name, ()) if key not in self.in_test]
 
         def target(key: str) -> dict[str, str]:
             return {"id": safe_id(key), "image": self._file(key)}
@@ -160,63 +156,61 @@ class _Export:
         return Record(
             id=safe_id(name),
             group=safe_id(query["image_id"]),
-            source=self.config.export.name,
+            source=export.name,
             split="train",
             category=query["category"],
-            instruction=self.config.export.instruction,
+            instruction=export.instruction,
             query=QueryPart(text=query["query"], images=[self._file(query["image_id"])]),
             positives=[Positive(**target(key), rationale=rationale) for key in self.positives[name]],
-            negatives=[Target(**target(key)) for key in self.train_negatives[name]],
+            negatives=[Target(**target(key)) for key in negatives],
         )
 
-    def _picture(self, name: str) -> bytes:
+    def _picture(self, name: str) -> dict[str, Any]:
         image = self.images[name]
-        return without_metadata(known_bytes(image["ref"], image["sha256"]))
+        return {"bytes": without_metadata(known_bytes(image["ref"], image["sha256"])), "path": None}
 
     def _file(self, name: str) -> str:
         # Named by content, since ids may contain characters that file names may not.
         if name not in self.files:
-            data = self._picture(name)
+            data = self._picture(name)["bytes"]
             path = f"images/{self.images[name]['sha256'][:16]}.{ENDINGS[data[:2]]}"
             (self.folder / path).write_bytes(data)
             self.files[name] = path
         return self.files[name]
 
-    def _write_test(self, qrels: list[tuple], negatives: list[tuple], excluded: list[tuple]) -> None:
-        folder = self.folder / "test"
+    def _write_test(self, pairs: Mapping[str, list[tuple]]) -> None:
+        folder, export = self.folder / "test", self.config.export
         folder.mkdir()
-        asked = [self.queries[name] for name in self.test]
-        tables: dict[str, Iterable[dict[str, Any]]] = {
-            "corpus": (
-                {"id": safe_id(name), "image": _cell(self._picture(name)), "text": None}
-                for name in self.corpus
-            ),
-            "queries": (
-                {
-                    "id": safe_id(query["query_id"]),
-                    "image": [_cell(self._picture(query["image_id"]))],
-                    "text": query["query"],
-                    "category": query["category"],
-                    "group": safe_id(query["image_id"]),
-                    "instruction": self.config.export.instruction,
-                }
-                for query in asked
-            ),
-        }
-        for table, pairs in (("qrels", qrels), ("negatives", negatives), ("excluded", excluded)):
-            if pairs:
-                tables[table] = (dict(zip(features(table), pair, strict=True)) for pair in pairs)
-        for table, rows in tables.items():
-            _write(folder / f"{table}.parquet", table, rows)
+        corpus = ({"id": safe_id(name), "image": self._picture(name), "text": None} for name in self.corpus)
+        queries = (
+            {
+                "id": safe_id(name),
+                "image": [self._picture(query["image_id"])],
+                "text": query["query"],
+                "category": query["category"],
+                "group": safe_id(query["image_id"]),
+                "instruction": export.instruction,
+            }
+            for name in self.test
+            for query in [self.queries[name]]
+        )
+        _write(folder / "corpus.parquet", "corpus", corpus)
+        _write(folder / "queries.parquet", "queries", queries)
+        for table, found in pairs.items():
+            if found:
+                rows = (dict(zip(features(table), pair, strict=True)) for pair in found)
+                _write(folder / f"{table}.parquet", table, rows)
         ids = list(map(safe_id, self.test)), list(map(safe_id, self.corpus))
-        counts = {"queries": len(self.test), "corpus": len(self.corpus)}
         meta = {
-            "name": f"{self.config.export.name}-test",
+            "name": f"{export.name}-test",
             "split": "test",
             "licence": self.config.library.licence,
             "source": "python -m data_prep rmir",
-            "counts": counts | {"qrels": len(qrels), "negatives": len(negatives)},
-            "fingerprint": set_fingerprint(*ids, qrels, negatives=negatives, excluded=excluded),
+            "counts": {"queries": len(self.test), "corpus": len(self.corpus)}
+            | {table: len(pairs[table]) for table in ("qrels", "negatives")},
+            "fingerprint": set_fingerprint(
+                *ids, pairs["qrels"], negatives=pairs["negatives"], excluded=pairs["excluded"]
+            ),
         }
         (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
 
@@ -251,16 +245,12 @@ def credits_changed(run: Run, library: Library) -> bool:
     return credits_of(library, known.keys()) != known
 
 
-def _cell(data: bytes) -> dict[str, Any]:
-    return {"bytes": data, "path": None}
-
-
 def _with_pictures(folder: Path, record: Record) -> dict[str, Any]:
     """A record as a row of ``train.parquet``, with pictures instead of paths."""
     row = record.model_dump()
 
     def shown(path: str) -> dict[str, Any]:
-        return _cell((folder / path).read_bytes())
+        return {"bytes": (folder / path).read_bytes(), "path": None}
 
     row["query"]["images"] = [shown(path) for path in row["query"]["images"]]
     for target in (*row["positives"], *row["negatives"]):

@@ -298,7 +298,7 @@ def said(text: str, stop: str = "stop") -> Reply:
 
 
 def test_generated_blocks():
-    found = prompts.read_generated(said(BLOCK), "FUNC", 25, 50)
+    found = prompts.read_generated(said(BLOCK), "FUNC", (25, 50))
     assert found == {
         "query": "What opens this?",
         "target_desc": "A key.",
@@ -306,17 +306,17 @@ def test_generated_blocks():
         "input_desc": "A padlock.",
     }
     with pytest.raises(Abstained):
-        prompts.read_generated(said(BLOCK), "CAUS", 25, 50)
+        prompts.read_generated(said(BLOCK), "CAUS", (25, 50))
     with pytest.raises(MissingTag, match="no block <Example_TEMP_1>"):
-        prompts.read_generated(said(BLOCK), "TEMP", 25, 50)
+        prompts.read_generated(said(BLOCK), "TEMP", (25, 50))
     with pytest.raises(Truncated):
-        prompts.read_generated(said(BLOCK, "length"), "TEMP", 25, 50)
+        prompts.read_generated(said(BLOCK, "length"), "TEMP", (25, 50))
     with pytest.raises(BadValue, match="<query> has 3 words, more than 2"):
-        prompts.read_generated(said(BLOCK), "FUNC", 2, 50)
+        prompts.read_generated(said(BLOCK), "FUNC", (2, 50))
     with pytest.raises(BadValue, match="<target_desc> has 2 words, more than 1"):
-        prompts.read_generated(said(BLOCK), "FUNC", 25, 1)
+        prompts.read_generated(said(BLOCK), "FUNC", (25, 1))
     with pytest.raises(Refused):
-        prompts.read_generated(said("I'm sorry, I cannot."), "FUNC", 25, 50)
+        prompts.read_generated(said("I'm sorry, I cannot."), "FUNC", (25, 50))
 
 
 def test_verdicts():

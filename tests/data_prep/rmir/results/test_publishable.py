@@ -200,8 +200,8 @@ def test_the_content_policy_is_asked_for_and_its_abstention_is_counted():
     assert policy in with_policy
     assert with_policy.replace(f"{policy}\n\n", "") == without
     with pytest.raises(Declined):
-        prompts.read_generated(Reply("ABSTAIN DUE TO SENSITIVE IMAGE", "stop"), "CAUS", 25, 50)
-    prompts.check_generated(Reply("ABSTAIN DUE TO SENSITIVE IMAGE", "stop"), ["CAUS"], 25, 50)
+        prompts.read_generated(Reply("ABSTAIN DUE TO SENSITIVE IMAGE", "stop"), "CAUS", (25, 50))
+    prompts.check_generated(Reply("ABSTAIN DUE TO SENSITIVE IMAGE", "stop"), ["CAUS"], (25, 50))
     assert GenerateConfig().content_policy
 
 
@@ -211,7 +211,7 @@ def test_every_prompt_says_its_format_again():
         (prompts.generate_request(config, picture), "</Example_CODE_1>"),
         (prompts.filter_request(config, picture, "q", "t"), "<is_valid>yes or no</is_valid>"),
         (
-            prompts.judge_request(config, picture, "q", picture, model="judge", sample=0),
+            prompts.judge_request(config, picture, "q", picture, "judge", 0),
             "<consistent>True, False or ABSTAIN</consistent>",
         ),
     ):

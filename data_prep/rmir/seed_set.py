@@ -184,9 +184,8 @@ def _key(image: dict[str, Any]) -> tuple[str, str]:
 def settle_library(run: Run) -> None:
     """Compare the library with what the seed stage read, and handle changes as ``library.changed`` says.
 
-    Raises:
-        UserError: it changed and ``library.changed=stop``; it is unreadable and the seed stage is not finished; or the run's
-            folder is in it.
+    Raises `UserError`: it changed and ``library.changed=stop``; it is unreadable and the seed stage is not finished; or
+    it would hold the run's folder.
     """
     folder, config = run.path("seed"), run.config.library
     parts = _parts(run)
@@ -333,8 +332,7 @@ def _inspect_block(run: Run, rows: Rows, number: int, reached: Reached | None) -
 def _unread(library: Library, state: LibraryState, tables: list[pa.Table]) -> Iterator[dict[str, Any]]:
     """Rows of a library not read yet: those after the ones in `tables`, or, if it changed, those with unknown ids.
 
-    Raises:
-        UserError: an id occurs twice.
+    Raises `UserError`: an id occurs twice.
     """
     seen: set[str] = set()
 

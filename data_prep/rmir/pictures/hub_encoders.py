@@ -55,24 +55,21 @@ class SiglipEncoder(_HubModel):
         """(N, D) float32, unit norm."""
 
         def forward(batch: list[ImageRef]) -> Tensor:
-            fields = self.processor(images=[load_image(ref) for ref in batch], return_tensors="pt")
-            return self._read(self.model.get_image_features, fields)
+            return self._run(self.model.get_image_features, images=[load_image(ref) for ref in batch])
 
         return self.in_batches(refs, forward)
 
     def texts(self, texts: Sequence[str], *, query: bool = True) -> np.ndarray:
         """(N, D) float32, unit norm."""
+        settings = {"padding": "max_length", "truncation": True, "max_length": MAX_TEXT_TOKENS}
 
         def forward(batch: list[str]) -> Tensor:
-            settings = {"padding": "max_length", "truncation": True, "max_length": MAX_TEXT_TOKENS}
-            texts = [text.lower() for text in batch]
-            fields = self.processor(text=texts, return_tensors="pt", **settings)
-            return self._read(self.model.get_text_features, fields)
+            return self._run(self.model.get_text_features, text=batch, **settings)
 
-        return self.in_batches(texts, forward)
+        return self.in_batches([text.lower() for text in texts], forward)
 
-    def _read(self, tower: Any, fields: Any) -> Tensor:
-        found = tower(**fields.to(self.device))
+    def _run(self, tower: Any, **inputs: Any) -> Tensor:
+        found = tower(**self.processor(**inputs, return_tensors="pt").to(self.device))
         return getattr(found, "pooler_output", found)
 
 

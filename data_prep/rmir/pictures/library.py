@@ -37,11 +37,7 @@ FETCHED_AT_ONCE = 32
 
 
 class Library:
-    """The pictures to start from; each pass reads them from the beginning.
-
-    Raises:
-        UserError: see `rge.tables.pictures.find`.
-    """
+    """The pictures to start from; each pass reads them from the beginning. Raises `UserError`: see `rge.tables.pictures.find`."""
 
     def __init__(self, config: LibraryConfig):
         try:

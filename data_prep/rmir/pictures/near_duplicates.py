@@ -4,6 +4,8 @@ The hash is the usual DCT hash (32 x 32 grey pixels, the 8 x 8 lowest frequencie
 identical to those of the ImageHash library, which would pull in SciPy and PyWavelets.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 from PIL import Image
 
@@ -22,7 +24,7 @@ def phash(image: Image.Image) -> str:
     return np.packbits(low > np.median(low)).tobytes().hex()
 
 
-def near_duplicates(hashes: list[str], max_distance: int) -> list[int | None]:
+def near_duplicates(hashes: Sequence[str], max_distance: int) -> list[int | None]:
     """For each picture, the row of its first near-duplicate among the earlier pictures that are kept, or None.
 
     Comparing only with kept pictures keeps a chain of small changes from being removed as a whole.
@@ -31,39 +33,26 @@ def near_duplicates(hashes: list[str], max_distance: int) -> list[int | None]:
         hashes: results of `phash`, preferred pictures first.
         max_distance: bits that may differ; 0 finds equal hashes only.
     """
-    first: dict[str, int] = {}
-    found: list[int | None] = [None] * len(hashes)
-    for row, name in enumerate(hashes):
-        if first.setdefault(name, row) != row:
-            found[row] = first[name]
-    rows = np.array(sorted(first.values()), dtype=np.int64)
-    if max_distance == 0 or len(rows) < 2:
-        return found
-    near: dict[int, list[int]] = {}
-    for earlier, later in _near_pairs([hashes[row] for row in rows], max_distance):
-        near.setdefault(int(later), []).append(int(earlier))
-    gone: set[int] = set()
-    for later in sorted(near):
-        stays = [earlier for earlier in sorted(near[later]) if earlier not in gone]
-        if stays:
-            gone.add(later)
-            found[int(rows[later])] = int(rows[stays[0]])
-    # An exact copy of a near-duplicate points to the picture that the near-duplicate points to.
-    return [found[target] if target is not None and found[target] is not None else target for target in found]
+    first = {name: row for row, name in reversed(list(enumerate(hashes)))}
+    distinct = sorted(first, key=first.__getitem__)
+    repeats: dict[str, str] = {}  # hashes that are not kept, and the kept ones that they repeat
+    for later, earlier in sorted((later, earlier) for earlier, later in _near_pairs(distinct, max_distance)):
+        if distinct[earlier] not in repeats:
+            repeats.setdefault(distinct[later], distinct[earlier])
+    of = [first[repeats.get(name, name)] for name in hashes]
+    return [None if other == row else other for row, other in enumerate(of)]
 
 
-def num_repeats(hashes: list[str], others: list[str], max_distance: int) -> int:
+def num_repeats(hashes: Sequence[str], others: Sequence[str], max_distance: int) -> int:
     """Number of pictures whose hash is within the distance of any of the others' hashes, whether these repeat each other or not."""
     distinct = list(dict.fromkeys([*others, *hashes]))
     repeats = set(others)
-    start = len(repeats)
-    near = {
-        distinct[later] for earlier, later in _near_pairs(distinct, max_distance) if earlier < start <= later
-    }
+    # The others are first, and so the earlier one of a pair.
+    near = {distinct[b] for a, b in _near_pairs(distinct, max_distance) if distinct[a] in repeats}
     return sum(name in repeats or name in near for name in hashes)
 
 
-def _near_pairs(hashes: list[str], max_distance: int) -> set[tuple[int, int]]:
+def _near_pairs(hashes: Sequence[str], max_distance: int) -> set[tuple[int, int]]:
     """Pairs of rows within the distance, the earlier first."""
     import faiss
 

@@ -5,7 +5,6 @@ recognises pictures by their bytes, and makes deliberate errors at configured ra
 """
 
 import base64
-import csv
 import hashlib
 import json
 import random
@@ -33,16 +32,12 @@ WITHOUT_CAPTION = 7
 def write_library(path: Path) -> None:
     """List the shipped training pictures with captions from the concept table, as a library for the pipeline."""
     concepts = read_tables().concepts
-    table = pq.read_table(LIBRARY, columns=["id", "concept"])
+    table = pq.read_table(LIBRARY, columns=["id", "concept"]).to_pandas()
+    table["image"] = f"{LIBRARY}#" + table["id"]
+    table["caption"] = [concepts[key].name for key in table["concept"]]
+    table.loc[::WITHOUT_CAPTION, "caption"] = ""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8", newline="") as out:
-        rows = csv.writer(out)
-        rows.writerow(["id", "image", "caption"])
-        for number, (name, concept) in enumerate(
-            zip(*(table[key].to_pylist() for key in table.column_names), strict=True)
-        ):
-            caption = "" if number % WITHOUT_CAPTION == 0 else concepts[concept].name
-            rows.writerow([name, f"{LIBRARY}#{name}", caption])
+    table.to_csv(path, columns=["id", "image", "caption"], index=False)
 
 
 @dataclass

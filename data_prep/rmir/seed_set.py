@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 
 from data_prep.rmir import frames
 from data_prep.rmir.pictures.changes import Changes, LibraryState, compare, files_of
-from data_prep.rmir.pictures.download import OUTAGE_OF, Reached, resolve
+from data_prep.rmir.pictures.download import LOST, OUTAGE_OF, Reached, is_address, resolve
 from data_prep.rmir.pictures.encoders import ImageEncoder, embed_captions, load_encoder
 from data_prep.rmir.pictures.library import (
     DUPLICATE,
@@ -319,13 +319,16 @@ def scan_library(
 
 def _inspect_block(run: Run, rows: Rows, number: int, reached: Reached | None) -> list[ImageRef]:
     """Write the table ``inspected`` of a block; returns the pictures to embed."""
-    there, failed = resolve(rows, run.out / "downloads", run.config.download, reached, progress=run.progress)
-    found = inspect(there, run.config.library)
+    rows = resolve(rows, run.out / "downloads", run.config.download, progress=run.progress)
+    if reached is not None:
+        reached.note(rows)
+    found = inspect(rows, run.config.library)
     for row, about in zip(rows, found, strict=True):
-        about["reason"] = failed.get(row["id"]) or about["reason"]
+        if LOST in row and is_address(row["ref"]):
+            about["reason"] = f"download: {row[LOST]}"
     frames.write_rows(_part(run, number), found)
     return [
-        row["data"] or row["ref"] for row, about in zip(there, found, strict=True) if about["reason"] is None
+        row["data"] or row["ref"] for row, about in zip(rows, found, strict=True) if about["reason"] is None
     ]
 
 
@@ -370,10 +373,12 @@ def keep_pictures(run: Run, library: Library, images: Rows) -> None:
     if wanted:
         for row in fetched(row for row in library.rows() if row["id"] in wanted):
             image = missing[row["id"]]
-            if row["data"] is not None and hashlib.sha256(row["data"]).hexdigest() == image["sha256"]:
+            if row["data"] is None:
+                continue
+            if hashlib.sha256(row["data"]).hexdigest() == image["sha256"]:
                 write_bytes(path(image), row["data"], sync=False)
                 wanted.remove(row["id"])
-            elif row["data"] is not None:
+            else:
                 changed.add(row["id"])
         os.sync()
     if changed:

@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,8 @@ from rge.common.images import WEB
 TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
 OUTAGE_OF = 20
 """Fewer pictures that cannot be reached are dead links, not an outage."""
-UNREAD = "unread"
-"""Key of a row in an object store that failed for a reason that may pass, which is the value."""
+LOST = "lost"
+"""Key of a row whose picture could not be fetched; the value is a `Lost`."""
 
 
 class Lost(Exception):
@@ -129,40 +129,29 @@ class Reached:
     some: bool = False
     """A picture came, or is lost for good."""
 
-    def note(self, rows: Sequence[dict[str, Any]], lost: Mapping[str, Lost]) -> None:
+    def note(self, rows: Sequence[dict[str, Any]]) -> None:
         """Add a block; `UserError` if all pictures so far are lost for reasons that may pass, and they are `enough`."""
-        unread = [row for row in rows if UNREAD in row or (row["ref"] in lost and lost[row["ref"]].may_pass)]
+        unread = [row for row in rows if LOST in row and row[LOST].may_pass]
         self.unread += len(unread)
         self.some = self.some or len(unread) < len(rows)
         if not self.some and self.unread >= self.enough:
-            ref = unread[0]["ref"]
             raise UserError(
-                f"none of {self.unread:,} pictures can be read, such as {without_secrets(ref)}: "
-                f"{unread[0].get(UNREAD) or lost[ref]}. Run the same command again when they can be reached; if they are gone "
-                "for good, on_unanswered=proceed goes on without them"
+                f"none of {self.unread:,} pictures can be read, such as {without_secrets(unread[0]['ref'])}: {unread[0][LOST]}. Run "
+                "the same command again when they can be reached; if they are gone for good, on_unanswered=proceed goes on "
+                "without them"
             )
 
 
 def resolve(
-    rows: list[dict[str, Any]],
-    folder: Path,
-    config: DownloadConfig,
-    reached: Reached | None,
-    *,
-    progress: bool,
-) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Download the pictures of rows of `data_prep.rmir.pictures.library.Library.rows` that are at addresses.
-
-    Returns:
-        The rows with file paths instead of URLs, and the reason for each failure, by row id.
-
-    Raises:
-        UserError: see `Reached`.
-    """
-    urls = [row["ref"] for row in rows if is_address(row["ref"])]
-    lost = fetch(urls, folder, config, progress=progress)
-    if reached is not None:
-        reached.note(rows, lost)
-    refs = {url: without_secrets(url) if url in lost else str(local_path(url, folder)) for url in urls}
-    failed = {row["id"]: f"download: {lost[row['ref']]}" for row in rows if row["ref"] in lost}
-    return [row | {"ref": refs.get(row["ref"], row["ref"])} for row in rows], failed
+    rows: Sequence[dict[str, Any]], folder: Path, config: DownloadConfig, *, progress: bool
+) -> list[dict[str, Any]]:
+    """Rows of `data_prep.rmir.pictures.library.Library.rows` with files instead of addresses, or `LOST` and no secrets."""
+    lost = fetch([row["ref"] for row in rows if is_address(row["ref"])], folder, config, progress=progress)
+    found = []
+    for row in rows:
+        if (url := row["ref"]) in lost:
+            row = row | {"ref": without_secrets(url), LOST: lost[url]}
+        elif is_address(url):
+            row = row | {"ref": str(local_path(url, folder))}
+        found.append(row)
+    return found

@@ -15,7 +15,7 @@ import fsspec
 from PIL import Image
 
 from data_prep.rmir.config import LibraryConfig
-from data_prep.rmir.pictures.download import UNREAD, is_address, without_secrets
+from data_prep.rmir.pictures.download import LOST, Lost, is_address, without_secrets
 from data_prep.rmir.pictures.near_duplicates import phash
 from rge.common.errors import UserError
 from rge.common.images import ImageError, load_image, picture_bytes
@@ -51,12 +51,8 @@ class Library:
         Either ``data`` holds the encoded bytes and ``ref`` is None, or ``ref`` is a path, ``library.parquet#id`` or an
         address. A row with neither has no picture. Equal stamps in two readings mean an unchanged picture.
 
-        Args:
-            first: number of pictures to skip.
-            pictures: read the pictures' bytes.
-
-        Raises:
-            UserError: missing columns or values, an unreadable file, or an empty library.
+        The first `first` pictures are skipped; without `pictures`, their bytes are not read. Raises `UserError`: missing
+        columns or values, an unreadable file, or an empty library.
         """
         config, is_empty = self.config, not first
         # Those that only the export reads, too: a misspelt one must be reported before any cost arises.
@@ -196,10 +192,7 @@ def fetched(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Read the bytes of pictures in object stores, `FETCHED_AT_ONCE` at a time.
 
     A picture that cannot be read keeps its address as ``ref``; `look` then reports it as missing. If it may exist, the reason
-    is under `UNREAD`.
-
-    Raises:
-        UserError: the store needs a package that is not installed.
+    is under `LOST`. Raises `UserError`: the store needs a package that is not installed.
     """
 
     def read(row: dict[str, Any]) -> dict[str, Any]:
@@ -214,7 +207,7 @@ def fetched(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         except FileNotFoundError:
             return row
         except Exception as error:  # noqa: BLE001 - each store raises its own errors
-            return {**row, UNREAD: type(error).__name__}
+            return {**row, LOST: Lost(type(error).__name__, may_pass=True)}
 
     left = iter(rows)
     with ThreadPoolExecutor(FETCHED_AT_ONCE) as pool:

@@ -13,7 +13,7 @@ from data_prep.rmir import arithmetic as maths
 from data_prep.rmir import frames
 from data_prep.rmir.decisions import candidates_by_query
 from data_prep.rmir.pictures.library import ORIGINS, Library
-from data_prep.rmir.results import card
+from data_prep.rmir.results import report
 from data_prep.rmir.run import Run
 from rge.common.errors import UserError
 from rge.common.images import ImageError, known_bytes
@@ -126,7 +126,7 @@ class _Export:
         if self.test:
             self._write_test(pairs)
         self._write_origins()
-        card.write_into(self.folder, {}, {}, {}, name=self.config.export.name)
+        report.write_card_into(self.folder, {}, {}, {}, name=self.config.export.name)
         return {
             "pool": len(self.corpus),
             "left_out_of_the_pool": len(self.pool) - len(self.corpus),

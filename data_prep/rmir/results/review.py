@@ -30,8 +30,8 @@ from data_prep.rmir import frames
 from data_prep.rmir.config import RmirConfig, load_config
 from data_prep.rmir.decisions import AGREEMENT, REVIEWED, triplet_name, write_about_panel
 from data_prep.rmir.main import SETTINGS, run_stages
-from data_prep.rmir.results import card, report
-from data_prep.rmir.results.agreement import defined, fleiss_kappa
+from data_prep.rmir.results import report
+from data_prep.rmir.results.audit import defined, fleiss_kappa
 from data_prep.rmir.run import Row, Run
 from rge.calls.pictures import data_url
 from rge.calls.request import Picture
@@ -190,12 +190,12 @@ def page(run: Path, chosen: Sequence[Row]) -> str:
     # Escaping every "<" keeps texts from closing the script element or opening a comment in it. json.dumps also escapes
     # lone surrogates.
     text = json.dumps(data).replace("<", "\\u003c")
-    script = (card.TEMPLATES / "review.js").read_text(encoding="utf-8")
+    script = (report.TEMPLATES / "review.js").read_text(encoding="utf-8")
     # The content security policy allows only this script, even if other code gets into the page.
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     # A path may contain bytes that are not valid UTF-8.
     title, quoted = (part.encode("utf-8", "replace").decode() for part in (run.name, shlex.quote(str(run))))
-    return card.template("review.html").render(
+    return report.template("review.html").render(
         title=title, run=quoted, data=text, script=script, script_hash=f"sha256-{digest}"
     )
 
@@ -204,31 +204,31 @@ def agreement(words: Sequence[str]) -> None:
     """Compare verdicts with the panel's decisions and print the agreement."""
     options = parse_options(AgreementOptions, words, "rge data agreement")
     print(agreement_of(options.run, read_verdicts(options.run, options.verdicts)))
-    if (page := card.write(options.run)) is not None:
+    if (page := report.write_card(options.run)) is not None:
         print(f"added to {page}")
 
 
 def agreement_of(run: Path, people: "Mapping[str, Said]") -> str:
     """Write ``agreement.json`` (used by the card) and return the report as text; arguments as in `compare`."""
-    report = compare(run, people)
-    write_about_panel(run / AGREEMENT, report)
+    found = compare(run, people)
+    write_about_panel(run / AGREEMENT, found)
     lines = [
         "| verdicts | agree with the panel | of | queries | share | 95 % interval, % | unsure |",
         "|---|---:|---:|---:|---:|---|---:|",
     ]
-    for name, row in report["rows"].items():
-        counts = f"{row['agree']} | {row['of']} | {row['queries']} | {card.figure(row['share'])}"
+    for name, row in found["rows"].items():
+        counts = f"{row['agree']} | {row['of']} | {row['queries']} | {report.figure(row['share'])}"
         lines.append(f"| {name} | {counts} | {in_words(row['low'], row['high'])} | {row['unsure']} |")
     lines.append(
-        f"\nFleiss' kappa of people and panel: {card.figure(report['kappa'])}. For comparison, {PAPER}."
+        f"\nFleiss' kappa of people and panel: {report.figure(found['kappa'])}. For comparison, {PAPER}."
     )
-    for pair, row in report["between"].items():
+    for pair, row in found["between"].items():
         lines.append(
-            f"{pair}: same verdict on {row['same']} of {row['of']}, kappa {card.figure(row['kappa'])}."
+            f"{pair}: same verdict on {row['same']} of {row['of']}, kappa {report.figure(row['kappa'])}."
         )
     lines += [
         f"{row['by']} on {row['key']} ({row['verdict'] or 'no verdict'}): {row['comment']}"
-        for row in report["comments"]
+        for row in found["comments"]
     ]
     return "\n".join(lines)
 

@@ -15,7 +15,7 @@ from data_prep.rmir.pictures.encoders import HashingEncoder, Index, PixelEncoder
 from data_prep.rmir.pictures.library import look
 from data_prep.rmir.pictures.near_duplicates import near_duplicates, num_repeats, phash
 from data_prep.rmir.results import audit, review
-from data_prep.rmir.results.agreement import fleiss_kappa, panel_statistics
+from data_prep.rmir.results.audit import fleiss_kappa, panel_statistics
 from data_prep.rmir.run import Run
 from rge.calls.model_config import ModelConfig
 from rge.common.errors import UserError

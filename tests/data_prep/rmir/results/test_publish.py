@@ -12,7 +12,7 @@ from small_runs import NO, YES, config_of, made, one_family
 from data_prep.__main__ import main
 from data_prep.rmir import oracle, stages
 from data_prep.rmir.main import run_stages
-from data_prep.rmir.results import card, report
+from data_prep.rmir.results import report
 from data_prep.rmir.run import STAGES, Run
 from rge.calls.local_server import LocalServer
 from rge.common.errors import UserError
@@ -96,7 +96,7 @@ def test_disjoint_sets_share_no_picture_in_whatever_role(run, disjoint):
     assert (corpus, positives, negatives) == ({"a"}, {"b", "e"}, {"c"})
     assert found["left_out_of_the_pool"] == 2
     assert not {"in", *corpus} & {record["group"], *positives, *negatives}
-    card.write_into(run.out / "dataset", {"stages": {"split": run.done("split")}}, {}, {})
+    report.write_card_into(run.out / "dataset", {"stages": {"split": run.done("split")}}, {}, {})
     assert "2 pictures of the pool that occur in training" in (run.out / "dataset/README.md").read_text()
 
 

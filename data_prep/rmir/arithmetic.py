@@ -1,7 +1,7 @@
 """The arithmetic of the pipeline as pure functions; section numbers are those of the RMIR paper."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 TRUE, FALSE, ABSTAIN, ERROR, MISSING = VERDICTS = "true", "false", "abstain", "error", "missing"
@@ -35,11 +35,6 @@ def tally(verdicts: Sequence[str], min_confidence: float = 1.0) -> Tally:
         return Tally(majority, confidence, ABSTAINED)
     sure = {TRUE: KEPT, FALSE: REJECTED, ABSTAIN: ABSTAINED}[majority]
     return Tally(majority, confidence, sure if confidence >= min_confidence else DOUBTED)
-
-
-def doubted_images(states: Iterable[tuple[str, str]]) -> set[str]:
-    """Images to remove from the whole seed set: every candidate of a doubted (candidate, state) pair (3.1.5)."""
-    return {candidate for candidate, state in states if state == DOUBTED}
 
 
 def negativeness(verdicts: Sequence[str]) -> float:

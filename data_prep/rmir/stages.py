@@ -247,27 +247,31 @@ def _verdict(outcome: Outcome) -> tuple[str, str]:
 
 
 def keep(run: Run) -> dict[str, Any]:
-    """Decide on each triplet, and collect the doubted images (3.1.5)."""
+    """Decide on each triplet, and collect the doubted images (3.1.5): a doubt anywhere removes the image from the whole seed set."""
     schema, least = frames.SCHEMAS["decided"], run.config.keep.min_confidence
     tables = [schema.empty_table()]
     for panels in decisions.panels(run.path("judge", "judgements")):
-        rows = [_decided(triplet, votes, least) for triplet, votes in panels.items()]
+        rows = []
+        for (query, candidate), votes in panels.items():
+            verdicts = [verdict for _, _, verdict in votes]
+            about = {
+                "query_id": query,
+                "candidate_id": candidate,
+                "negativeness": maths.negativeness(verdicts),
+            }
+            rows.append(about | asdict(maths.tally(verdicts, least)))
         tables.append(pa.Table.from_pylist(rows, schema=schema))
     decided = pa.concat_tables(tables).sort_by([("query_id", "ascending"), ("candidate_id", "ascending")])
     frames.write_table(run.path("keep", "decided.parquet"), decided)
-    states = list(zip(decided["candidate_id"].to_pylist(), decided["state"].to_pylist(), strict=True))
-    doubted = maths.doubted_images(states)
-    frames.write_rows(run.path("keep", "doubted.parquet"), [{"id": name} for name in sorted(doubted)])
-    counts = Counter(state for _, state in states)
-    counted = {state: counts[state] for state in maths.STATES}
-    counted["unanimous"] = decided["confidence"].to_pylist().count(1.0)
-    return {"triplets": len(states), **counted, "doubted_images": len(doubted)}
-
-
-def _decided(triplet: tuple[str, str], votes: list[tuple[str, int, str]], min_confidence: float) -> Row:
-    verdicts = [verdict for _, _, verdict in votes]
-    about = {"query_id": triplet[0], "candidate_id": triplet[1], "negativeness": maths.negativeness(verdicts)}
-    return about | asdict(maths.tally(verdicts, min_confidence))
+    state_N = decided["state"].to_numpy()
+    doubted = sorted({*decided["candidate_id"].to_numpy()[state_N == maths.DOUBTED]})
+    frames.write_rows(run.path("keep", "doubted.parquet"), [{"id": name} for name in doubted])
+    return {
+        "triplets": len(decided),
+        **{state: int((state_N == state).sum()) for state in maths.STATES},
+        "unanimous": int((decided["confidence"].to_numpy() == 1).sum()),
+        "doubted_images": len(doubted),
+    }
 
 
 def pool(run: Run) -> dict[str, Any]:
@@ -314,18 +318,15 @@ def split(run: Run) -> dict[str, Any]:
 
 def _reliability(run: Run, queries: Collection[str], left_out: set[str]) -> dict[str, float]:
     """TSR of the given queries, from the image index's candidates except those in `left_out`."""
-    negative = {
-        (row["query_id"], row["candidate_id"]): row["negativeness"] for row in run.rows("keep", "decided")
-    }
+    decided = run.rows("keep", "decided")
+    negative = {(row["query_id"], row["candidate_id"]): row["negativeness"] for row in decided}
     ranked: dict[str, list[tuple[int, float]]] = {name: [] for name in queries}
     for row in run.rows("retrieve", "triplets"):
         query, candidate, rank = row["query_id"], row["candidate_id"], row["image_rank"]
         if query in ranked and rank is not None and candidate not in left_out:
             ranked[query].append((rank, negative[query, candidate]))
-    by_image = run.config.retrieve.by_image
-    return {
-        name: maths.tsr([value for _, value in sorted(found)], by_image) for name, found in ranked.items()
-    }
+    k = run.config.retrieve.by_image
+    return {name: maths.tsr([value for _, value in sorted(found)], k) for name, found in ranked.items()}
 
 
 WORK: dict[str, Callable[[Run], dict[str, Any]]] = {

@@ -233,27 +233,25 @@ def template(name: str) -> Template:
     return environment.get_template(name)
 
 
-def tables(folder: Path) -> dict[str, tuple[str, str]]:
-    """Subset -> (split, file) of the existing tables."""
-    names = [name for name in ("train", "pictures") if (folder / f"{name}.parquet").is_file()]
-    tests = sorted((folder / "test").glob("*.parquet"))
-    found = {name: ("train", f"{name}.parquet") for name in names}
-    return found | {path.stem: ("test", f"test/{path.name}") for path in tests}
-
-
 def _head(folder: Path, licences: Counter[str], num_queries: int) -> str:
-    """YAML header for the hub and Hugging Face `datasets`."""
+    """YAML header for the hub and Hugging Face `datasets`, with a subset for each table that exists."""
     only = next(iter(licences)).lower().replace(" ", "-") if len(licences) == 1 else ""
     sizes = ((1_000, "n<1K"), (10_000, "1K<n<10K"), (100_000, "10K<n<100K"), (1_000_000, "100K<n<1M"))
+    tables = [
+        folder / "train.parquet",
+        folder / "pictures.parquet",
+        *sorted((folder / "test").glob("*.parquet")),
+    ]
+    configs = []
+    for path in filter(Path.is_file, tables):
+        file = {"split": "train" if path.parent == folder else "test", "path": str(path.relative_to(folder))}
+        configs.append({"config_name": path.stem, "data_files": [file]})
     return DatasetCardData(
         license=only if only in HUB_LICENCES else "other",
         language=["en"],
         tags=["image-retrieval", "composed-image-retrieval", "reasoning", "synthetic"],
         size_categories=[next((word for most, word in sizes if num_queries < most), "n>1M")],
-        configs=[
-            {"config_name": table, "data_files": [{"split": split, "path": path}]}
-            for table, (split, path) in tables(folder).items()
-        ],
+        configs=configs,
     ).to_yaml()
 
 

@@ -85,12 +85,6 @@ def test_confidence_below_one_may_be_enough():
     assert maths.tally([T, T, T, T, F], 0.8).state == "kept"
 
 
-def test_a_doubt_anywhere_removes_the_image():
-    assert maths.doubted_images([("x", "kept"), ("x", "doubted"), ("y", "rejected"), ("z", "abstained")]) == {
-        "x"
-    }
-
-
 @pytest.mark.parametrize(
     ("verdicts", "value"),
     [([F] * 5, 1.0), ([F, F, F, T, T], 0.6), ([F, F, T, T, T], 0.0), ([F, T], 0.5), ([F, F, A, A, E], 0.0)],

@@ -27,6 +27,7 @@ from rge.tables.rows import num_rows, table_rows
 
 COLUMNS = ("qry", "qry_image_path", "pos_text", "pos_image_path")
 NEGATIVES = ("neg_text", "neg_image_path")
+ENDINGS = ("-*.parquet", "*.jsonl")
 NO_PICTURE = "picture is missing"
 TRAINED = tuple(name for name, about in SETS.items() if about["distribution"] == "IND")
 """The 20 sets with training data."""
@@ -145,38 +146,33 @@ class _Import:
         if lacking := [column for column in COLUMNS if column not in row]:
             raise UserError(f"{where}: column {lacking[0]!r} is missing; found: {', '.join(row)}")
         counts["read"] += 1
-        [(text, path)] = _parts(row, "qry", "qry_image_path", where)
+        [query] = _parts(row, "qry", "qry_image_path", where)
         positives = [part for part in _parts(row, "pos_text", "pos_image_path", where) if any(part)]
         negatives = _parts(row, *NEGATIVES, where) if row.keys() >= {*NEGATIVES} else []
-        if reason := self._unusable((text, path), positives):
+        if reason := self._unusable(query, positives):
             counts[f"left out: {reason}"] += 1
             return None
         negatives = self._usable_negatives(positives, negatives)
-        instruction, query = self._query(text, path)
+        text, path = query
+        instruction, text = split_instruction(name, text)
+        if instruction is None:
+            text = self._worded(text, "query")
+        else:
+            instruction = self._worded(instruction, "query")
         counts["instruction told apart"] += instruction is not None
         counts["with negatives"] += bool(negatives)
         return Record(
             id=f"{name}-{number:07d}",
-            group=hashlib.sha256((path or text).encode()).hexdigest()[:16],
+            group=hashlib.sha256((path or query[0]).encode()).hexdigest()[:16],
             source=f"{SOURCE}{name}",
-            split={"original": "train"}.get(split, split),
+            split="train" if split == "original" else split,
             category=SETS[name]["meta_task"],
             instruction=instruction,
-            query=query,
+            query=QueryPart(text=text or None, images=[self._picture(path)] if path else []),  # type: ignore[list-item]
             positives=[Positive(**self._target(part)) for part in dict.fromkeys(positives)],
             negatives=[Target(**self._target(part)) for part in dict.fromkeys(negatives)],
             wording="included",
         )
-
-    def _query(self, text: str, path: str) -> tuple[str | None, QueryPart]:
-        """The instruction, if it can be separated, and the rest of a query, reworded if requested."""
-        instruction, rest = split_instruction(self.name, text)
-        if self.options.instructions == "rge":
-            if instruction is None:
-                rest = reword(self.name, text, "query")
-            else:
-                instruction = reword(self.name, instruction, "query")
-        return instruction, QueryPart(text=rest or None, images=[self._picture(path)] if path else [])  # type: ignore[list-item]
 
     def _unusable(self, query: Part, positives: Sequence[Part]) -> str | None:
         """Reason to skip a row, or None; a missing query or target picture is one."""
@@ -184,24 +180,28 @@ class _Import:
             return "empty query"
         if not positives:
             return "empty target"
-        missing = [path for _, path in (query, *positives) if path and self._picture(path) is None]
-        return NO_PICTURE if missing else None
+        return None if all(self._is_there(part) for part in (query, *positives)) else NO_PICTURE
 
     def _usable_negatives(self, positives: Sequence[Part], negatives: Sequence[Part]) -> list[Part]:
         """Negatives whose picture exists and that are not also a target."""
         negatives = [part for part in negatives if any(part)]
-        shown = [(text, path) for text, path in negatives if not path or self._picture(path) is not None]
+        shown = [part for part in negatives if self._is_there(part)]
         right = {_id(part) for part in positives}
         kept = [part for part in shown if _id(part) not in right]
         self.counts["negatives without their picture"] += len(negatives) - len(shown)
         self.counts["negatives equal to the target"] += len(shown) - len(kept)
         return kept
 
+    def _worded(self, text: str, side: str) -> str:
+        return reword(self.name, text, side) if self.options.instructions == "rge" else text
+
     def _target(self, part: Part) -> dict[str, Any]:
         text, path = part
-        if text and self.options.instructions == "rge":
-            text = reword(self.name, text, "candidate")
+        text = self._worded(text, "candidate") if text else ""
         return {"id": _id(part), "text": text or None, "image": self._picture(path) if path else None}
+
+    def _is_there(self, part: Part) -> bool:
+        return not part[1] or self._picture(part[1]) is not None
 
     def _picture(self, path: str) -> str | None:
         if path not in self.known:
@@ -232,9 +232,7 @@ def _id(part: Part) -> str:
 
 
 def _files(src: Path, name: str, split: str) -> list[Path]:
-    folders = [src / name, src / name.replace("-", "_")]
-    for folder in dict.fromkeys(folders):
-        found = sorted(folder.glob(f"{split}-*.parquet")) or sorted(folder.glob(f"{split}*.jsonl"))
-        if found:
-            return found
-    return []
+    patterns = [
+        f"{folder}/{split}{ending}" for folder in (name, name.replace("-", "_")) for ending in ENDINGS
+    ]
+    return next((found for pattern in patterns if (found := sorted(src.glob(pattern)))), [])

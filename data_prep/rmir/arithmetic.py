@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 TRUE, FALSE, ABSTAIN, ERROR, MISSING = VERDICTS = "true", "false", "abstain", "error", "missing"
 """Verdicts of a judge; ``error`` is an answer that could not be parsed, ``missing`` a call that the endpoint rejected."""
@@ -10,31 +10,28 @@ KEPT, REJECTED, ABSTAINED, DOUBTED = STATES = "kept", "rejected", "abstained", "
 """Decisions of the panel on a triplet."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tally:
-    """The panel's decision on one triplet."""
-
-    majority: str  # most frequent verdict; a tie counts as an abstention
-    confidence: float  # share of the panel that gave it
-    state: str  # ``kept``, ``rejected`` or ``abstained`` with enough confidence, else ``doubted``
-
-
-def tally(verdicts: Sequence[str], min_confidence: float = 1.0) -> Tally:
+def tally(verdicts: Sequence[str], min_confidence: float = 1.0) -> dict[str, Any]:
     """Decide on one triplet (3.1.4, 3.1.5).
 
     Every judge counts, including those that abstain or give an unreadable answer: four trues and an abstention are a
     confidence of 0.8. If the panel abstains unanimously, or a verdict is missing, only the pair is left out and the image
     stays; the paper does not cover these cases.
+
+    Returns:
+        ``majority``: the most frequent verdict (a tie counts as an abstention); ``confidence``: the share of the panel that
+        gave it; ``state``: kept, rejected or abstained with enough confidence, else doubted.
     """
     votes = Counter(verdict if verdict in (TRUE, FALSE) else ABSTAIN for verdict in verdicts)
     (majority, most), *others = votes.most_common()
     if others and others[0][1] == most:
         majority = ABSTAIN
     confidence = votes[majority] / len(verdicts)
+    state = {TRUE: KEPT, FALSE: REJECTED, ABSTAIN: ABSTAINED}[majority]
     if MISSING in verdicts:
-        return Tally(majority, confidence, ABSTAINED)
-    sure = {TRUE: KEPT, FALSE: REJECTED, ABSTAIN: ABSTAINED}[majority]
-    return Tally(majority, confidence, sure if confidence >= min_confidence else DOUBTED)
+        state = ABSTAINED
+    elif confidence < min_confidence:
+        state = DOUBTED
+    return {"majority": majority, "confidence": confidence, "state": state}
 
 
 def negativeness(verdicts: Sequence[str]) -> float:

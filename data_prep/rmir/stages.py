@@ -5,7 +5,6 @@ Source: RMIR, section 3.1. Choices that the paper leaves open are settings; see 
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -259,7 +258,7 @@ def keep(run: Run) -> dict[str, Any]:
                 "candidate_id": candidate,
                 "negativeness": maths.negativeness(verdicts),
             }
-            rows.append(about | asdict(maths.tally(verdicts, least)))
+            rows.append(about | maths.tally(verdicts, least))
         tables.append(pa.Table.from_pylist(rows, schema=schema))
     decided = pa.concat_tables(tables).sort_by([("query_id", "ascending"), ("candidate_id", "ascending")])
     frames.write_table(run.path("keep", "decided.parquet"), decided)

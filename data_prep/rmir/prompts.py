@@ -36,7 +36,7 @@ class BreaksConstraint(ReplyError):
 def caption_request(config: RmirConfig, picture: Picture) -> Request:
     """Ask for a caption."""
     text = wording(config.prompts).caption
-    return _request(config.caption, text, (text, picture), (("caption", None),))
+    return _request(config.caption, (text, picture), (("caption", None),))
 
 
 def generate_request(config: RmirConfig, picture: Picture) -> Request:
@@ -45,7 +45,7 @@ def generate_request(config: RmirConfig, picture: Picture) -> Request:
     text = texts.asked(categories, content_policy=config.generate.content_policy)
     example = (("query", None), ("target_desc", None), ("reasoning", None))
     blocks = ((f"Example_{texts.codes[category]}_1", example) for category in categories)
-    return _request(config.generate, text, (text, picture), (("input_desc", None), *blocks))
+    return _request(config.generate, (text, picture), (("input_desc", None), *blocks))
 
 
 def filter_request(config: RmirConfig, picture: Picture, query: str, target: str) -> Request:
@@ -53,7 +53,7 @@ def filter_request(config: RmirConfig, picture: Picture, query: str, target: str
     text = wording(config.prompts).filter
     parts = (text, picture, f"<query>{query}</query>\n<target_desc>{target}</target_desc>")
     fields = (("input_desc", None), ("reasoning", None), ("is_valid", ("yes", "no")))
-    return _request(config.filter, text, parts, fields)
+    return _request(config.filter, parts, fields)
 
 
 def judge_request(
@@ -65,22 +65,16 @@ def judge_request(
     parts = (f"{text}\n\nINPUT:", picture, f"<query>{query}</query>\nTARGET:", target)
     described = (("target_desc", None), ("input_desc", None), ("reasoning", None))
     fields = (*described, ("consistent", ("True", "False", "ABSTAIN")))
-    return _request(config.judge, text, parts, fields, model=model, sample=sample)
+    return _request(config.judge, parts, fields, model=model, sample=sample)
 
 
 def _request(
-    settings: Any,
-    prompt: str,
-    parts: tuple[Part, ...],
-    fields: tuple[tuple[str, Any], ...],
-    *,
-    model: str | None = None,
-    sample: int = 0,
+    settings: Any, parts: tuple[Part, ...], fields: tuple[tuple[str, Any], ...], **more: Any
 ) -> Request:
-    """A request with the sampling settings of a stage; ``model``: another than the stage's."""
-    form = prompt.partition(FORM)[2].partition(":\n")[2].partition("\n\n")[0].strip()
-    sampling = {"temperature": settings.temperature, "max_tokens": settings.max_tokens}
-    return Request(model or settings.model, parts, sample=sample, form=form, fields=fields, **sampling)
+    """A request with the sampling settings of a stage, and the format that its prompt, the first part, asks for."""
+    form = str(parts[0]).partition(FORM)[2].partition(":\n")[2].partition("\n\n")[0].strip()
+    given = {"model": settings.model, "temperature": settings.temperature, "max_tokens": settings.max_tokens}
+    return Request(parts=parts, form=form, fields=fields, **given | more)
 
 
 def read_caption(reply: Reply, max_words: int) -> str:

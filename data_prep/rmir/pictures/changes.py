@@ -7,11 +7,9 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 
-from data_prep.rmir.pictures.download import is_address
 from data_prep.rmir.pictures.library import Library, encodable, fetched
 from rge.common.errors import UserError
 from rge.common.files import read_json, write_text
@@ -79,10 +77,7 @@ def files_of(library: Library) -> dict[str, str]:
 def compare(library: Library, inspected: pa.Table, state: LibraryState) -> Changes:
     """Compare a library with the table ``inspected`` and the changes accepted since.
 
-    Only pictures with a new stamp are opened.
-
-    Raises:
-        UserError: the library cannot be read, or an id occurs twice.
+    Only pictures with a new stamp are opened. Raises `UserError`: the library cannot be read, or an id occurs twice.
     """
     gone = set(state.gone)
     columns = (inspected[name].to_pylist() for name in ("id", "stamp", "caption", "sha256"))
@@ -113,22 +108,16 @@ def compare(library: Library, inspected: pa.Table, state: LibraryState) -> Chang
 def _inspect_changed(
     library: Library, touched: set[str], digests: dict[str, str | None], found: Changes
 ) -> None:
-    """Separate changed pictures from those whose file was only touched."""
+    """Separate changed pictures, or new addresses, from those whose file was only touched."""
     rows = (row for row in library.rows() if encodable(row)["id"] in touched)
     for row in map(encodable, fetched(rows)):
         name = row["id"]
-        if digests[name] is not None and _digest(row) == digests[name]:
+        try:
+            digest = hashlib.sha256(picture_bytes(row["data"] or row["ref"] or "")).hexdigest()
+        except ImageError:  # missing, or at a web address
+            digest = None
+        if digest is not None and digest == digests[name]:
             found.stamps[name] = row["stamp"]
         else:
             found.changed.append(name)
             found.captions.pop(name, None)
-
-
-def _digest(row: dict[str, Any]) -> str | None:
-    """SHA-256 of a picture's bytes; None if it is missing, unreadable or at a web address (a new address is a new picture)."""
-    if row["data"] is None and (row["ref"] is None or is_address(row["ref"])):
-        return None
-    try:
-        return hashlib.sha256(picture_bytes(row["data"] or row["ref"])).hexdigest()
-    except ImageError:
-        return None

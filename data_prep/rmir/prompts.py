@@ -69,12 +69,16 @@ def judge_request(
 
 
 def _request(
-    settings: Any, parts: tuple[Part, ...], fields: tuple[tuple[str, Any], ...], **more: Any
+    settings: Any,
+    parts: tuple[Part, ...],
+    fields: tuple[tuple[str, Any], ...],
+    model: str | None = None,
+    sample: int = 0,
 ) -> Request:
     """A request with the sampling settings of a stage, and the format that its prompt, the first part, asks for."""
     form = str(parts[0]).partition(FORM)[2].partition(":\n")[2].partition("\n\n")[0].strip()
-    given = {"model": settings.model, "temperature": settings.temperature, "max_tokens": settings.max_tokens}
-    return Request(parts=parts, form=form, fields=fields, **given | more)
+    sampling = {"temperature": settings.temperature, "max_tokens": settings.max_tokens}
+    return Request(model or settings.model, parts, sample=sample, form=form, fields=fields, **sampling)
 
 
 def read_caption(reply: Reply, max_words: int) -> str:

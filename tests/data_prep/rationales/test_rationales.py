@@ -399,7 +399,7 @@ def test_what_only_the_target_picture_shows_is_a_leak(pictures_wanted, tmp_path,
         if how == "by picture":
             said = pq.read_table(captions)["caption"].to_pylist()
             seer = Seer({str(number): caption for number, caption in enumerate(said)})
-            monkeypatch.setattr("data_prep.rationales.writing.image_encoder", lambda config: seer)
+            monkeypatch.setattr("data_prep.rationales.writing.load_encoder", lambda config: seer)
             words += ["encoder={kind: siglip, path: seer}"]
         main(["rationales", *words])
     report = json.loads((tmp_path / "out.jsonl.report.json").read_text())
@@ -451,7 +451,7 @@ def test_an_encoder_does_not_look_at_the_pictures_of_queries(pictures_wanted, tm
     (records.parent / "broken.png").write_bytes((records.parent / "0.png").read_bytes()[:60])
     said = pq.read_table(captions)["caption"].to_pylist()
     seer = Seer({str(number): caption for number, caption in enumerate(said)})
-    monkeypatch.setattr("data_prep.rationales.writing.image_encoder", lambda config: seer)
+    monkeypatch.setattr("data_prep.rationales.writing.load_encoder", lambda config: seer)
     with LocalServer(answers) as server:
         words = [
             f"records={records}",

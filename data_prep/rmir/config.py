@@ -294,7 +294,7 @@ class RmirConfig:
     download: DownloadConfig = field(default_factory=DownloadConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     oracle: bool = False
-    """Instead of calling models, have a server on this machine answer from the shipped relation tables, wrong on purpose."""
+    """Instead of calling models, answer from the shipped relation tables, with deliberate errors."""
     prompts: str | None = None
     """Folder whose files replace the shipped prompts of the same name: kinds.md, constraints.md, content_policy.md,
     generate.md, filter.md, judge.md, caption.md; null: none."""

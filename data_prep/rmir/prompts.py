@@ -130,7 +130,7 @@ def _check_length(name: str, text: str, max_words: int) -> None:
 
 
 def read_filtered(reply: Reply) -> dict[str, str]:
-    """``reasoning`` and ``input_desc`` of a valid question. Raises `BreaksConstraint`, or another `ReplyError`: it is unreadable."""
+    """``reasoning`` and ``input_desc`` of a valid question. Raises `BreaksConstraint`, or another `ReplyError`."""
     check_complete(reply, "is_valid")
     valid = parse_choice(reply.text, "is_valid", {"yes": True, "no": False})
     found = {key: _optional(reply.text, key) for key in ("reasoning", "input_desc")}

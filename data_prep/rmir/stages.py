@@ -113,7 +113,7 @@ def _ask_each(
 def _read_or_rejected(
     table: str, about: Row, outcome: Outcome, read: Callable[[Reply], Row]
 ) -> tuple[str, Row]:
-    """The (table, row) of an answer; if it is unusable, a row of ``rejected`` with the reason. `about` begins with the id."""
+    """The (table, row) of an answer, or of ``rejected`` with the reason; `about` begins with the id."""
     try:
         return table, {**about, **read(outcome.answer()), "key": outcome.key}
     except ReplyError as error:
@@ -246,7 +246,7 @@ def _verdict(outcome: Outcome) -> tuple[str, str]:
 
 
 def keep(run: Run) -> dict[str, Any]:
-    """Decide on each triplet, and collect the doubted images (3.1.5): a doubt anywhere removes the image from the whole seed set."""
+    """Decide on each triplet, and collect the doubted images, which leave the whole seed set (3.1.5)."""
     schema, least = frames.SCHEMAS["decided"], run.config.keep.min_confidence
     tables = [schema.empty_table()]
     for panels in decisions.panels(run.path("judge", "judgements")):

@@ -139,7 +139,7 @@ class CheckpointEncoder:
 
 
 def load_encoder(config: EncoderConfig) -> Any:
-    """Build an encoder: an `ImageEncoder` of the kinds for pictures, a `TextEncoder` of the others; `UserError` if it cannot be loaded."""
+    """Build an `ImageEncoder` or, of the kinds for captions, a `TextEncoder`; `UserError` if it cannot be loaded."""
     if config.kind == "pixels":
         return PixelEncoder()
     if config.kind == "hashing":

@@ -37,7 +37,7 @@ FETCHED_AT_ONCE = 32
 
 
 class Library:
-    """The pictures to start from; each pass reads them from the beginning. Raises `UserError`: see `rge.tables.pictures.find`."""
+    """The pictures to start from; each pass reads them anew. Raises `UserError`: see `rge.tables.pictures.find`."""
 
     def __init__(self, config: LibraryConfig):
         try:
@@ -110,7 +110,7 @@ class Library:
             raise UserError(f"library.path: {error}{where}") from None
 
     def _with_columns(self, rows: Iterable[tables.Row], *settings: str) -> Iterator[tables.Row]:
-        """Pass the rows on; raises if none of them has a column that the user named in a setting, instead of the usual name."""
+        """Pass the rows on; raises if none of them has a column that the user named in one of the settings."""
         usual = LibraryConfig()
         given = {key: getattr(self.config, key) for key in settings}
         named = {key: name for key, name in given.items() if name not in (None, getattr(usual, key))}

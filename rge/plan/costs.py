@@ -13,14 +13,14 @@ their backward needs is kept (`train.keep_activations`). A frozen vision tower r
 import math
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from rge.config import ModelConfig
+from rge.config import ModelConfig, Recipe
 from rge.losses import CHUNK_TOKENS
 from rge.model.adapters import trained_parts
 from rge.model.attention import bucket
@@ -100,6 +100,11 @@ class PictureCost:
     states: int = 0  # numbers in a layer's input
     inside: int = 0  # numbers that autograd keeps per layer
 
+    @property
+    def seen(self) -> float:
+        """FLOPs of a pass."""
+        return self.products + self.attention + self.fixed
+
 
 @dataclass(frozen=True)
 class Shapes:
@@ -156,18 +161,12 @@ def _matrices(module: nn.Module) -> dict[str, nn.Linear]:
     return {name: part for name, part in module.named_modules() if isinstance(part, nn.Linear)}
 
 
-_costs: WeakKeyDictionary[nn.Module, dict[int, PictureCost]] = WeakKeyDictionary()
-
-
 def cost_of_picture(model: HubModel, num_pixels: int) -> PictureCost:
     """Cost of a square picture of `num_pixels`, counted in one pass on `meta`, which computes only shapes."""
-    costs = _costs.setdefault(model, {})
-    if num_pixels not in costs:
-        on_meta = model.device.type == "meta"
-        costs[num_pixels] = _count(model if on_meta else skeleton(model.config), num_pixels)
-    return costs[num_pixels]
+    return _count(model if model.device.type == "meta" else skeleton(model.config), num_pixels)
 
 
+@lru_cache(maxsize=8)
 def _count(model: HubModel, num_pixels: int) -> PictureCost:
     family = family_of(model)
     pixels, grid = family.square_picture(model.config, num_pixels)
@@ -175,19 +174,16 @@ def _count(model: HubModel, num_pixels: int) -> PictureCost:
     shape = pixels.shape if frames is None else (len(pixels), frames * pixels[0].numel())
     parts = [module for part in family.vision(model) for module in part.modules()]
     stacks = (part for part in parts if isinstance(part, nn.ModuleList) and hasattr(part[0], "mlp"))
-    blocks: Any = next(stacks, ())
-    inputs: list[Tensor] = []
-
-    def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        inputs.append(next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)))
-
-    first = blocks[0] if blocks else nn.Identity()
-    hook = first.register_forward_pre_hook(note, with_kwargs=True)
+    blocks: Any = next(stacks, [])
+    states: list[Tensor] = []  # of the first block
+    for block in blocks[:1]:
+        block.register_forward_hook(
+            lambda _, args, out: states.append(out if isinstance(out, Tensor) else out[0])
+        )
     speed_up(model, "sdpa")  # else Qwen's towers read the pictures' sizes back from the device
     values = torch.zeros(shape, dtype=model.dtype, device="meta")
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         features = family.features(model, values, grid)
-    hook.remove()
     flops = counter.get_flop_counts()["Global"]
 
     def counted(kinds: str) -> int:
@@ -197,7 +193,11 @@ def _count(model: HubModel, num_pixels: int) -> PictureCost:
     convolutions = [part for part in parts if isinstance(part, nn.Conv2d)]
     are_buffers = not any(isinstance(part.weight, nn.Parameter) for part in convolutions)
     attention, fixed = counted("bmm|attention"), counted("convolution") * are_buffers
-    states, inside = _numbers_of(first, inputs[0]) if inputs else (0, 0)
+    numbers = inside = 0
+    if states:
+        numbers, hidden = states[0].numel(), states[0].shape[-1]
+        inner = max(max(matrix.weight.shape) for matrix in _matrices(blocks[0].mlp).values())
+        inside = numbers // hidden * (12 * hidden + 4 * inner)
     return PictureCost(
         placeholders=features.shape[0],
         feature=features.shape[1],
@@ -206,16 +206,9 @@ def _count(model: HubModel, num_pixels: int) -> PictureCost:
         attention=attention,
         fixed=fixed,
         layers=len(blocks),
-        states=states,
+        states=numbers,
         inside=inside,
     )
-
-
-def _numbers_of(block: Any, states: Tensor) -> tuple[int, int]:
-    """Numbers in a tower block's input, and those that it computes."""
-    hidden = states.shape[-1]
-    inner = max(max(matrix.weight.shape) for matrix in _matrices(block.mlp).values())
-    return states.numel(), states.numel() // hidden * (12 * hidden + 4 * inner)
 
 
 @dataclass(frozen=True)
@@ -313,7 +306,6 @@ def flops(shapes: Shapes, load: Load, setup: Setup) -> dict[str, float]:
     """FLOPs of one rank's step, by phase."""
     s, n, picture = shapes, load, shapes.picture
     width = 4 * s.heads * s.head_size
-    seen = picture.products + picture.attention + picture.fixed
 
     def text(prompt: int, tail: int, read: int) -> tuple[float, float]:
         """Products and attention of one row; the last layer computes only what is read, and keys and values."""
@@ -331,7 +323,7 @@ def flops(shapes: Shapes, load: Load, setup: Setup) -> dict[str, float]:
         """The tower's pass over a side's pictures; a frozen tower runs once."""
         pictures = unseen[side]
         unseen[side] *= not setup.remembers(load)
-        return pictures * seen
+        return pictures * picture.seen
 
     if n.own:
         steps = n.own + 2
@@ -341,7 +333,7 @@ def flops(shapes: Shapes, load: Load, setup: Setup) -> dict[str, float]:
         if not setup.once:
             found["rollout"] += see("queries") + n.queries * sum(text(n.prompt, 0, 0))
     if n.reference:
-        found["reference"] = query_pictures * seen + n.queries * (
+        found["reference"] = query_pictures * picture.seen + n.queries * (
             sum(text(n.prompt, 1 + n.own_tokens, n.own_tokens)) + 2.0 * s.hidden * s.vocabulary * n.own_tokens
         )
     query = text(n.prompt, n.tail, n.labels + (n.each if n.read_own else 0))
@@ -366,7 +358,7 @@ def flops(shapes: Shapes, load: Load, setup: Setup) -> dict[str, float]:
     if setup.train_vision:
         pictures = query_pictures + candidates * n.candidate_pictures
         backward += pictures * (2 * picture.products + 2.5 * picture.attention)
-        recomputed += pictures * seen
+        recomputed += pictures * picture.seen
     found["backward"] = backward + setup.checkpointing * recomputed
     once = ("rollout", "reference")
     return {name: count if name in once else n.updates * count for name, count in found.items()}
@@ -492,28 +484,25 @@ def pixel_bytes(shapes: Shapes, load: Load) -> float:
 
 
 def host(
-    parameters: int,
-    *,
-    batch_bytes: float,
-    prefetch_bytes: float,
-    num_workers: int,
-    dtype_bytes: int,
-    processes: int,
-    on_gpu: bool = True,
+    recipe: Recipe, shapes: Shapes, load: Load, setup: Setup, processes: int, *, on_gpu: bool = True
 ) -> dict[str, float]:
-    """Peak use of one machine besides its GPUs, by `processes` of `num_workers` each: bytes of memory, shared memory, open files.
+    """Peak use of one machine by `processes`, besides its GPUs and kept activations: bytes of memory, shared memory, open files.
 
-    Batches of `batch_bytes` are `pixel_bytes`. For a GPU, at least one is prefetched to pinned memory, and processes use NCCL.
+    For a GPU, at least one batch is prefetched to pinned memory, and processes use NCCL.
     """
+    num_workers, batch_bytes = recipe.data.num_workers, pixel_bytes(shapes, load)
     # Prefetched batches, and the one in use, are in pinned memory, allocated in powers of two. A worker holds its prompts'
     # pictures and the buffer that joins them.
     pinned = 2.0 ** math.ceil(math.log2(batch_bytes)) if on_gpu and batch_bytes else batch_bytes
-    batches = max(prefetch_bytes, pinned) + pinned + 2 * num_workers * batch_bytes
-    weights = float(dtype_bytes * parameters)  # loaded here before they go to a GPU
+    batches = max(recipe.data.prefetch_mb * 2**20, pinned) + pinned + 2 * num_workers * batch_bytes
+    weights = float(setup.dtype_bytes * shapes.parameters)  # loaded here before they go to a GPU
     each = PROCESS_GIB * GIB + num_workers * WORKER_GIB * GIB + max(batches, weights)
+    copied = state_copy(shapes, setup, processes) if recipe.train.background_save else 0.0
     return {
-        "memory": processes * each,
+        "memory": processes * each + copied,
         "of that, batches": processes * batches,
+        "of that, kept": 0.0,  # activations, see `kept_bytes`
+        "of that, a state being written": copied,
         # Batches go through pipes (rge/data/loader.py).
         "shared memory": NCCL_GIB * GIB if on_gpu and processes > 1 else 0.0,
         "descriptors of a process": descriptors(num_workers),
@@ -523,8 +512,8 @@ def host(
 def state_copy(shapes: Shapes, setup: Setup, processes: int) -> float:
     """Bytes of main memory, on the run's first machine, of the copy that a background save of a training state writes.
 
-    The machine runs `processes`. Without sharding, the main process alone writes, and only what is trained. Under ZeRO-1 and
-    ZeRO-2 it writes DeepSpeed's model file, which is whole.
+    Without sharding, the main process alone writes, and only what is trained. Under ZeRO-1 and ZeRO-2 it writes DeepSpeed's model
+    file, which is whole.
     """
     numbers = 4.0 * (1 + setup.optimizer_states) * setup.trained
     if setup.num_gpus == 1 or setup.back_end == "ddp":
@@ -540,7 +529,7 @@ def descriptors(num_workers: int) -> int:
 
 
 def step_seconds(
-    shapes: Shapes, load: Load, setup: Setup, *, num_flops: float, peak: float, bandwidth: float
+    shapes: Shapes, load: Load, setup: Setup, num_flops: float, peak: float, bandwidth: float
 ) -> float:
     """Seconds of a step: FLOPs at the achieved `peak` (FLOP/s), generation at the achieved `bandwidth` (bytes per second).
 

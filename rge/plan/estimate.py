@@ -89,8 +89,8 @@ class Plans:
         if isinstance(found, str):
             keep = recipe.train.keep_activations
             return Kept("none" if keep == "auto" else keep, recipe.rollout.prompt_pass)
-        twice = found.keep != "none" and found.prompt_pass == "twice"
-        return Kept(found.keep, "twice" if twice else recipe.rollout.prompt_pass)
+        twice = found.setup.keep != "none" and not found.setup.once
+        return Kept(found.setup.keep, "twice" if twice else recipe.rollout.prompt_pass)
 
 
 def banner(plans: Plans) -> Iterator[str]:
@@ -144,7 +144,7 @@ def _time(plans: Plans, name: str, figures: Plan) -> str:
 def _estimated(plans: Plans, name: str, figures: Plan) -> Iterator[str]:
     load, room = figures.load, f" of {plans.gib:,.1f}" if plans.gib is not None else ""
     yield (
-        f"  {figures.trained_parameters:,} of {figures.parameters:,} parameters trained; at most "
+        f"  {figures.setup.trained:,} of {figures.shapes.parameters:,} parameters trained; at most "
         f"{sum(figures.tokens.values()):,} tokens and {figures.flops / 1e12:,.3g} TFLOP per step"
     )
     yield (
@@ -154,7 +154,7 @@ def _estimated(plans: Plans, name: str, figures: Plan) -> Iterator[str]:
     if load.chunks > 1 and load.contrastive:
         yield (
             f"  kept between the {load.chunks} micro batches' first forward pass and their backward pass: "
-            f"{figures.keep} ({figures.why})"
+            f"{figures.setup.keep} ({figures.why})"
         )
     if plans.gib is None:
         return

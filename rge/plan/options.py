@@ -57,6 +57,15 @@ class PlanOptions:
         """`utilisation`, also where it is not given."""
         return self.utilisation or (0.7 if self.cpu else 0.35)
 
+    @property
+    def processes(self) -> int:
+        """Processes of a machine."""
+        return min(self.num_gpus, self.gpus_per_machine)
+
+    def speed(self, utilisation: float) -> tuple[float, float]:
+        """FLOP/s of a GPU, and bytes per second of its memory."""
+        return self.peak_tflops * utilisation * 1e12, self.bandwidth_tbs * utilisation * 1e12
+
 
 @dataclass
 class PlanCommand(PlanOptions, Recipe):

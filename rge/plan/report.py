@@ -7,7 +7,7 @@ model.max_pixels, all rationales at the cap. The last line is the plan as JSON. 
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
 from rge.config import BACK_ENDS, Recipe, RecipeError, StageConfig
@@ -18,7 +18,7 @@ from rge.plan.costs import GIB, Load, Setup, Shapes, num_parameters, shapes_of
 from rge.plan.known_models import outline
 from rge.plan.machine import cpu_speed, main_memory
 from rge.plan.options import PlanCommand, PlanOptions
-from rge.plan.search import Room, decided, fastest, overrides, refused
+from rge.plan.search import Room, Way, decided, fastest, refused
 from rge.towers.smollm2 import is_smollm2
 
 LESS = (
@@ -31,47 +31,18 @@ LESS = (
 Longest = Mapping[str, int] | None
 """Tokens of the largest prompts, of their pictures and rationales, and positives per query, if the records are known."""
 
-Section = tuple[str, dict[str, str]]
-"""Title and lines of the report."""
 
-
-@dataclass(frozen=True)
-class FasterWay:
-    """Faster settings for the same step, with the arguments that select them; figures are over all GPUs, or one machine."""
-
-    overrides: list[str]
-    seconds: float
-    flops: float
-    memory_total: float
-    memory_to: float
-    host: float
-    sent: float
-
-
-@dataclass
-class Plan:
+@dataclass(kw_only=True)
+class Plan(Way):
     """The plan of one stage; the command's last line is this as JSON."""
 
-    parameters: int
-    vision_parameters: int
-    trained_parameters: int
     shapes: Shapes
-    load: Load
     tokens: dict[str, int]  # per step over all GPUs, by kind
-    flops_per_gpu: dict[str, float]  # per step, by phase
-    flops: float  # per step, over all GPUs
-    memory: dict[str, float]  # bytes on a GPU, by kind
-    memory_total: float
-    memory_from: float  # bounds of `memory_total`
-    memory_to: float
     bytes_sent: dict[str, float]  # per GPU and step, by back end
     batch_bytes: float  # pictures of a rank's batch
     host: dict[str, float]  # of one machine, see `rge.plan.costs.host`
-    keep: str  # `train.keep_activations` with ``auto`` resolved
-    prompt_pass: str
-    why: str  # of `keep`
-    seconds: float  # per step
-    fastest: list[FasterWay]
+    why: str  # of `Setup.keep`
+    fastest: list[Way]
     steps: int
     hours: float  # of all steps at the given utilisation
     hours_from: float  # at the highest
@@ -146,88 +117,42 @@ def plan(
     """
     shapes = shapes_of(model, recipe.model.max_pixels)
     load, base = load_of(recipe, shapes, options, longest), setup_of(recipe, model, options)
-    machine, room = _machine(recipe, options, shapes, load, base, on_gpu=on_gpu)
+    host, main = (
+        costs.host(recipe, shapes, load, base, options.processes, on_gpu=on_gpu),
+        options.host_gib * GIB,
+    )
+    room = Room(
+        gpu=options.gpu_gib * GIB if on_gpu else None,
+        reserved=reserved(recipe, options, on_gpu=on_gpu),
+        host=max(main - host["memory"], 0.0) / options.processes if main else None,
+        speed=options.speed(options.reached),
+    )
     way, why = decided(recipe, shapes, load, base, room)
-    setup, processes = way.setup, min(options.num_gpus, options.gpus_per_machine)
-    machine |= {"memory": machine["memory"] + processes * way.host, "of that, kept": processes * way.host}
+    kept = options.processes * way.kept_on_host
+    host |= {"memory": host["memory"] + kept, "of that, kept": kept}
+    num_flops = sum(way.flops_per_gpu.values())
     steps = options.steps or getattr(recipe, options.for_).steps or 1000
-
-    def hours(utilisation: float) -> float:
-        peak, bandwidth = (1e12 * utilisation * most for most in (options.peak_tflops, options.bandwidth_tbs))
-        seconds = costs.step_seconds(
-            shapes, load, setup, num_flops=way.num_flops, peak=peak, bandwidth=bandwidth
-        )
-        return steps * seconds / 3600
-
-    least, most = _utilisations(options)
-    faster = fastest(recipe, shapes, load, base, options, room) if on_gpu and room.host != 0 else []
+    hours, most, least = (
+        steps * costs.step_seconds(shapes, load, way.setup, num_flops, *options.speed(utilisation)) / 3600
+        for utilisation in (options.reached, *_utilisations(options))
+    )
     return Plan(
-        parameters=shapes.parameters,
-        vision_parameters=shapes.vision_parameters,
-        trained_parameters=setup.trained,
+        **vars(way),
         shapes=shapes,
-        load=load,
         tokens=tokens_of(load, options.num_gpus),
-        flops_per_gpu=costs.flops(shapes, load, setup),
-        flops=way.num_flops * options.num_gpus,
-        memory=way.memory,
-        memory_total=way.total,
-        memory_from=way.total - way.uncertain,
-        memory_to=way.total + way.uncertain,
         bytes_sent={
-            name: costs.communication(shapes, load, replace(setup, back_end=name)) for name in BACK_ENDS
+            name: costs.communication(shapes, load, replace(way.setup, back_end=name)) for name in BACK_ENDS
         },
         batch_bytes=costs.pixel_bytes(shapes, load),
-        host=machine,
-        keep=setup.keep,
-        prompt_pass="once" if setup.once else "twice",
+        host=host,
         why=why,
-        seconds=way.seconds,
-        fastest=[
-            FasterWay(
-                overrides=overrides(recipe, one, base),
-                seconds=one.seconds,
-                flops=one.num_flops * options.num_gpus,
-                memory_total=one.total,
-                memory_to=one.total + one.uncertain,
-                host=processes * one.host,
-                sent=one.sent,
-            )
-            for one in faster
-        ],
+        fastest=fastest(recipe, shapes, load, base, options, room) if on_gpu and room.host != 0 else [],
         steps=steps,
-        hours=hours(options.reached),
-        hours_from=hours(most),
-        hours_to=hours(least),
-        fits=way.total <= options.gpu_gib * GIB and not 0 < options.host_gib * GIB < machine["memory"],
+        hours=hours,
+        hours_from=least,
+        hours_to=most,
+        fits=way.memory_total <= options.gpu_gib * GIB and not 0 < main < host["memory"],
     )
-
-
-def _machine(
-    recipe: Recipe, options: PlanOptions, shapes: Shapes, load: Load, setup: Setup, *, on_gpu: bool
-) -> tuple[dict[str, float], Room]:
-    """What one machine needs besides its GPUs, without kept activations, and the room of one of its processes for these."""
-    processes = min(options.num_gpus, options.gpus_per_machine)
-    machine = costs.host(
-        shapes.parameters,
-        batch_bytes=costs.pixel_bytes(shapes, load),
-        prefetch_bytes=recipe.data.prefetch_mb * 2**20,
-        num_workers=recipe.data.num_workers,
-        dtype_bytes=costs.DTYPE_BYTES[recipe.model.dtype],
-        processes=processes,
-        on_gpu=on_gpu,
-    )
-    copied = costs.state_copy(shapes, setup, processes) if recipe.train.background_save else 0.0
-    machine |= {"memory": machine["memory"] + copied, "of that, a state being written": copied}
-    main = options.host_gib * GIB
-    room = Room(
-        options.gpu_gib * GIB if on_gpu else None,
-        reserved(recipe, options, on_gpu=on_gpu),
-        max(main - machine["memory"], 0.0) / processes if main else None,
-        options.peak_tflops * options.reached * 1e12,
-        options.bandwidth_tbs * options.reached * 1e12,
-    )
-    return machine, room
 
 
 def _utilisations(options: PlanOptions) -> tuple[float, float]:
@@ -351,71 +276,6 @@ def engine_bytes(recipe: Recipe, options: PlanOptions) -> float:
     return writes * recipe.rollout.vllm_memory * options.gpu_gib * GIB
 
 
-def _fastest(found: Plan, options: PlanOptions) -> list[str]:
-    scale, unit = _unit(found)
-    lines = ["fastest settings that fit, with the same gradients up to rounding"]
-    for number, way in enumerate(found.fastest, start=1):
-        host_memory = f", {way.host / GIB:,.0f} GiB of a machine's memory" if way.host else ""
-        lines.append(
-            f"  {number}. {way.flops / scale:,.1f} {unit}, {way.seconds:,.2f} s per step "
-            f"({found.seconds / way.seconds:.2f} x), {way.memory_total / GIB:,.1f} (to {way.memory_to / GIB:,.1f}) "
-            f"of {options.gpu_gib:g} GiB{host_memory}: {' '.join(way.overrides) or 'as planned above'}"
-        )
-    return lines if found.fastest else ["no other settings for the same step fit either"]
-
-
-def _unit(found: Plan) -> tuple[float, str]:
-    return (1e15, "PFLOP") if found.flops >= 1e15 else (1e12, "TFLOP")
-
-
-def _hours(hours: float) -> str:
-    return f"{hours:,.1f}" if hours >= 10 else f"{hours:.2g}"  # of a small model: minutes
-
-
-def _gib(size: float, digits: int = 2) -> str:
-    return f"{size / GIB:,.{digits}f} GiB"
-
-
-def _sections(found: Plan, options: PlanOptions, back_end: str) -> Iterator[Section]:
-    scale, unit = _unit(found)
-    over_all = "" if options.cpu else ", all GPUs"
-    counts = {
-        "all": found.parameters, "of the vision tower": found.vision_parameters, "trained": found.trained_parameters
-    }  # fmt: skip
-    yield "parameters", {name: f"{count / 1e9:.3f} G" for name, count in counts.items()}
-    tokens = found.tokens | {"a query's prompt": found.load.prompt}
-    yield f"tokens per step{over_all}", {name: f"{count:,}" for name, count in tokens.items()}
-    phases = {phase: count * options.num_gpus for phase, count in found.flops_per_gpu.items()}
-    flops = {name: f"{count / scale:,.3f} {unit}" for name, count in (phases | {"all": found.flops}).items()}
-    yield f"FLOPs per step{over_all}", flops
-    memory = {kind: _gib(size) for kind, size in found.memory.items() if size}
-    memory["all"] = f"{found.memory_total / GIB:,.2f} of {options.gpu_gib:.4g} GiB"
-    memory["range of the estimate"] = f"{found.memory_from / GIB:,.1f} to {_gib(found.memory_to, 1)}"
-    yield f"peak memory of {'the CPU' if options.cpu else 'a GPU'} (estimate)", memory
-    if not options.cpu:
-        yield from _machine_sections(found, options, back_end)
-    least, most = _utilisations(options)
-    speed = f"{options.peak_tflops:.3g} TFLOP/s and {options.bandwidth_tbs:.3g} TB/s"
-    hours = {
-        f"hours at a utilisation of {options.reached:g}": _hours(found.hours),
-        f"from {most:g} to {least:g}": f"{_hours(found.hours_from)} to {_hours(found.hours_to)}",
-    }
-    yield f"{found.steps:,} steps at {speed} (estimate)", hours
-
-
-def _machine_sections(found: Plan, options: PlanOptions, back_end: str) -> Iterator[Section]:
-    sent = {name + " (planned)" * (name == back_end): _gib(size) for name, size in found.bytes_sent.items()}
-    yield "sent per GPU and step (estimate)", sent
-    digits = {
-        "memory": 0, "of that, batches": 1, "of that, kept": 0, "of that, a state being written": 0, "shared memory": 0
-    }  # fmt: skip
-    machine = {name: _gib(found.host[name], number) for name, number in digits.items()}
-    descriptors = "descriptors of a process"
-    machine[descriptors] = f"{found.host[descriptors]:,.0f}"
-    processes = min(options.num_gpus, options.gpus_per_machine)
-    yield f"machine with {processes} processes (estimate)", machine
-
-
 def lack(found: Plan, options: PlanOptions) -> str:
     """What a plan that does not fit needs, and what there is."""
     if found.memory_total > options.gpu_gib * GIB:
@@ -423,26 +283,78 @@ def lack(found: Plan, options: PlanOptions) -> str:
     return f"{found.host['memory'] / GIB:,.1f} GiB of a machine's {options.host_gib:.4g} GiB of main memory"
 
 
+def _hours(hours: float) -> str:
+    return f"{hours:,.1f}" if hours >= 10 else f"{hours:.2g}"  # of a small model: minutes
+
+
 def report(recipe: Recipe, found: Plan, origin: str, options: PlanOptions) -> str:
     """The plan as text."""
-    load, back_end = found.load, options.back_end or recipe.train.back_end
+    load, setup, shapes = found.load, found.setup, found.shapes
     stage: StageConfig = getattr(recipe, options.for_)
-    device = f"{options.num_gpus} GPUs of {options.gpu_gib:g} GiB"
+    scale, unit = (1e15, "PFLOP") if found.flops >= 1e15 else (1e12, "TFLOP")
+    device, here, all_gpus = f"{options.num_gpus} GPUs of {options.gpu_gib:g} GiB", "a GPU", ", all GPUs"
     if options.cpu:
-        device = f"this CPU, {options.gpu_gib:.3g} GiB free"
+        device, here, all_gpus = f"this CPU, {options.gpu_gib:.3g} GiB free", "the CPU", ""
     lines = [
         f"{recipe.recipe}, {options.for_}: {origin}",
-        f"{device}, {back_end}, {recipe.model.dtype}, batch {stage.batch_size}: {load.queries} queries and "
+        f"{device}, {setup.back_end}, {recipe.model.dtype}, batch {stage.batch_size}: {load.queries} queries and "
         f"{load.candidates} candidates{'' if options.cpu else ' per GPU'}, "
         f"{load.chunks} micro batch{'es' * (load.chunks > 1)} of {recipe.train.micro_batch_size}",
-        f"kept between them: {found.keep} ({found.why}); prompts encoded {found.prompt_pass}",
+        f"kept between them: {setup.keep} ({found.why}); prompts encoded {'once' if setup.once else 'twice'}",
         "",
     ]
-    for title, rows in _sections(found, options, back_end):
-        lines += [title, *(f"  {name:<34}{value:>22}" for name, value in rows.items()), ""]
+
+    def section(title: str, rows: Mapping[str, str]) -> None:
+        lines.extend([title, *(f"  {name:<34}{value:>22}" for name, value in rows.items()), ""])
+
+    def in_gib(sizes: Mapping[str, float]) -> dict[str, str]:
+        return {name: f"{size / GIB:,.2f} GiB" for name, size in sizes.items()}
+
+    counts = {
+        "all": shapes.parameters,
+        "of the vision tower": shapes.vision_parameters,
+        "trained": setup.trained,
+    }
+    section("parameters", {name: f"{count / 1e9:.3f} G" for name, count in counts.items()})
+    tokens = found.tokens | {"a query's prompt": load.prompt}
+    section(f"tokens per step{all_gpus}", {name: f"{count:,}" for name, count in tokens.items()})
+    phases = {phase: count * setup.num_gpus for phase, count in found.flops_per_gpu.items()}
+    phases["all"] = found.flops
+    section(
+        f"FLOPs per step{all_gpus}", {name: f"{count / scale:,.3f} {unit}" for name, count in phases.items()}
+    )
+    memory = in_gib({kind: size for kind, size in found.memory.items() if size})
+    memory["all"] = f"{found.memory_total / GIB:,.2f} of {options.gpu_gib:.4g} GiB"
+    memory["range of the estimate"] = f"{found.memory_from / GIB:,.1f} to {found.memory_to / GIB:,.1f} GiB"
+    section(f"peak memory of {here} (estimate)", memory)
     if not options.cpu:
-        lines += [*_fastest(found, options), ""]
+        sent = {
+            name + " (planned)" * (name == setup.back_end): size for name, size in found.bytes_sent.items()
+        }
+        section("sent per GPU and step (estimate)", in_gib(sent))
+        descriptors = "descriptors of a process"
+        machine = in_gib(found.host) | {descriptors: f"{found.host[descriptors]:,.0f}"}
+        section(f"machine with {options.processes} processes (estimate)", machine)
+    least, most = _utilisations(options)
+    hours = {
+        f"hours at a utilisation of {options.reached:g}": _hours(found.hours),
+        f"from {most:g} to {least:g}": f"{_hours(found.hours_from)} to {_hours(found.hours_to)}",
+    }
+    speed = f"{options.peak_tflops:.3g} TFLOP/s and {options.bandwidth_tbs:.3g} TB/s"
+    section(f"{found.steps:,} steps at {speed} (estimate)", hours)
+    if found.fastest:
+        lines.append("fastest settings that fit, with the same gradients up to rounding")
+    elif not options.cpu:
+        lines += ["no other settings for the same step fit either", ""]
+    for number, way in enumerate(found.fastest, start=1):
+        on_host = options.processes * way.kept_on_host / GIB
+        kept = f", {on_host:,.0f} GiB of a machine's memory" if on_host else ""
+        lines.append(
+            f"  {number}. {way.flops / scale:,.1f} {unit}, {way.seconds:,.2f} s per step "
+            f"({found.seconds / way.seconds:.2f} x), {way.memory_total / GIB:,.1f} (to {way.memory_to / GIB:,.1f}) "
+            f"of {options.gpu_gib:g} GiB{kept}: "
+            f"{' '.join(way.overrides) or 'as planned above'}"
+        )
+    lines += [""] * bool(found.fastest)
     lines.append("It fits." if found.fits else f"It does not fit: {lack(found, options)}.")
-    if not found.fits and not found.fastest:
-        lines.append(LESS)
-    return "\n".join(lines)
+    return "\n".join(lines if found.fits or found.fastest else [*lines, LESS])

@@ -6,6 +6,7 @@ prompts are encoded, where activations of several micro batches are kept, and th
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 
 from rge.config import BACK_ENDS, UNSHARDED_ONLY, Recipe, RecipeError
 from rge.plan import costs
@@ -26,59 +27,57 @@ class Room:
     gpu: float | None  # bytes of GPU memory; None without a GPU
     reserved: float  # bytes of it set aside
     host: float | None  # bytes of main memory available for activations; None: unknown
-    peak: float  # achieved FLOP/s
-    bandwidth: float  # achieved GPU memory bandwidth, bytes per second
+    speed: tuple[float, float]  # achieved FLOP/s, and bytes per second of GPU memory
 
 
-@dataclass(frozen=True)
+@dataclass(kw_only=True)
 class Way:
     """Costs of a step with one choice of settings."""
 
     load: Load
     setup: Setup
-    num_flops: float  # per rank
+    flops_per_gpu: dict[str, float]  # by phase
+    flops: float  # over all GPUs
     seconds: float
     memory: dict[str, float]  # bytes on a GPU, by kind
-    host: float  # bytes of main memory per process
+    memory_total: float
+    memory_from: float  # bounds of `memory_total`
+    memory_to: float
+    kept_on_host: float  # bytes of main memory per process
     sent: float  # bytes sent per GPU
+    overrides: list[str]  # arguments that select it, if it is not what is planned
 
-    @classmethod
-    def of(cls, shapes: Shapes, load: Load, setup: Setup, room: Room) -> "Way":
-        """Estimate the costs of a step."""
-        num_flops = sum(costs.flops(shapes, load, setup).values())
-        return cls(
-            load,
-            setup,
-            num_flops,
-            costs.step_seconds(
-                shapes, load, setup, num_flops=num_flops, peak=room.peak, bandwidth=room.bandwidth
-            ),
-            costs.memory(shapes, load, setup) | {"reserved": room.reserved},
-            costs.kept_bytes(shapes, load, setup)[1],
-            costs.communication(shapes, load, setup),
-        )
-
-    @property
-    def total(self) -> float:
-        """Bytes on a GPU."""
-        return sum(self.memory.values())
-
-    @property
-    def uncertain(self) -> float:
-        """Uncertainty of `total`, bytes."""
-        return ACTIVATIONS_OFF_BY * (self.memory["activations"] + self.memory[costs.KEPT])
-
-    def fits(self, room: Room, *, surely: bool = False) -> bool:
+    def has_room(self, room: Room, *, surely: bool = False) -> bool:
         """Whether it fits in memory; `surely`: even at the upper end of the estimate."""
-        host = self.host * (1 + surely * ACTIVATIONS_OFF_BY)
-        if host and (surely if room.host is None else host > room.host):
+        kept = self.kept_on_host * (1 + surely * ACTIVATIONS_OFF_BY)
+        if kept and (surely if room.host is None else kept > room.host):
             return False
-        return room.gpu is None or self.total + surely * self.uncertain <= room.gpu
+        return room.gpu is None or (self.memory_to if surely else self.memory_total) <= room.gpu
 
 
-def ways(recipe: Recipe, load: Load, setup: Setup) -> Iterator[Setup]:
-    """The setup with each allowed choice of keeping activations and encoding prompts, simplest first."""
-    asked, prompt_pass = recipe.train.keep_activations, recipe.rollout.prompt_pass
+def way_of(shapes: Shapes, load: Load, setup: Setup, room: Room) -> Way:
+    """Estimate the costs of a step."""
+    flops = costs.flops(shapes, load, setup)
+    memory = costs.memory(shapes, load, setup) | {"reserved": room.reserved}
+    total, uncertain = sum(memory.values()), ACTIVATIONS_OFF_BY * (memory["activations"] + memory[costs.KEPT])
+    return Way(
+        load=load,
+        setup=setup,
+        flops_per_gpu=flops,
+        flops=sum(flops.values()) * setup.num_gpus,
+        seconds=costs.step_seconds(shapes, load, setup, sum(flops.values()), *room.speed),
+        memory=memory,
+        memory_total=total,
+        memory_from=total - uncertain,
+        memory_to=total + uncertain,
+        kept_on_host=costs.kept_bytes(shapes, load, setup)[1],
+        sent=costs.communication(shapes, load, setup),
+        overrides=[],
+    )
+
+
+def ways(recipe: Recipe, load: Load, setup: Setup, asked: str, prompt_pass: str) -> Iterator[Setup]:
+    """The setup with each way to keep activations (`asked`) and encode prompts (`prompt_pass`), simplest first."""
     several = load.chunks > 1 and load.contrastive
     places = ["none"]
     if several:
@@ -104,31 +103,27 @@ def decided(recipe: Recipe, shapes: Shapes, load: Load, setup: Setup, room: Room
     Raises:
         ImpossibleKeeping: the recipe asks for one encoding of prompts, and what it keeps does not fit.
     """
-    asked = recipe.train.keep_activations
-    found = [Way.of(shapes, load, one, room) for one in ways(recipe, load, setup)]
+    asked, prompt_pass = recipe.train.keep_activations, recipe.rollout.prompt_pass
+    found = [way_of(shapes, load, one, room) for one in ways(recipe, load, setup, asked, prompt_pass)]
+    found.sort(key=lambda way: way.seconds)
     if asked != "auto":
-        best = min(found, key=lambda way: way.seconds)
-        return best, f"train.keep_activations={asked}"
-    none = min((way for way in found if way.setup.keep == "none"), key=lambda way: way.seconds)
-    if len({way.setup.keep for way in found}) == 1:
+        return found[0], f"train.keep_activations={asked}"
+    none = next(way for way in found if way.setup.keep == "none")
+    if all(way.setup.keep == "none" for way in found):
         return none, "one micro batch" if load.contrastive else "nothing is compared"
     if room.gpu is None:
         return none, "no GPU"
-    best = min(
-        (way for way in found if way is none or way.fits(room, surely=True)), key=lambda way: way.seconds
-    )
+    best = next(way for way in found if way is none or way.has_room(room, surely=True))
     if best is none:
-        if load.own and recipe.rollout.prompt_pass == "once":
+        if load.own and prompt_pass == "once":
             raise ImpossibleKeeping(
                 f"rollout.prompt_pass=once keeps what {load.chunks} micro batches need of their prompts, for which the device "
                 "has no room according to the plan: set train.keep_activations=host, or rollout.prompt_pass=auto"
             )
-        least = min((way for way in found if way.setup.keep == "device"), key=lambda way: way.total)
-        most = (least.total + least.uncertain) / GIB
-        return none, f"the device would need up to {most:,.0f} of {room.gpu / GIB:,.0f} GiB"
-    most = (best.total + best.uncertain) / GIB
-    place = f", {best.host / GIB:,.0f} GiB of main memory" if best.host else ""
-    return best, f"up to {most:,.0f} of {room.gpu / GIB:,.0f} GiB{place}"
+        most = min(way.memory_to for way in found if way.setup.keep == "device")
+        return none, f"the device would need up to {most / GIB:,.0f} of {room.gpu / GIB:,.0f} GiB"
+    place = f", {best.kept_on_host / GIB:,.0f} GiB of main memory" if best.kept_on_host else ""
+    return best, f"up to {best.memory_to / GIB:,.0f} of {room.gpu / GIB:,.0f} GiB{place}"
 
 
 def refused(recipe: Recipe, options: PlanOptions, back_end: str) -> str | None:
@@ -149,30 +144,28 @@ def fastest(
     recipe: Recipe, shapes: Shapes, load: Load, setup: Setup, options: PlanOptions, room: Room
 ) -> list[Way]:
     """The three fastest settings that fit, one for each combination of checkpointing, keeping and encoding."""
-    free = replace(
-        recipe,
-        train=replace(recipe.train, keep_activations="auto"),
-        rollout=replace(recipe.rollout, prompt_pass="auto"),
-    )
-    sizes = {1 << shift for shift in range(load.queries.bit_length())} | {setup.micro_queries}
-    best: dict[tuple[bool, str, bool], Way] = {}
+    sizes = sorted({1 << shift for shift in range(load.queries.bit_length())} | {setup.micro_queries})
     others = () if options.num_gpus == 1 else BACK_ENDS
-    allowed = {setup.back_end: None} | {name: None for name in others if not refused(recipe, options, name)}
+    back_ends = dict.fromkeys(
+        [setup.back_end, *(name for name in others if not refused(recipe, options, name))]
+    )
+    best: dict[tuple[bool, str, bool], Way] = {}
 
     def rank(way: Way) -> tuple[float, bool, float, float]:
-        return way.seconds, way.setup.back_end != setup.back_end, way.sent, way.total
+        return way.seconds, way.setup.back_end != setup.back_end, way.sent, way.memory_total
 
-    for size in sorted(size for size in sizes if size <= load.queries):
+    for size, back_end, checkpointing in product(sizes, back_ends, (False, True)):
         taken = replace(load, chunks=-(-load.queries // size))
-        for back_end in allowed:
-            for checkpointing in (False, True):
-                base = replace(setup, micro_queries=size, back_end=back_end, checkpointing=checkpointing)
-                for choice in ways(free, taken, base):
-                    way = Way.of(shapes, taken, choice, room)
-                    kind = (checkpointing, choice.keep, choice.once)
-                    if way.fits(room) and (kind not in best or rank(way) < rank(best[kind])):
-                        best[kind] = way
-    return sorted(best.values(), key=rank)[:3]
+        base = replace(setup, micro_queries=size, back_end=back_end, checkpointing=checkpointing)
+        for choice in ways(recipe, taken, base, "auto", "auto"):
+            way = way_of(shapes, taken, choice, room)
+            kind = (checkpointing, choice.keep, choice.once)
+            if way.has_room(room) and (kind not in best or rank(way) < rank(best[kind])):
+                best[kind] = way
+    found = sorted(best.values(), key=rank)[:3]
+    for way in found:
+        way.overrides = overrides(recipe, way, setup)
+    return found
 
 
 def overrides(recipe: Recipe, way: Way, setup: Setup) -> list[str]:
@@ -184,9 +177,9 @@ def overrides(recipe: Recipe, way: Way, setup: Setup) -> list[str]:
         "train.keep_activations": (new.keep, recipe.train.keep_activations),
         "train.back_end": (new.back_end, setup.back_end),
     }
+    if way.load.chunks == 1:
+        del keys["train.keep_activations"]
     kept = way.load.chunks > 1 and new.keep != "none"
     if way.load.own and (kept or recipe.rollout.prompt_pass != "auto"):
         keys["rollout.prompt_pass"] = ("once" if new.once else "twice", recipe.rollout.prompt_pass)
-    if way.load.chunks == 1:
-        del keys["train.keep_activations"]
     return [f"{key}={str(value).lower()}" for key, (value, now) in keys.items() if value != now]

@@ -33,7 +33,7 @@ from rge.identity.run_identity import IDENTITY
 from rge.model.adapter_files import Base
 from rge.model.embedding_model import embedder_to_train
 from rge.plan import estimate, machine
-from rge.plan.report import FasterWay
+from rge.plan.search import Way
 from rge.rl.pool import read_pool
 from rge.rollout import vllm_writer
 from rge.scratch.starting_point import blueprint, processor_of, starting_point
@@ -557,7 +557,9 @@ def test_the_banner_names_a_faster_way_that_fits_and_its_overrides(home, monkeyp
     """Where it saves enough to be worth saying, and only there."""
     plans = plans_on("NVIDIA H100 80GB HBM3", "bfloat16", home, monkeypatch)
     figures = plans.found["joint"]
-    way = FasterWay(["train.micro_batch_size=7", "a=b"], 0.0, 0.0, 7e9, 9e9, 0.0, 0.0)
+    planned = {field.name: getattr(figures, field.name) for field in dataclasses.fields(Way)}
+    found = {"memory_total": 7e9, "memory_to": 9e9, "overrides": ["train.micro_batch_size=7", "a=b"]}
+    way = Way(**(planned | found | {"seconds": 0.0}))
     said = {}
     for share in (0.5, 0.9, 0.99):
         figures.fastest = [dataclasses.replace(way, seconds=share * figures.seconds), way]

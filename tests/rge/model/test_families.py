@@ -180,7 +180,7 @@ def test_a_plugins_checkpoint_is_planned_embedded_and_evaluated(lively_path, liv
     )
     model, _ = outline(recipe.model)
     planned = plan(recipe, model, PlanOptions(num_gpus=2))
-    assert planned.parameters == sum(parameter.numel() for parameter in lively.model.parameters())
+    assert planned.shapes.parameters == sum(parameter.numel() for parameter in lively.model.parameters())
     assert all(vars(planned.shapes.picture).values()) or planned.shapes.picture.fixed == 0
     settings = settings_of(
         emb_id=lively.emb_id, profile="rge", max_prompt_tokens=256, min_pixels=28 * 28, max_pixels=84 * 84,

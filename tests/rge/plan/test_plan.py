@@ -377,7 +377,7 @@ def test_the_fastest_ways_are_ones_that_training_accepts(the_3b, capsys):
         for one in found(*command)["fastest"]:
             again = found(*command, *one["overrides"])
             assert again["flops"] == pytest.approx(one["flops"])
-            nothing_kept = again["keep"] == "none" and again["load"]["chunks"] > 1
+            nothing_kept = again["setup"]["keep"] == "none" and again["load"]["chunks"] > 1
             assert not (nothing_kept and asked == "once") or "rollout.prompt_pass=twice" in one["overrides"]
     # Muon needs whole gradients, which ZeRO and FSDP2 do not have.
     with pytest.raises(
@@ -396,7 +396,11 @@ def test_keeping_is_chosen_by_the_room_that_there_is(the_3b, capsys):
     def kept(*words: str) -> tuple[str, str, float]:
         assert main(["recipe=qwen25vl_3b", "data.max_negatives=0", "back_end=zero2", *words]) in (0, 1)
         found = json.loads(capsys.readouterr().out.splitlines()[-1])
-        return found["keep"], found["prompt_pass"], round(found["flops"] / 1e15, 1)
+        return (
+            found["setup"]["keep"],
+            "once" if found["setup"]["once"] else "twice",
+            round(found["flops"] / 1e15, 1),
+        )
 
     assert kept("gpu_gib=60") == ("none", "twice", 65.5)
     assert kept("gpu_gib=100") == ("device", "twice", 59.4)
@@ -649,13 +653,21 @@ def test_a_machine_and_hours_by_hand():
     """Two processes with a batch of 1 GiB each, three workers, 4 GiB that may wait, 1 G parameters of two bytes."""
     nothing = dict.fromkeys(Shapes.__dataclass_fields__, 0)
     shapes = Shapes(**{**nothing, "layers": 2, "layer": 10**8})
-    found = host(10**9, batch_bytes=2**30, prefetch_bytes=2**32, num_workers=3, dtype_bytes=2, processes=2)
+
+    def machine_of(batch_bytes: int, prefetch_mb: int, num_workers: int, processes: int) -> dict[str, float]:
+        recipe = Recipe("r")
+        recipe.data.prefetch_mb, recipe.data.num_workers = prefetch_mb, num_workers
+        sizes = dataclasses.replace(shapes, parameters=10**9, picture=PictureCost(num_bytes=batch_bytes))
+        one = Load(1, 0, 1, 1, 1, 0, 0, False, False, False, 1, 0)
+        return host(recipe, sizes, one, Setup(dtype_bytes=2), processes)
+
+    found = machine_of(2**30, prefetch_mb=4096, num_workers=3, processes=2)
     # Four wait, one is in use, and each worker has one and its parts.
     assert found["of that, batches"] == 2 * (4 + 1 + 3 * 2) * 2**30
     assert found["memory"] == found["of that, batches"] + 2 * (3 + 3 * 0.5) * 2**30
     assert found["shared memory"] == 2**30
     # Pinned memory comes in powers of two.
-    larger = host(10**9, batch_bytes=2**30 + 1, prefetch_bytes=0, num_workers=0, dtype_bytes=2, processes=1)
+    larger = machine_of(2**30 + 1, prefetch_mb=0, num_workers=0, processes=1)
     assert larger["of that, batches"] == 2 * 2**31
     assert larger["shared memory"] == 0
     assert found["descriptors of a process"] == 128 + 3 * 8
@@ -674,9 +686,7 @@ def test_a_machine_and_hours_by_hand():
     }
     # Ten rationales of eight tokens, five at once: two passes of ten steps over 0.4 GB; 1 TFLOP at half of a TFLOP/s.
     load = Load(10, 0, 1, 1, 1, 8, 0, True, True, False, 0, 0)
-    seconds = step_seconds(
-        shapes, load, Setup(dtype_bytes=2, rollout_rows=5), num_flops=1e12, peak=0.5e12, bandwidth=0.5e9
-    )
+    seconds = step_seconds(shapes, load, Setup(dtype_bytes=2, rollout_rows=5), 1e12, 0.5e12, 0.5e9)
     assert seconds == pytest.approx(2 + 2 * 10 * 0.4 / 0.5)
 
 
@@ -714,7 +724,7 @@ def test_hours_follow_steps_gpus_and_utilisation(capsys):
     whole, half = (hours("train.background_save=false", *it)["host"] for it in ((), ("gpus_per_machine=4",)))
     assert half["memory"] == pytest.approx(whole["memory"] / 2)
     copied = base["host"]["memory"] - whole["memory"]
-    assert copied == base["host"]["of that, a state being written"] > 12 * base["trained_parameters"]
+    assert copied == base["host"]["of that, a state being written"] > 12 * base["setup"]["trained"]
 
 
 def test_memory_and_communication_by_hand():
@@ -906,7 +916,7 @@ def test_the_reference_of_the_kl_divergence_is_planned():
         return plan.plan(recipe, plan.outline(recipe.model)[0], PlanOptions(num_gpus=8, for_="rl"))
 
     none, copied = found(), found("rl.beta=0.05")
-    assert copied.memory["weights"] - none.memory["weights"] == 2 * none.parameters
+    assert copied.memory["weights"] - none.memory["weights"] == 2 * none.shapes.parameters
     forward = none.flops_per_gpu["forward"]  # of queries and candidates, which are twice as many
     assert 0.2 * forward < copied.flops_per_gpu["reference"] < 0.6 * forward
     lora, without = (found("model.lora={rank: 16}", f"rl.beta={beta}") for beta in (0, 0.05))
@@ -1011,11 +1021,8 @@ def test_host_memory_and_descriptors_against_a_real_loader(
     (tmp_path / "records.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     backbone = load_backbone(tiny_path, add_emb=True, min_pixels=490_000, max_pixels=490_000)
     shapes = shapes_of(backbone.model, recipe.model.max_pixels)
-    batch_bytes = pixel_bytes(shapes, plan.load_of(recipe, shapes, PlanOptions(num_gpus=1)))
-    planned = host(
-        shapes.parameters, batch_bytes=batch_bytes, prefetch_bytes=prefetch_mb << 20, num_workers=num_workers,
-        dtype_bytes=4, processes=1, on_gpu=False,
-    )  # fmt: skip
+    load = plan.load_of(recipe, shapes, PlanOptions(num_gpus=1))
+    batch_bytes, planned = pixel_bytes(shapes, load), host(recipe, shapes, load, Setup(), 1, on_gpu=False)
     batches = StepBatches(
         [RecordFile(tmp_path / "records.jsonl")], Mixture([8], [1.0], 8, seed=0),
         PromptBuilder(backbone.processor, "plain", 4096), recipe.data, rank=0, world_size=1, need_oracle=False,

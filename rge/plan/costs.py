@@ -28,6 +28,7 @@ from rge.model.backbone import skeleton
 from rge.model.families import family_of
 from rge.model.hub_model import HubModel
 from rge.model.vision_tower import speed_up
+from rge.plan.options import PlanOptions
 
 GIB = 2**30
 RESERVED_GIB = 4.0
@@ -483,14 +484,13 @@ def pixel_bytes(shapes: Shapes, load: Load) -> float:
     return float(load.pictures * shapes.picture.num_bytes)
 
 
-def host(
-    recipe: Recipe, shapes: Shapes, load: Load, setup: Setup, processes: int, *, on_gpu: bool = True
-) -> dict[str, float]:
-    """Peak use of one machine by `processes`, besides its GPUs and kept activations: bytes of memory, shared memory, open files.
+def host(recipe: Recipe, shapes: Shapes, load: Load, setup: Setup, options: PlanOptions) -> dict[str, float]:
+    """Peak use of one machine besides its GPUs and kept activations: bytes of memory, shared memory, open files.
 
     For a GPU, at least one batch is prefetched to pinned memory, and processes use NCCL.
     """
     num_workers, batch_bytes = recipe.data.num_workers, pixel_bytes(shapes, load)
+    processes, on_gpu = options.processes, not options.cpu
     # Prefetched batches, and the one in use, are in pinned memory, allocated in powers of two. A worker holds its prompts'
     # pictures and the buffer that joins them.
     pinned = 2.0 ** math.ceil(math.log2(batch_bytes)) if on_gpu and batch_bytes else batch_bytes

@@ -44,16 +44,16 @@ class Plans:
     ):
         self.recipe, self.num_steps, self.records, self.accelerator = recipe, num_steps, records, accelerator
         self._layouts, self._model = layouts, model
-        device, self.gib = accelerator.device, None
-        self.device_name, figures = device.type, dict[str, float]()
-        if device.type == "cuda":
-            card = torch.cuda.get_device_properties(device)
-            self.device_name, self.gib = card.name, card.total_memory / GIB
-            figures["gpu_gib"] = self.gib
+        self.device_name, figures = accelerator.device.type, dict[str, float]()
+        on_gpu = self.device_name == "cuda"
+        if on_gpu:
+            card = torch.cuda.get_device_properties(accelerator.device)
+            self.device_name, figures["gpu_gib"] = card.name, card.total_memory / GIB
         self.speed = speed_of(self.device_name, recipe.model.dtype)
         if self.speed is not None:
             figures |= zip(("peak_tflops", "bandwidth_tbs"), self.speed, strict=True)
         self.options = PlanOptions(
+            cpu=not on_gpu,
             num_gpus=accelerator.num_processes,
             back_end=launch.back_end(accelerator).key,  # type: ignore[arg-type]
             gpus_per_machine=int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes)),
@@ -75,12 +75,12 @@ class Plans:
         layouts = [self._layouts.get(source.key) for source in stage.sources if source.key]
         longest = _longest(layouts, -(-stage.batch_size // options.num_gpus))
         options = replace(options, for_=name, steps=self.num_steps[name])  # type: ignore[arg-type]
-        return plan(self.recipe, self._model, options, longest, on_gpu=self.gib is not None)
+        return plan(self.recipe, self._model, options, longest)
 
     def on_measured_cpu(self, name: str) -> tuple[Plan, PlanOptions]:
         """A stage's plan at this CPU's measured speed; for display only, since other processes affect the measurement."""
         tflops, tbs = cpu_speed(self.recipe.model.dtype)
-        options = replace(self.options, cpu=True, peak_tflops=tflops, bandwidth_tbs=tbs)
+        options = replace(self.options, peak_tflops=tflops, bandwidth_tbs=tbs)
         return self._plan(name, options), options
 
     def kept(self, name: str) -> Kept:
@@ -142,7 +142,7 @@ def _time(plans: Plans, name: str, figures: Plan) -> str:
 
 
 def _estimated(plans: Plans, name: str, figures: Plan) -> Iterator[str]:
-    load, room = figures.load, f" of {plans.gib:,.1f}" if plans.gib is not None else ""
+    load, room = figures.load, "" if plans.options.cpu else f" of {plans.options.gpu_gib:,.1f}"
     yield (
         f"  {figures.setup.trained:,} of {figures.shapes.parameters:,} parameters trained; at most "
         f"{sum(figures.tokens.values()):,} tokens and {figures.flops / 1e12:,.3g} TFLOP per step"
@@ -156,7 +156,7 @@ def _estimated(plans: Plans, name: str, figures: Plan) -> Iterator[str]:
             f"  kept between the {load.chunks} micro batches' first forward pass and their backward pass: "
             f"{figures.setup.keep} ({figures.why})"
         )
-    if plans.gib is None:
+    if plans.options.cpu:
         return
     if not figures.fits:
         less = "" if figures.fastest else f"; {LESS}"

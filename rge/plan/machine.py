@@ -6,9 +6,10 @@ import os
 import resource
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from timeit import repeat
 
 import torch
 from accelerate import Accelerator
@@ -111,15 +112,9 @@ def cpu_speed(dtype: str) -> tuple[float, float]:
     factor, product = (torch.ones(side, side, dtype=getattr(torch, dtype)) for _ in range(2))
     words, copy = (torch.ones(1 << 24) for _ in range(2))  # 64 MiB, more than caches hold
 
-    def seconds(work: Callable[[], object]) -> float:
-        began = time.perf_counter()
-        work()
-        return time.perf_counter() - began
-
-    product_s = copy_s = math.inf
-    end = time.perf_counter() + 1.0
-    while math.isinf(copy_s) or time.perf_counter() < end:
-        for _ in range(3):  # the copy has evicted the factors from the cache
-            product_s = min(product_s, seconds(lambda: torch.mm(factor, factor, out=product)))
-        copy_s = min(copy_s, seconds(lambda: copy.copy_(words)))
-    return 2 * side**3 / product_s / 1e12, 2 * words.nbytes / copy_s / 1e12
+    product_s, copy_s, end = [math.inf], [math.inf], time.perf_counter() + 1.0
+    while len(copy_s) == 1 or time.perf_counter() < end:
+        # Three, since the copy has evicted the factors from the cache.
+        product_s += repeat(lambda: torch.mm(factor, factor, out=product), number=1, repeat=3)
+        copy_s += repeat(lambda: copy.copy_(words), number=1, repeat=1)
+    return 2 * side**3 / min(product_s) / 1e12, 2 * words.nbytes / min(copy_s) / 1e12

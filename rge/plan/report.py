@@ -74,7 +74,7 @@ def show(recipe: PlanCommand) -> int:
     fit = True
     for name in stages:
         options = replace(recipe, for_=name)  # type: ignore[arg-type]  # one of them
-        stage_plan = plans[name] = plan(recipe, model, options, on_gpu=not recipe.cpu)
+        stage_plan = plans[name] = plan(recipe, model, options)
         fit &= stage_plan.fits
         print(report(recipe, stage_plan, origin, options), end="\n" * (1 + (len(stages) > 1)))  # noqa: T201 - a command
     if everything:
@@ -107,23 +107,17 @@ def plan(
     model: HubModel,
     options: PlanOptions,
     longest: Longest = None,
-    *,
-    on_gpu: bool = True,
 ) -> Plan:
     """The plan of a stage, whose model comes without its weights.
 
-    With `on_gpu`, memory is reserved for its context and buffers, and settings are chosen by its memory. RecipeError if the batch
-    cannot be divided, a prompt is longer than allowed, or activations cannot be kept as asked.
+    RecipeError if the batch cannot be divided, a prompt is longer than allowed, or activations cannot be kept as asked.
     """
     shapes = shapes_of(model, recipe.model.max_pixels)
     load, base = load_of(recipe, shapes, options, longest), setup_of(recipe, model, options)
-    host, main = (
-        costs.host(recipe, shapes, load, base, options.processes, on_gpu=on_gpu),
-        options.host_gib * GIB,
-    )
+    host, main = costs.host(recipe, shapes, load, base, options), options.host_gib * GIB
     room = Room(
-        gpu=options.gpu_gib * GIB if on_gpu else None,
-        reserved=reserved(recipe, options, on_gpu=on_gpu),
+        gpu=None if options.cpu else options.gpu_gib * GIB,
+        reserved=reserved(recipe, options),
         host=max(main - host["memory"], 0.0) / options.processes if main else None,
         speed=options.speed(options.reached),
     )
@@ -146,7 +140,7 @@ def plan(
         batch_bytes=costs.pixel_bytes(shapes, load),
         host=host,
         why=why,
-        fastest=fastest(recipe, shapes, load, base, options, room) if on_gpu and room.host != 0 else [],
+        fastest=[] if options.cpu or room.host == 0 else fastest(recipe, shapes, load, base, options, room),
         steps=steps,
         hours=hours,
         hours_from=least,
@@ -264,10 +258,10 @@ def tokens_of(load: Load, num_gpus: int) -> dict[str, int]:
     }
 
 
-def reserved(recipe: Recipe, options: PlanOptions, *, on_gpu: bool = True) -> float:
+def reserved(recipe: Recipe, options: PlanOptions) -> float:
     """Reserved bytes, including vLLM's engine unless it sleeps between rollouts."""
     engine = 0.0 if recipe.rollout.vllm_sleep else engine_bytes(recipe, options)
-    return costs.RESERVED_GIB * GIB * on_gpu + engine
+    return costs.RESERVED_GIB * GIB * (not options.cpu) + engine
 
 
 def engine_bytes(recipe: Recipe, options: PlanOptions) -> float:

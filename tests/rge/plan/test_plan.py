@@ -659,7 +659,8 @@ def test_a_machine_and_hours_by_hand():
         recipe.data.prefetch_mb, recipe.data.num_workers = prefetch_mb, num_workers
         sizes = dataclasses.replace(shapes, parameters=10**9, picture=PictureCost(num_bytes=batch_bytes))
         one = Load(1, 0, 1, 1, 1, 0, 0, False, False, False, 1, 0)
-        return host(recipe, sizes, one, Setup(dtype_bytes=2), processes)
+        options = PlanOptions(num_gpus=processes)
+        return host(recipe, sizes, one, Setup(dtype_bytes=2), options)
 
     found = machine_of(2**30, prefetch_mb=4096, num_workers=3, processes=2)
     # Four wait, one is in use, and each worker has one and its parts.
@@ -1022,7 +1023,10 @@ def test_host_memory_and_descriptors_against_a_real_loader(
     backbone = load_backbone(tiny_path, add_emb=True, min_pixels=490_000, max_pixels=490_000)
     shapes = shapes_of(backbone.model, recipe.model.max_pixels)
     load = plan.load_of(recipe, shapes, PlanOptions(num_gpus=1))
-    batch_bytes, planned = pixel_bytes(shapes, load), host(recipe, shapes, load, Setup(), 1, on_gpu=False)
+    batch_bytes, planned = (
+        pixel_bytes(shapes, load),
+        host(recipe, shapes, load, Setup(), PlanOptions(num_gpus=1, cpu=True)),
+    )
     batches = StepBatches(
         [RecordFile(tmp_path / "records.jsonl")], Mixture([8], [1.0], 8, seed=0),
         PromptBuilder(backbone.processor, "plain", 4096), recipe.data, rank=0, world_size=1, need_oracle=False,

@@ -117,10 +117,9 @@ class Shapes:
     key_value: int  # of these, those that compute keys and values
     layers: int
     hidden: int
-    inner: int
-    heads: int
-    key_heads: int
-    head_size: int
+    attention: int  # numbers in a token's queries
+    cached: int  # numbers in a token's keys and values, over all layers
+    inside: int  # numbers that autograd keeps per token and layer
     vocabulary: int  # rows of the output matrix
     picture: PictureCost  # the largest
 
@@ -137,7 +136,8 @@ def shapes_of(model: HubModel, num_pixels: int) -> Shapes:
     family, text = family_of(model), model.config.get_text_config()
     layer = family.decoder(model).layers[0]
     matrices = {name: matrix.weight.numel() for name, matrix in _matrices(layer).items()}
-    heads = text.num_attention_heads
+    head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    attention = text.num_attention_heads * head_size
     return Shapes(
         parameters=_size(model),
         vision_parameters=sum(map(_size, family.vision(model))),
@@ -145,10 +145,10 @@ def shapes_of(model: HubModel, num_pixels: int) -> Shapes:
         key_value=sum(size for name, size in matrices.items() if name.endswith(("k_proj", "v_proj"))),
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
-        inner=text.intermediate_size,
-        heads=heads,
-        key_heads=text.num_key_value_heads,
-        head_size=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        attention=attention,
+        cached=2 * text.num_key_value_heads * head_size * text.num_hidden_layers,
+        # Norms and residuals; queries, keys and values before and after rotation, the output; gate, up, activation and product.
+        inside=6 * text.hidden_size + 6 * attention + 4 * text.intermediate_size,
         vocabulary=model.get_output_embeddings().weight.shape[0],
         picture=cost_of_picture(model, num_pixels),
     )
@@ -306,7 +306,7 @@ class Setup:
 def flops(shapes: Shapes, load: Load, setup: Setup) -> dict[str, float]:
     """FLOPs of one rank's step, by phase."""
     s, n, picture = shapes, load, shapes.picture
-    width = 4 * s.heads * s.head_size
+    width = 4 * s.attention
 
     def text(prompt: int, tail: int, read: int) -> tuple[float, float]:
         """Products and attention of one row; the last layer computes only what is read, and keys and values."""
@@ -374,7 +374,7 @@ def naming_flops(shapes: Shapes, *, pictures: int, name_tokens: int, train_text:
     seeing = pictures * (picture.fixed + 3 * picture.products + 3.5 * picture.attention)
     row = picture.placeholders + 2 + name_tokens
     products = 2.0 * pictures * (s.layers * s.layer * row + s.hidden * s.vocabulary * name_tokens)
-    looks = 4.0 * pictures * s.heads * s.head_size * s.layers * row**2
+    looks = 4.0 * pictures * s.attention * s.layers * row**2
     return seeing, seeing + (3 if train_text else 2) * products + 3.5 * looks
 
 
@@ -387,7 +387,7 @@ def memory(shapes: Shapes, load: Load, setup: Setup) -> dict[str, float]:
     pictures = setup.micro_queries * n.query_pictures + rows_each * n.candidate_pictures
     kept = _kept(shapes, setup, tokens, pictures)
     if setup.checkpointing:  # and the layer that is being recomputed
-        kept += max(tokens * _inside(shapes), setup.train_vision * pictures * s.picture.inside)
+        kept += max(tokens * shapes.inside, setup.train_vision * pictures * s.picture.inside)
     of_queries = [setup.micro_queries * tokens for tokens in (n.learned_tokens, n.sampled * n.own_tokens)]
     # Logits of more rows than these are computed in chunks, and again in the backward.
     predicted = sum(min(CHUNK_TOKENS, rows) for rows in (*of_queries, rows_each * n.label_candidates))
@@ -398,7 +398,7 @@ def memory(shapes: Shapes, load: Load, setup: Setup) -> dict[str, float]:
         room = n.prompt + n.own + 2
         if setup.captures:
             rows, room = bucket(rows), bucket(math.ceil(room))
-        writing = _cache(shapes, setup) * rows * room + setup.engine
+        writing = float(shapes.cached * setup.dtype_bytes) * rows * room + setup.engine
         if setup.shares_weights:  # gathered during the rollout, in the computing dtype
             writing += 2.0 * s.parameters
     if n.reference and not setup.adapters:  # a frozen copy, whole on every process
@@ -416,18 +416,12 @@ def memory(shapes: Shapes, load: Load, setup: Setup) -> dict[str, float]:
     }
 
 
-def _inside(shapes: Shapes) -> int:
-    """Numbers that autograd keeps per token and text layer."""
-    # Norms and residuals; queries, keys and values before and after rotation, the output; gate, up, activation and product.
-    return 6 * shapes.hidden + 6 * shapes.heads * shapes.head_size + 4 * shapes.inner
-
-
 def _kept(shapes: Shapes, setup: Setup, tokens: float, pictures: float) -> float:
     """Numbers that autograd keeps between a forward and its backward; none for a frozen tower."""
     picture, seen = shapes.picture, pictures * setup.train_vision
     if setup.checkpointing:
         return tokens * shapes.hidden * shapes.layers + seen * picture.states * picture.layers
-    return tokens * _inside(shapes) * shapes.layers + seen * picture.inside * picture.layers
+    return tokens * shapes.inside * shapes.layers + seen * picture.inside * picture.layers
 
 
 def kept_bytes(shapes: Shapes, load: Load, setup: Setup) -> tuple[float, float]:
@@ -445,7 +439,9 @@ def kept_bytes(shapes: Shapes, load: Load, setup: Setup) -> tuple[float, float]:
         tokens, pictures = tokens + n.queries * (n.prompt + n.tail), pictures + query_pictures
     elif setup.once:
         tokens, pictures = tokens + n.queries * n.prompt, pictures + query_pictures
-        known = n.queries * n.prompt * _cache(shapes, setup)  # of the prompts, for the rollout
+        known = float(
+            n.queries * n.prompt * shapes.cached * setup.dtype_bytes
+        )  # of the prompts, for the rollout
     activation_bytes = _parameter_bytes(shapes, setup)[0]
     # Outside the layers: the final norm; the tower's patches and their projection to the text model's width.
     outside = 6 * tokens * shapes.hidden + 4 * setup.train_vision * pictures * shapes.picture.states
@@ -473,10 +469,6 @@ def _parameter_bytes(shapes: Shapes, setup: Setup) -> tuple[float, float, float,
         weights, states = dtype_bytes * shapes.parameters, states + 4.0 * (dtype_bytes < 4) * trained
     gradients, states = 4.0 * trained / setup.shards("gradients"), states / setup.shards("optimizer")
     return activation_bytes, weights / setup.shards("weights"), gradients, states
-
-
-def _cache(shapes: Shapes, setup: Setup) -> float:
-    return 2.0 * shapes.key_heads * shapes.head_size * shapes.layers * setup.dtype_bytes
 
 
 def pixel_bytes(shapes: Shapes, load: Load) -> float:
@@ -540,7 +532,9 @@ def step_seconds(
         rows = load.queries * load.each
         passes = -(-rows // setup.rollout_rows)
         weights = setup.dtype_bytes * (shapes.layers * shapes.layer + shapes.hidden * shapes.vocabulary)
-        cache = _cache(shapes, setup) * min(setup.rollout_rows, rows) * (load.prompt + load.own / 2)
+        cache = (
+            shapes.cached * setup.dtype_bytes * min(setup.rollout_rows, rows) * (load.prompt + load.own / 2)
+        )
         seconds += passes * (load.own + 2) * (weights + cache) / bandwidth
     return seconds + 2 * load.updates * kept_bytes(shapes, load, setup)[1] / (HOST_TBS * 1e12)
 

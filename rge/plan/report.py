@@ -113,7 +113,8 @@ def plan(
     RecipeError if the batch cannot be divided, a prompt is longer than allowed, or activations cannot be kept as asked.
     """
     shapes = shapes_of(model, recipe.model.max_pixels)
-    load, base = load_of(recipe, shapes, options, longest), setup_of(recipe, model, options)
+    load = load_of(recipe, shapes, options, longest)
+    base = setup_of(recipe, model, options, load)
     host, main = costs.host(recipe, shapes, load, base, options), options.host_gib * GIB
     room = Room(
         gpu=None if options.cpu else options.gpu_gib * GIB,
@@ -156,8 +157,13 @@ def _utilisations(options: PlanOptions) -> tuple[float, float]:
 
 def load_of(recipe: Recipe, shapes: Shapes, options: PlanOptions, longest: Longest = None) -> Load:
     """Work of one rank in a step: the largest that the recipe allows, or that occurs in the records (`longest`)."""
-    stage, queries = _stage(recipe, options)
-    objective = Objective.of(recipe, options.for_)
+    name, gpus, objective = options.for_, options.num_gpus, Objective.of(recipe, options.for_)
+    if recipe.stage not in ("all", name):
+        raise RecipeError(f"stage={recipe.stage} leaves no {name} to plan; give for={recipe.stage}")
+    stage: StageConfig = getattr(recipe, name)
+    if stage.batch_size < gpus:
+        raise RecipeError(f"{name}.batch_size={stage.batch_size} leaves some of {gpus} GPUs without a query")
+    queries = -(-stage.batch_size // gpus)  # the largest share
     rationale = options.rationale_tokens or recipe.rollout.max_new_tokens
     if longest is None:
         longest = _largest(recipe, shapes, options)
@@ -194,16 +200,6 @@ def load_of(recipe: Recipe, shapes: Shapes, options: PlanOptions, longest: Longe
     )
 
 
-def _stage(recipe: Recipe, options: PlanOptions) -> tuple[StageConfig, int]:
-    name, gpus = options.for_, options.num_gpus
-    if recipe.stage not in ("all", name):
-        raise RecipeError(f"stage={recipe.stage} leaves no {name} to plan; give for={recipe.stage}")
-    stage: StageConfig = getattr(recipe, name)
-    if stage.batch_size < gpus:
-        raise RecipeError(f"{name}.batch_size={stage.batch_size} leaves some of {gpus} GPUs without a query")
-    return stage, -(-stage.batch_size // gpus)  # the largest share
-
-
 def _largest(recipe: Recipe, shapes: Shapes, options: PlanOptions) -> dict[str, int]:
     largest: dict[str, int] = {}
     limit = recipe.data.max_prompt_tokens
@@ -219,10 +215,9 @@ def _largest(recipe: Recipe, shapes: Shapes, options: PlanOptions) -> dict[str, 
     return largest
 
 
-def setup_of(recipe: Recipe, model: HubModel, options: PlanOptions) -> Setup:
+def setup_of(recipe: Recipe, model: HubModel, options: PlanOptions, load: Load) -> Setup:
     """Settings of a rank in the planned stage; RecipeError if training would refuse it under the back end."""
     lora = recipe.model.lora
-    _, queries = _stage(recipe, options)
     back_end = options.back_end or recipe.train.back_end
     if why := refused(recipe, options, back_end):
         raise RecipeError(why)
@@ -241,7 +236,7 @@ def setup_of(recipe: Recipe, model: HubModel, options: PlanOptions) -> Setup:
         and recipe.model.dtype == "bfloat16"
         and recipe.model.attn_implementation in ("auto", "varlen")
         and recipe.rollout.backend == "own",
-        micro_queries=min(recipe.train.micro_batch_size, queries),
+        micro_queries=min(recipe.train.micro_batch_size, load.queries),
         dropout=lora is not None and lora.dropout > 0,
         engine=engine_bytes(recipe, options) if recipe.rollout.vllm_sleep else 0.0,
     )

@@ -5,7 +5,7 @@ Shape suffixes: B = queries of this rank.
 
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -103,12 +103,12 @@ def problems(recipe: Recipe, stages: Sequence[str], accelerator: Accelerator) ->
             yield f"{name}: {error}"
 
 
+@dataclass
 class Store:
     """Rationales of the last `max_age` steps by query, the same on every process."""
 
-    def __init__(self, max_age: int):
-        self.max_age = max_age
-        self.entries: dict[str, tuple[int, Written]] = {}
+    max_age: int
+    entries: dict[str, tuple[int, Written]] = field(default_factory=dict)
 
     def find(self, key: str, step: int) -> tuple[int, Written] | None:
         """Age and rationales of a query, if they may be reused."""
@@ -134,36 +134,23 @@ class Store:
         self.entries = dict(state["entries"])
 
 
+@dataclass
 class Writer:
-    """Provides the rationales of every step; ``store`` has the reusable ones, and is restored on resume.
+    """Provides the rationales of every step; ``store`` has the reusable ones, and is restored on resume."""
 
-    Args:
-        model: the wrapped embedder.
-        embedder: the same, unwrapped.
-        settings: of the rollout.
-        once: see `encodes_once`.
-        vllm: for `rollout.backend=vllm`; None: the model itself writes.
-        loss: decides whose rationale a query gets.
-        micro_batch_size: queries per forward of the step, if its chunks' prompts are kept.
-        keep: see `rge.model.embedding_model.keeping`; ``none``: the step has one chunk.
-    """
+    model: nn.Module  # the wrapped embedder
+    embedder: EmbeddingModel  # the same, unwrapped
+    settings: RolloutConfig
+    once: bool  # see `encodes_once`
+    vllm: VllmWriter | None  # for `rollout.backend=vllm`; None: the model itself writes
+    loss: LossConfig  # decides whose rationale a query gets
+    micro_batch_size: int  # queries per forward of the step, if its chunks' prompts are kept
+    keep: str  # see `rge.model.embedding_model.keeping`; ``none``: the step has one chunk
 
-    def __init__(
-        self,
-        model: nn.Module,
-        embedder: EmbeddingModel,
-        settings: RolloutConfig,
-        *,
-        once: bool,
-        vllm: VllmWriter | None,
-        loss: LossConfig,
-        micro_batch_size: int,
-        keep: str,
-    ):
-        self.model, self.embedder, self.settings, self.once = model, embedder, settings, once
-        self.vllm, self.loss, self.micro_batch_size, self.keep = vllm, loss, micro_batch_size, keep
-        self.given = [ids for name, ids in embedder.given.items() if getattr(loss.states, name)]
-        self.store = Store(settings.reuse_steps) if settings.reuse_steps else None
+    def __post_init__(self) -> None:
+        given = self.embedder.given.items()
+        self.given = [ids for name, ids in given if getattr(self.loss.states, name)]
+        self.store = Store(self.settings.reuse_steps) if self.settings.reuse_steps else None
 
     def __call__(self, step: int, batch: Batch) -> Rollout:
         """`num_rationales` per query of this rank's batch; step and batch decide everything random here."""

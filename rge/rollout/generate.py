@@ -16,11 +16,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rge.distributed.transfer import moved
@@ -39,21 +40,21 @@ Capture = Callable[[Callable[[], None]], Callable[[], None]]
 """Captures a function without running it; each call of the result replays it."""
 
 
-class _CudaGraphs:
+def _cuda_graphs() -> Capture:
     """Captures CUDA graphs that share one memory pool for temporaries, since no two run at once."""
+    pool = torch.cuda.graph_pool_handle()
 
-    def __init__(self) -> None:
-        self.pool = torch.cuda.graph_pool_handle()
-
-    def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
+    def capture(work: Callable[[], None]) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()
         # thread_local: the loader's thread may pin memory meanwhile.
-        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             work()
         return graph.replay
 
+    return capture
 
-CAPTURES: dict[str, Callable[[], Capture]] = {"cuda": _CudaGraphs}
+
+CAPTURES: dict[str, Callable[[], Capture]] = {"cuda": _cuda_graphs}
 """Capture factory by device type."""
 
 MOST_COPIES_BYTES = 1 << 30
@@ -94,7 +95,9 @@ class _Captured:
         kinds = [kind for kind in (self.device.type, "cpu") if torch.is_autocast_enabled(kind)]
         dtype = torch.get_autocast_dtype(kinds[0]) if kinds else None
         tensors = [*embedder.parameters(), *embedder.buffers()]
-        cast = _linear_weights(embedder) if kinds else []
+        linear = [module for module in embedder.modules() if isinstance(module, nn.Linear) and kinds]
+        weights = ((module, *named) for module in linear for named in module.named_parameters(recurse=False))
+        cast = [named for named in weights if named[2].dtype == torch.float32]
         now = (dtype, *(tensor.data_ptr() for tensor in tensors))
         lasting = sum(2 * weight.numel() for _, _, weight in cast) <= MOST_COPIES_BYTES
         if now != self.weights or not lasting:
@@ -127,29 +130,24 @@ class _Captured:
         return self.memory[name][:size].view(shape).zero_()
 
 
-def _linear_weights(embedder: EmbeddingModel) -> list[tuple[nn.Module, str, nn.Parameter]]:
-    """Float32 parameters of linear layers, which autocast copies: the layer, their name in it, and themselves."""
-    return [
-        (module, name, parameter)
-        for module in embedder.modules()
-        if isinstance(module, nn.Linear)
-        for name, parameter in module.named_parameters(recurse=False)
-        if parameter.dtype == torch.float32
-    ]
-
-
 _CAPTURED: "weakref.WeakKeyDictionary[EmbeddingModel, _Captured]" = weakref.WeakKeyDictionary()
 
 
-def _captured_of(embedder: EmbeddingModel) -> _Captured | None:
+@contextmanager
+def _capturing(embedder: EmbeddingModel) -> Iterator[_Captured | None]:
     """Captured steps of an embedder; None if capturing is off or another rollout is using them."""
-    device = embedder.device
-    if device.type not in CAPTURES or not embedder.cuda_graphs:
-        return None
-    captured = _CAPTURED.get(embedder)
-    if captured is None or captured.device != device:
+    device, captured = embedder.device, _CAPTURED.get(embedder)
+    wanted = device.type in CAPTURES and embedder.cuda_graphs
+    if wanted and (captured is None or captured.device != device):
         captured = _CAPTURED[embedder] = _Captured(device)
-    return captured if captured.in_use.acquire(blocking=False) else None
+    if not wanted or captured is None or not captured.in_use.acquire(blocking=False):
+        yield None
+        return
+    try:
+        with captured.rollout(embedder):
+            yield captured
+    finally:
+        captured.in_use.release()
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +226,7 @@ def generate(
     choice = _Choice(max_new_tokens, temperature, min_new_tokens, direct_above, margins)
     num_rows = num_each + len(given)
     results: dict[int, Rationale] = {}
-    with _ready_to_write(embedder) as captured:
+    with eval_mode(embedder), _capturing(embedder) as captured:
         for chosen in by_length([*map(len, prompts)], max(1, batch_size // num_each)):
             rows = [index * num_rows + number for index in chosen for number in range(num_rows)]
             own_seeds: list[int | None] | None = None
@@ -258,18 +256,6 @@ def generate(
             if on_progress is not None:
                 on_progress(len(chosen))
     return [results[row] for row in range(len(results))]
-
-
-@contextmanager
-def _ready_to_write(embedder: EmbeddingModel) -> Iterator[_Captured | None]:
-    """In evaluation mode, with the embedder's captured steps."""
-    captured = _captured_of(embedder)
-    try:
-        with eval_mode(embedder), nullcontext() if captured is None else captured.rollout(embedder):
-            yield captured
-    finally:
-        if captured is not None:
-            captured.in_use.release()
 
 
 @dataclass(frozen=True)
@@ -570,10 +556,14 @@ def _rotations(model: HubModel, last_position_3B: Tensor, after_B: Tensor, num_s
 def _choose(logit_BV: Tensor, temperature: float, uniform_B: Tensor | None) -> Tensor:
     if uniform_B is None:
         return logit_BV.argmax(dim=-1)
-    # Inverse of the cumulative distribution: one random number per row and token, independent of other rows.
+    return torch.searchsorted(*_drawn(logit_BV, temperature, uniform_B), right=True).flatten()
+
+
+def _drawn(logit_BV: Tensor, temperature: float, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
+    """The cumulative distribution (B, V), and the random number (B, 1) whose inverse is the token."""
+    # One random number per row and token, independent of other rows.
     cumulative_BV = torch.softmax(logit_BV.double() / temperature, dim=-1).cumsum(dim=-1)
-    threshold_B1 = (uniform_B.to(logit_BV.device) * cumulative_BV[:, -1])[:, None]
-    return torch.searchsorted(cumulative_BV, threshold_B1, right=True).flatten()
+    return cumulative_BV, uniform_B.to(logit_BV.device)[:, None] * cumulative_BV[:, -1:]
 
 
 def _margin(logit_BV: Tensor, temperature: float, uniform_B: Tensor | None, token_B: Tensor) -> Tensor:
@@ -581,10 +571,7 @@ def _margin(logit_BV: Tensor, temperature: float, uniform_B: Tensor | None, toke
     if uniform_B is None:
         best_B2 = logit_BV.topk(2, dim=-1).values
         return best_B2[:, 0] - best_B2[:, 1]
-    cumulative_BV = torch.softmax(logit_BV.double() / temperature, dim=-1).cumsum(dim=-1)
-    threshold_B = uniform_B.to(logit_BV.device) * cumulative_BV[:, -1]
-    above_B = cumulative_BV.gather(1, token_B[:, None])[:, 0]
-    below_B = torch.where(
-        token_B > 0, cumulative_BV.gather(1, (token_B - 1).clamp(min=0)[:, None])[:, 0], 0.0
-    )
-    return torch.minimum(above_B - threshold_B, threshold_B - below_B).float()
+    cumulative_BV, threshold_B1 = _drawn(logit_BV, temperature, uniform_B)
+    bound_BV, token_B1 = F.pad(cumulative_BV, (1, 0)), token_B[:, None]
+    above_B1, below_B1 = (bound_BV.gather(1, place_B1) for place_B1 in (token_B1 + 1, token_B1))
+    return torch.minimum(above_B1 - threshold_B1, threshold_B1 - below_B1)[:, 0].float()

@@ -112,24 +112,21 @@ class EncodedParts:
         return [(buffer(layer, "keys"), buffer(layer, "values")) for layer in range(len(self.values))]
 
 
+@dataclass(eq=False)
 class Pass:
-    """Plan of a forward over prompts (None if already `encoded`), their tails, or both.
+    """Plan of a forward over prompts (None if already `encoded`), their tails, or both."""
 
-    `form` is ``auto``, ``varlen``, or anything else for padded rows, see `rge.model.varlen.wanted`; with `whole_pictures`, all
-    tokens of a picture attend to each other.
-    """
+    prompts: PromptPart | None
+    tails: TailPart | None
+    encoded: EncodedPrompts | None
+    num_layers: int
+    form: str = (
+        "sdpa"  # ``auto``, ``varlen``, or anything else for padded rows, see `rge.model.varlen.wanted`
+    )
+    whole_pictures: bool = False  # all tokens of a picture attend to each other
 
-    def __init__(
-        self,
-        prompts: PromptPart | None,
-        tails: TailPart | None,
-        encoded: EncodedPrompts | None,
-        num_layers: int,
-        form: str = "sdpa",
-        whole_pictures: bool = False,
-    ):
-        self.prompts, self.tails, self.encoded, self.num_layers = prompts, tails, encoded, num_layers
-        self.form, self.whole_pictures = form, whole_pictures
+    def __post_init__(self) -> None:
+        prompts, tails = self.prompts, self.tails
         self.num_prompt_tokens = 0 if prompts is None else prompts.input_ids_T.shape[0]
         self.num_tokens = self.num_prompt_tokens + (0 if tails is None else tails.input_ids_T.shape[0])
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}

@@ -36,34 +36,30 @@ class Packed:
 class PictureMemory:
     """A step's cache of picture features, so that a frozen vision tower runs once per picture."""
 
-    def __init__(self) -> None:
-        # Keeping the prompt alive keeps its id unique.
-        self._known: dict[int, tuple[Prompt, Tensor]] = {}
-        self._is_open = False
+    # By id of the prompt, which is kept alive, so that its id stays unique; None between steps.
+    _known: dict[int, tuple[Prompt, Tensor]] | None = None
 
     def open(self) -> None:
         """Start caching: a step begins."""
-        self._is_open = True
+        self._known = {}
 
     def recall(self, prompts: Sequence[Prompt]) -> Tensor | None:
         """Features of all pictures of these prompts, or None if one of them is new."""
-        pictured = [id(prompt) for prompt in prompts if prompt.pixels is not None]
-        if not pictured or any(key not in self._known for key in pictured):
-            return None
-        return torch.cat([self._known[key][1] for key in pictured])
+        known = self._known or {}
+        found = [known.get(id(prompt)) for prompt in prompts if prompt.pixels is not None]
+        return torch.cat([one[1] for one in found if one]) if found and all(found) else None
 
     def keep(self, prompts: Sequence[Prompt], features: Tensor) -> None:
         """Cache features, in the order of the prompts' placeholders."""
         pictured = [prompt for prompt in prompts if prompt.pixels is not None]
-        if not pictured or not self._is_open:
+        if not pictured or self._known is None:
             return
         parts = features.detach().split([int(prompt.type_ids.sum()) for prompt in pictured])
         self._known |= {id(prompt): (prompt, part) for prompt, part in zip(pictured, parts, strict=True)}
 
     def clear(self) -> None:
         """Drop everything, and cache nothing until the next step (validation comes in between)."""
-        self._known.clear()
-        self._is_open = False
+        self._known = None
 
 
 @dataclass

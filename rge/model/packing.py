@@ -16,7 +16,7 @@ longest tail, N = read-out states, M = predicted tokens, L = sampled tokens.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,9 +29,6 @@ PROMPT, PADDING = 0, -1
 """Segments of a tail; branches are 1, 2, ..."""
 
 NO_IDS = torch.empty(0, dtype=torch.long)
-
-_ALONE = ("image_grid", "pixels")
-"""Left out when a part is moved. The grid stays on the host, since reading sizes from a device would synchronise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,16 +85,17 @@ class TailPart:
 
 def to_device(*parts: Any, device: torch.device | str) -> list[Any]:
     """Prompt and tail parts on a device, in one copy; pixels separately, unless `rge.data.loader.Loader` has copied them."""
-    on_host = [
-        {item.name: getattr(part, item.name) for item in fields(part) if item.name not in _ALONE}
+    # The grid stays on the host, since reading sizes from a device would synchronise.
+    alone = [
+        {"pixels": part.pixels, "image_grid": part.image_grid} if isinstance(part, PromptPart) else {}
         for part in parts
     ]
-    on_device = []
-    for part, values in zip(parts, moved(on_host, device), strict=True):
-        if isinstance(part, PromptPart):
-            values["pixels"] = part.pixels.to(device, non_blocking=True)
-        on_device.append(replace(part, **values))
-    return on_device
+    on_device = moved(
+        [replace(part, **dict.fromkeys(left)) for part, left in zip(parts, alone, strict=True)], device
+    )
+    for left in filter(None, alone):
+        left["pixels"] = left["pixels"].to(device, non_blocking=True)
+    return [replace(part, **left) for part, left in zip(on_device, alone, strict=True)]
 
 
 def pack_prompts(

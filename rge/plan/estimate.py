@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -27,23 +27,22 @@ WORTH_SAYING = 0.95
 """Faster settings are suggested if their step takes less than this share of the seconds."""
 
 
+@dataclass
 class Plans:
     """Plans of a run's open stages on this machine: `found` has each stage's, or why there is none.
 
-    `num_steps` are by open stage, `records` and `layouts` by source. RecipeError if `rollout.prompt_pass` cannot be satisfied.
+    RecipeError if `rollout.prompt_pass` cannot be satisfied.
     """
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        num_steps: Mapping[str, int],
-        records: Mapping[str, Records],
-        layouts: Mapping[str, Layout],
-        model: HubModel,
-        accelerator: Accelerator,
-    ):
-        self.recipe, self.num_steps, self.records, self.accelerator = recipe, num_steps, records, accelerator
-        self._layouts, self._model = layouts, model
+    recipe: Recipe
+    num_steps: Mapping[str, int]  # by open stage
+    records: Mapping[str, Records]  # by source, like layouts
+    layouts: Mapping[str, Layout]
+    model: HubModel
+    accelerator: Accelerator
+
+    def __post_init__(self) -> None:
+        recipe, accelerator = self.recipe, self.accelerator
         self.device_name, figures = accelerator.device.type, dict[str, float]()
         on_gpu = self.device_name == "cuda"
         if on_gpu:
@@ -61,7 +60,7 @@ class Plans:
             **figures,  # type: ignore[arg-type]
         )
         self.found: dict[str, Plan | str] = {}
-        for name in num_steps:
+        for name in self.num_steps:
             try:
                 self.found[name] = self._plan(name, self.options)
             except ImpossibleKeeping:
@@ -72,10 +71,10 @@ class Plans:
     def _plan(self, name: str, options: PlanOptions) -> Plan:
         stage: StageConfig = getattr(self.recipe, name)
         # If a source was not laid out, such as a stream, plan the largest that the recipe allows.
-        layouts = [self._layouts.get(source.key) for source in stage.sources if source.key]
+        layouts = [self.layouts.get(source.key) for source in stage.sources if source.key]
         longest = _longest(layouts, -(-stage.batch_size // options.num_gpus))
         options = replace(options, for_=name, steps=self.num_steps[name])  # type: ignore[arg-type]
-        return plan(self.recipe, self._model, options, longest)
+        return plan(self.recipe, self.model, options, longest)
 
     def on_measured_cpu(self, name: str) -> tuple[Plan, PlanOptions]:
         """A stage's plan at this CPU's measured speed; for display only, since other processes affect the measurement."""

@@ -42,31 +42,25 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Qwen2Tokenizer:
 
     `vocab_size` includes the 256 bytes, but not the special tokens.
     """
-    pretokenizer = pre_tokenizers.Sequence(
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), behavior="isolated", invert=False),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
-    learner = Tokenizer(models.BPE())
-    learner.normalizer = normalizers.NFC()
-    learner.pre_tokenizer = pretokenizer
+    tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, show_progress=False)
-    learner.train_from_iterator(texts, trainer)
-    learned = json.loads(learner.to_str())["model"]
-    vocab, merges = learned["vocab"], [tuple(merge) for merge in learned["merges"]]
-
-    # Qwen2Tokenizer(vocab=...) would number the special tokens in another order than Qwen's.
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, fuse_unk=False, byte_fallback=False))
-    tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pretokenizer
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator(texts, trainer)
+    learned = json.loads(tokenizer.to_str())["model"]
+    # Only now, since Qwen2Tokenizer(vocab=...) would number the special tokens in another order than Qwen's.
     tokenizer.add_special_tokens([AddedToken(it, special=True, normalized=False) for it in SPECIAL_TOKENS])
     return Qwen2Tokenizer(
         tokenizer_object=tokenizer,
-        vocab=vocab,
-        merges=merges,  # type: ignore[arg-type]  # pairs, as the tokenizers library has them
+        vocab=learned["vocab"],
+        merges=[tuple(merge) for merge in learned["merges"]],  # type: ignore[misc]  # pairs, as the tokenizers library has them
         unk_token=None,  # type: ignore[arg-type]  # as Qwen's has none
         bos_token=None,
         eos_token="<|im_end|>",

@@ -11,6 +11,7 @@ objective teaches both only slowly. This stage has two losses over augmented pic
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -215,38 +216,39 @@ class _Namer(nn.Module):
         return choosing, F.cross_entropy(logits, name_BT[real_BT]), chosen_B
 
 
+@dataclass
 class _Progress:
     """States and logs of `teach`; all processes call every method."""
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        namer: _Namer,
-        generator: torch.Generator,
-        folder: Path,
-        num_steps: int,
-        train: TrainConfig,
-        identity: Mapping[str, Any] | None,
-    ):
-        self.accelerator, self.num_steps, self.train, self.identity = accelerator, num_steps, train, identity
-        self.correct = self.counted = 0
+    accelerator: Accelerator
+    namer: _Namer
+    generator: torch.Generator
+    folder: Path
+    num_steps: int
+    train: TrainConfig
+    identity: Mapping[str, Any] | None
+
+    def __post_init__(self) -> None:
+        train = self.train
         self.states = States(
-            accelerator, namer, None, folder / "state", keep_last=train.keep_last, background=train.background_save,
-            generators=[generator],
+            self.accelerator, self.namer, None, self.folder / "state", keep_last=train.keep_last,
+            background=train.background_save, generators=[self.generator],
         )  # fmt: skip
-        self.first_step = 0
+        self.first_step = self.correct = self.counted = 0
         if (found := self.states.latest()) is not None:
             self._path, done = found
             self.first_step, self.correct, self.counted = done["step"], done["correct"], done["counted"]
-            then, now = done["mixed_precision"], accelerator.mixed_precision
+            then, now = done["mixed_precision"], self.accelerator.mixed_precision
             if then != now:
                 raise CheckpointError(
                     f"{self._path} was computed in mixed precision {then!r}, and this run has {now!r}: set model.dtype as "
                     f"before, or delete {self.states.folder} to start this stage again"
                 )
-            changed = in_words(differences(done["identity"] or {}, identity or {}))
+            changed = in_words(differences(done["identity"] or {}, self.identity or {}))
             self.states.announce("naming", self.first_step, self._path, changed)
-        self.logs = Logs(accelerator, folder, "naming", self.first_step, num_steps, train.log_every)
+        self.logs = Logs(
+            self.accelerator, self.folder, "naming", self.first_step, self.num_steps, train.log_every
+        )
 
     def begin(self, phase: range, optimizer: torch.optim.Optimizer) -> range:
         """The phase's unfinished steps, of which there is at least one."""

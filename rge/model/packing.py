@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from rge.distributed.transfer import moved
 from rge.model.prompts import Prompt
@@ -174,16 +175,12 @@ def pack_tails(prompts: Sequence[Prompt], branches: Sequence[Sequence[Branch]]) 
                 sampled.append(branch_ids)
             offset += length
         lengths.append(offset - first)
-    index_BS = _index(lengths, 0)
-    segment_T = torch.cat(segments)
-    segment_BS = segment_T[index_BS]
-    segment_BS[torch.arange(index_BS.shape[1]) >= torch.tensor(lengths)[:, None]] = PADDING
     return TailPart(
         branch_lengths=tuple(tuple(len(branch.ids) for branch in row) for row in branches),
         input_ids_T=torch.cat(ids),
         position_ids_3T=torch.cat(places, dim=1),
-        index_BS=index_BS,
-        segment_BS=segment_BS,
+        index_BS=_index(lengths, 0),
+        segment_BS=pad_sequence(torch.cat(segments).split(lengths), True, PADDING),
         state_index_N=torch.tensor(states, dtype=torch.long),
         predict_index_M=torch.tensor(predicts, dtype=torch.long),
         label_M=torch.cat([NO_IDS, *labels]),
@@ -203,11 +200,7 @@ def _spans(type_ids_T: Tensor) -> tuple[tuple[int, int], ...]:
 
 def _index(lengths: Sequence[int], start: int) -> Tensor:
     """Places of concatenated rows of these lengths, as a rectangle padded with 0."""
-    index = torch.zeros(len(lengths), max(*lengths, 1), dtype=torch.long)
-    for row, length in enumerate(lengths):
-        index[row, :length] = torch.arange(start, start + length)
-        start += length
-    return index
+    return pad_sequence(torch.arange(start, start + sum(lengths)).split([*lengths]), True)
 
 
 def tail_mask(length_B: Tensor, longest_prompt: int, segment_BS: Tensor) -> Tensor:

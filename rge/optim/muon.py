@@ -20,12 +20,8 @@ class Muon(torch.optim.Optimizer):
     The same rule as `torch.optim.Muon` with ``adjust_lr_fn="match_rms_adamw"``, against which it is tested. That one
     processes single matrices, in bfloat16, on every process. Here matrices of one shape are one batched product, in float32
     without a GPU; every process computes a share of the matrices, and one gather distributes the results.
-    Gradients must be equal on all processes, as under DDP, and unsharded, unlike under ZeRO-2, ZeRO-3 and FSDP.
-
-    Args:
-        params: parameter groups of 2-D parameters, and of kernels of convolutions, which are flattened.
-        lr: learning rate, as for AdamW.
-        weight_decay: decoupled, multiplied by the rate.
+    Gradients must be equal on all processes, as under DDP, and unsharded, unlike under ZeRO-2, ZeRO-3 and FSDP. Kernels of
+    convolutions are flattened; weight decay is decoupled and multiplied by the rate.
     """
 
     def __init__(self, params: list[dict], *, lr: float, weight_decay: float = 0.0):

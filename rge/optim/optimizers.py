@@ -15,15 +15,8 @@ class MuonAdamW(torch.optim.Optimizer):
     """Muon for matrices, AdamW for embeddings, output matrix and vectors, as one optimizer.
 
     Muon (`rge.optim.muon`) orthogonalises the update of a matrix. Its step is scaled to AdamW's root mean square, so that
-    both use the same learning rate. On models trained from scratch it needs far fewer steps than AdamW; the paper's
-    fine-tuning uses AdamW.
-
-    Args:
-        matrices: parameter groups of weights of hidden linear layers and kernels of convolutions.
-        others: parameter groups of all other trained parameters.
-        lr: learning rate of both.
-        betas: of AdamW; Muon's momentum is fixed.
-        eps: of AdamW.
+    both use the same learning rate; its momentum is fixed. On models trained from scratch it needs far fewer steps than AdamW;
+    the paper's fine-tuning uses AdamW.
     """
 
     def __init__(
@@ -57,11 +50,8 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Optimizer over the trainable parameters; norms, biases and other vectors are not decayed.
 
-    Args:
-        model: what is trained.
-        config: the recipe's; weight decay is decoupled and multiplied by the rate. For ``muon`` see `MuonAdamW`.
-        lr: learning rate.
-        slow: parameters whose rate is `OptimConfig.vision_lr_ratio` times `lr`: the vision tower's.
+    Weight decay is decoupled and multiplied by the rate, which is `OptimConfig.vision_lr_ratio` times `lr` for the `slow`
+    parameters, the vision tower's.
     """
     name, betas, eps = config.name, config.betas, config.eps
     if name not in ("adamw", "muon"):

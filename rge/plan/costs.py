@@ -264,6 +264,16 @@ class Load:
         return self.learned * self.oracle_tokens // self.oracles
 
     @property
+    def tokens(self) -> dict[str, int]:
+        """Tokens per step, by kind."""
+        return {
+            "query prompts": self.queries * self.prompt,
+            "own rationales": self.queries * self.own_tokens if self.own else 0,
+            "oracle rationales": self.queries * self.oracle_tokens,
+            "candidates": self.candidates * (self.candidate + 1),
+        }
+
+    @property
     def pictures(self) -> float:
         """Pictures per step."""
         return self.queries * self.query_pictures + self.candidates * self.candidate_pictures

@@ -62,25 +62,20 @@ class Plans:
         self.found: dict[str, Plan | str] = {}
         for name in self.num_steps:
             try:
-                self.found[name] = self._plan(name, self.options)
+                self.found[name] = self.plan(name, self.options)
             except ImpossibleKeeping:
                 raise
             except Exception as error:  # noqa: BLE001 - training does not need an estimate
                 self.found[name] = f"{type(error).__name__}: {error}"
 
-    def _plan(self, name: str, options: PlanOptions) -> Plan:
+    def plan(self, name: str, options: PlanOptions) -> Plan:
+        """A stage's plan."""
         stage: StageConfig = getattr(self.recipe, name)
         # If a source was not laid out, such as a stream, plan the largest that the recipe allows.
         layouts = [self.layouts.get(source.key) for source in stage.sources if source.key]
         longest = _longest(layouts, -(-stage.batch_size // options.num_gpus))
         options = replace(options, for_=name, steps=self.num_steps[name])  # type: ignore[arg-type]
         return plan(self.recipe, self.model, options, longest)
-
-    def on_measured_cpu(self, name: str) -> tuple[Plan, PlanOptions]:
-        """A stage's plan at this CPU's measured speed; for display only, since other processes affect the measurement."""
-        tflops, tbs = cpu_speed(self.recipe.model.dtype)
-        options = replace(self.options, peak_tflops=tflops, bandwidth_tbs=tbs)
-        return self._plan(name, options), options
 
     def kept(self, name: str) -> Kept:
         """What a stage keeps between its micro batches; nothing unless its plan has room."""
@@ -130,8 +125,11 @@ def _time(plans: Plans, name: str, figures: Plan) -> str:
     if plans.speed is not None:
         speed = f"the vendor's figures for {device}"
     elif device == "cpu" and figures.steps * figures.flops > WORTH_MEASURING:
-        figures, options = plans.on_measured_cpu(name)
-        speed = f"the {options.peak_tflops:.2g} TFLOP/s and {options.bandwidth_tbs:.2g} TB/s measured here"
+        # For display only, since other processes affect the measurement.
+        tflops, tbs = cpu_speed(plans.recipe.model.dtype)
+        options = replace(options, peak_tflops=tflops, bandwidth_tbs=tbs)
+        figures = plans.plan(name, options)
+        speed = f"the {tflops:.2g} TFLOP/s and {tbs:.2g} TB/s measured here"
     elif device == "cpu":
         return "no time estimate: so short a stage is not worth measuring the CPU's speed (`rge plan cpu=true` does)"
     else:

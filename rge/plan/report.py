@@ -134,7 +134,7 @@ def plan(
     return Plan(
         **vars(way),
         shapes=shapes,
-        tokens=tokens_of(load, options.num_gpus),
+        tokens={name: number * options.num_gpus for name, number in load.tokens.items()},
         bytes_sent={
             name: costs.communication(shapes, load, replace(way.setup, back_end=name)) for name in BACK_ENDS
         },
@@ -240,17 +240,6 @@ def setup_of(recipe: Recipe, model: HubModel, options: PlanOptions, load: Load) 
         dropout=lora is not None and lora.dropout > 0,
         engine=engine_bytes(recipe, options) if recipe.rollout.vllm_sleep else 0.0,
     )
-
-
-def tokens_of(load: Load, num_gpus: int) -> dict[str, int]:
-    """Tokens per step over all GPUs."""
-    queries, candidates = load.queries * num_gpus, load.candidates * num_gpus
-    return {
-        "query prompts": queries * load.prompt,
-        "own rationales": queries * load.own_tokens if load.own else 0,
-        "oracle rationales": queries * load.oracle_tokens,
-        "candidates": candidates * (load.candidate + 1),
-    }
 
 
 def reserved(recipe: Recipe, options: PlanOptions) -> float:

@@ -34,16 +34,10 @@ ENVIRONMENT = {
 
 
 class Engine:
-    """vLLM on the device of one of our models; ValueError or RuntimeError if it lacks the model's family or memory.
+    """vLLM on the `device` of one of our models; ValueError or RuntimeError if it lacks the model's family or memory.
 
-    Args:
-        embedder: the model, unwrapped.
-        model: checkpoint that vLLM reads.
-        device: of both.
-        max_model_tokens: longest prompt with its rationale.
-        batch_size: rationales generated at once.
-        memory: share of the device's memory for the engine: its copy of the weights, and the cache.
-        more: further arguments of vLLM's `LLM`.
+    It reads the checkpoint `model`; `memory` is its share of the device's: its copy of the weights, and the cache. `more` goes to
+    vLLM's `LLM`.
     """
 
     def __init__(

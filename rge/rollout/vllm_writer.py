@@ -131,15 +131,7 @@ class VllmWriter:
     ) -> list[Rationale]:
         """Generate rationales with the current weights, which must be whole on this process (`dist.whole_model`).
 
-        Args:
-            prompts: of any length.
-            temperature: 0 is greedy; otherwise logits are divided by it and sampled from, without any truncation.
-            seeds: one per rationale, for sampling. A row's tokens depend on its own seed alone, but the same seed
-                gives other tokens than in `rge.rollout.generate`.
-            num_each: rationales per prompt; vLLM computes a prompt's keys and values once.
-
-        Returns:
-            For each prompt in order, its `num_each` rationales, without states.
+        As `rge.rollout.generate`, but the rationales have no states, and the same seed gives other tokens.
 
         Raises:
             ValueError: sampling without seeds.
@@ -176,7 +168,9 @@ class VllmWriter:
             _check_prompt(prompts[number // num_each], output.prompt_token_ids)
             ids = tuple(output.outputs[0].token_ids)
             forced = ids[-1:] != (self.embedder.emb_id,)
-            log_probs = _log_probs(ids, output.outputs[0].logprobs) if temperature > 0 else None
+            log_probs = None
+            if temperature > 0 and (figures := output.outputs[0].logprobs) is not None:
+                log_probs = tuple(float(of[token].logprob) for token, of in zip(ids, figures, strict=True))
             rationales.append(
                 Rationale(ids if forced else ids[:-1], forced, None, seconds, log_probs=log_probs)
             )
@@ -200,10 +194,3 @@ def _check_prompt(prompt: Prompt, ids: Sequence[int]) -> None:
             f"vLLM made {len(ids)} tokens of the prompt of {prompt.id!r}, the processor {len(prompt)} or different ones; use our "
             "own engine (in training rollout.backend=own, else engine=own)"
         )
-
-
-def _log_probs(ids: Sequence[int], log_probs: Sequence[Any] | None) -> tuple[float, ...] | None:
-    """Of each sampled token, from vLLM's mapping of tokens to their figures."""
-    if log_probs is None:
-        return None
-    return tuple(float(by_token[token].logprob) for token, by_token in zip(ids, log_probs, strict=True))

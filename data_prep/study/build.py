@@ -1,4 +1,4 @@
-"""Make the study set from the shipped pictures: ``rge data study [out=DIR] [doses=[1,3,10,30,100]]``.
+"""Make the study set from the shipped pictures: ``rge data study [out=DIR] [doses=[1,3,10,30,100]] [in_words=true]``.
 
     train/hidden_100.jsonl, ...        training records of an arm at a dose
     train/hidden_100_cold.jsonl, ...   for the cold start: also with the facts that training does not embed
@@ -7,6 +7,7 @@
     valid/hidden_100/, ...             retrieval sets for tuning, each with its own gallery
     test/hidden_100/, ...              retrieval sets for final figures; never used for tuning
 
+With ``in_words``, a text says what a picture shows, and the vision tower's records and pictures are left out.
 `data_prep.study.design` defines questions, answers and arms. ``silent`` exists at the highest dose only and is tested as
 ``hidden``. The set is not shipped: building it takes about a minute and is deterministic.
 """
@@ -64,6 +65,7 @@ SLICE_NOTES = {
         "written": "training only teaches to write this fact's answer",
     }
 }
+IN_WORDS = "Answer with a thing."
 Dose = Annotated[int, Field(ge=1, le=design.NUM_SERIALS)]
 
 
@@ -75,6 +77,10 @@ class StudyOptions:
     """Folder to write to; it must not exist."""
     doses: Annotated[list[Dose], Field(min_length=1)] = field(default_factory=lambda: [1, 3, 10, 30, 100])
     """Doses: numbers of different serials among targets, 1 to 100; each gets its own files and sets."""
+    answers: Annotated[int, Field(ge=2)] = design.NUM_ANSWERS
+    """Number of answers, the most frequent ones of the demo's facts."""
+    in_words: bool = False
+    """Say in words what each picture shows: This is a bolt on lime, serial F3."""
 
 
 class Printer:
@@ -110,11 +116,14 @@ class Printer:
 def main(words: Sequence[str]) -> None:
     """Build the set and list its files."""
     options = parse_options(StudyOptions, words, "rge data study")
-    build(options.out, options.doses)
+    chosen = design.facts(read_tables(), options.answers)
+    build(options.out, options.doses, chosen, in_words=options.in_words)
     print_files(options.out)
 
 
-def build(out: Path, doses: Sequence[int], chosen: list[Fact] | None = None) -> None:
+def build(
+    out: Path, doses: Sequence[int], chosen: list[Fact] | None = None, *, in_words: bool = False
+) -> None:
     """Write the set at each dose, atomically. ``chosen``: facts to use; None: all suitable ones."""
     if out.exists():
         raise UserError(
@@ -124,7 +133,7 @@ def build(out: Path, doses: Sequence[int], chosen: list[Fact] | None = None) -> 
     shutil.rmtree(work, ignore_errors=True)
     tables = read_tables()
     chosen = design.facts(tables) if chosen is None else chosen
-    draw = Printer(tables, DEMO)
+    draw = None if in_words else Printer(tables, DEMO)
     _write_training(work / "train", tables, chosen, draw, doses)
     for split in design.QUERIES_A_FACT:
         for arm, dose in variants(doses):
@@ -192,22 +201,39 @@ def naming_pictures(tables: Tables, chosen: list[Fact]) -> list[tuple[Shown, str
 
 
 def _write_training(
-    folder: Path, tables: Tables, chosen: list[Fact], draw: Printer, doses: Sequence[int]
+    folder: Path, tables: Tables, chosen: list[Fact], draw: Printer | None, doses: Sequence[int]
 ) -> None:
     folder.mkdir(parents=True)
-    naming = naming_pictures(tables, chosen)
-    write_jsonl(folder / "naming.jsonl", [_naming_record(picture, text) for picture, text in naming])
-    shown = {picture.id: picture for picture, _ in naming}
-    warm = warm_records(tables, chosen)
-    write_jsonl(folder / "warm.jsonl", [record for record, _, _ in warm])
-    shown |= {picture.id: picture for _, query, target in warm for picture in (query.picture, target)}
+    shown: dict[str, Shown] = {}
     for arm, dose in variants(doses):
         found = records(tables, chosen, arm, dose)
+        shown |= {picture.id: picture for _, query, target in found for picture in (query.picture, target)}
+        if draw is None:
+            found = [(_in_words(tables, *each), *each[1:]) for each in found]
         write_jsonl(folder / f"{arm}_{dose}_cold.jsonl", [record for record, _, _ in found])
         embedded = [record for record, query, _ in found if design.embedded(query.fact)]
         write_jsonl(folder / f"{arm}_{dose}.jsonl", embedded)
-        shown |= {picture.id: picture for _, query, target in found for picture in (query.picture, target)}
-    write_table(folder / "pictures.parquet", pa.table(_columns(list(shown.values()), draw)))
+    if draw is None:
+        return
+    naming = naming_pictures(tables, chosen)
+    write_jsonl(folder / "naming.jsonl", [_naming_record(picture, text) for picture, text in naming])
+    warm = warm_records(tables, chosen)
+    write_jsonl(folder / "warm.jsonl", [record for record, _, _ in warm])
+    warmed = {picture.id: picture for _, query, target in warm for picture in (query.picture, target)}
+    # The order of the file's rows: naming, warm, arms.
+    shown = {picture.id: picture for picture, _ in naming} | warmed | shown
+    write_table(folder / "pictures.parquet", pa.table(_columns(list(shown.values()), tables, draw)))
+
+
+def _in_words(tables: Tables, record: Record, query: Query, target: Shown) -> Record:
+    [positive] = record.positives
+    said = positive.model_copy(update={"image": None, "text": _said(target, tables)})
+    asked = QueryPart(text=f"{_said(query.picture, tables)} {query.text(tables)}")
+    return record.model_copy(update={"instruction": IN_WORDS, "query": asked, "positives": [said]})
+
+
+def _said(picture: Shown, tables: Tables) -> str:
+    return design.naming_text(tables.concepts[picture.concept], picture, in_full=True)
 
 
 def _naming_record(picture: Shown, text: str) -> Record:
@@ -218,7 +244,13 @@ def _naming_record(picture: Shown, text: str) -> Record:
 
 
 def _write_set(
-    folder: Path, tables: Tables, chosen: list[Fact], draw: Printer, split: str, arm: str, dose: int
+    folder: Path,
+    tables: Tables,
+    chosen: list[Fact],
+    draw: Printer | None,
+    split: str,
+    arm: str,
+    dose: int,
 ) -> None:
     corpus = design.gallery(tables, chosen, split, dose)
     queries = [
@@ -226,13 +258,18 @@ def _write_set(
         for query in design.held_out_queries(tables, chosen, split)
     ]
     shown = [query.picture for query in queries]
+    texts = [query.text(tables) for query in queries]
+    if draw is None:
+        asked = {"text": [f"{_said(one, tables)} {text}" for one, text in zip(shown, texts, strict=True)]}
+    else:
+        cells = pa.array([[_cell(picture, draw)] for picture in shown], pa.list_(IMAGE))
+        asked = {"text": texts, "image": cells}
     columns: dict[str, Any] = {
         "id": [query.id for query in queries],
-        "text": [query.text(tables) for query in queries],
-        "image": pa.array([[_cell(picture, draw)] for picture in shown], pa.list_(IMAGE)),
+        **asked,
         "category": [tables.questions[query.fact.question].category for query in queries],
         "group": [query.fact.source for query in queries],
-        "instruction": [INSTRUCTION] * len(queries),
+        "instruction": [INSTRUCTION if draw else IN_WORDS] * len(queries),
         "fact": ["embedded" if design.embedded(query.fact) else "written" for query in queries],
         "answer": [query.answer for query in queries],
         "ground": [GROUNDS[picture.ground] for picture in shown],
@@ -240,7 +277,7 @@ def _write_set(
     }
     write_tables(
         folder,
-        _columns(corpus, draw),
+        _columns(corpus, tables, draw),
         columns,
         judgements(queries, corpus, arm),
         name=f"rge-study-{split}-{folder.name}",
@@ -260,10 +297,14 @@ def judgements(queries: Iterable[Query], corpus: list[Shown], arm: str) -> Judge
     return found
 
 
-def _columns(pictures: Sequence[Shown], draw: Printer) -> dict[str, Any]:
+def _columns(pictures: Sequence[Shown], tables: Tables, draw: Printer | None) -> dict[str, Any]:
+    if draw is None:
+        content = {"text": [_said(picture, tables) for picture in pictures]}
+    else:
+        content = {"image": pa.array([_cell(picture, draw) for picture in pictures], IMAGE)}
     return {
         "id": [picture.id for picture in pictures],
-        "image": pa.array([_cell(picture, draw) for picture in pictures], IMAGE),
+        **content,
         "concept": [picture.concept for picture in pictures],
         "family": [picture.family.name for picture in pictures],
         "ground": [GROUNDS[picture.ground] for picture in pictures],

@@ -96,8 +96,8 @@ def values(dose: int) -> tuple[int, ...]:
     return tuple(sorted(range(NUM_SERIALS), key=lambda serial: stable_hash("serial", str(serial)))[:dose])
 
 
-def facts(tables: Tables) -> list[Fact]:
-    """Single-answer facts with one of the `NUM_ANSWERS` most frequent answers, about things that enough families draw."""
+def facts(tables: Tables, num_answers: int = NUM_ANSWERS) -> list[Fact]:
+    """Single-answer facts with one of the most frequent answers, about things that enough families draw."""
 
     def drawn(concept: str) -> bool:
         return len(tables.families(concept)) >= MIN_FAMILIES
@@ -105,7 +105,7 @@ def facts(tables: Tables) -> list[Fact]:
     single = [fact for fact in tables.facts if len(fact.answers) == 1]
     found = [fact for fact in single if all(map(drawn, (fact.source, *fact.answers)))]
     shared = Counter(answer for fact in found for answer in fact.answers)
-    kept = sorted(shared, key=lambda answer: (-shared[answer], answer))[:NUM_ANSWERS]
+    kept = sorted(shared, key=lambda answer: (-shared[answer], answer))[:num_answers]
     return [fact for fact in found if set(fact.answers) <= set(kept)]
 
 

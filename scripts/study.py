@@ -473,7 +473,6 @@ def pretrained(options: Options) -> Finding:
         "longer": (108, ()),
         "adapters": (36, (ADAPTERS, "joint.lr=1e-3")),
         "adapters_fast": (36, (ADAPTERS, "joint.lr=3e-3")),
-        "adapters_longer": (108, (ADAPTERS, "joint.lr=1e-3")),
     }
     for name, (steps, settings) in trained.items():
         words = (*settings, f"joint.steps={steps}")
@@ -495,7 +494,6 @@ def pretrained(options: Options) -> Finding:
         longer - self
         longer - longer, direct
         adapters - self
-        adapters_longer - longer
     """
     names = [arm.name for arm in arms[1:]]
     return on_smol(options, arms, names, text)

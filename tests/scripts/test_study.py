@@ -90,7 +90,7 @@ def study(monkeypatch, tmp_path):
             command, 0, "noise\n" + json.dumps({"flops_per_step": flops, "steps": 3}) + "\n"
         )
 
-    def build(folder: Path, doses) -> None:
+    def build(folder: Path, doses, chosen=None, *, in_words=False) -> None:
         """Forty queries; the first of two candidates has the right thing, ground and the serial that is written."""
         module.built.append((folder, tuple(doses)))
         corpus = {"id": ["c0", "c1"], "concept": ["key", "nail"], "ground": ["rose", "sky"]}
@@ -328,7 +328,7 @@ def test_an_evaluation_of_a_checkpoint_that_was_trained_again_is_refused(study):
 
 INTERVAL = re.compile(r"\[([-+]?[\d.]+), ([-+]?[\d.]+)\]")
 COLLECTED = (
-    "a seeds=7", "a seeds=11", "a", "b seeds=4", "c seeds=4", "d", "e seeds=4", "f", "f seeds=6", "f seeds=9", "g", "h", "i", "i seeds=7", "rl", "smol", "smol_long seeds=4",
+    "a seeds=7", "a seeds=11", "a", "b seeds=4", "c seeds=4", "d", "e seeds=4", "f", "f seeds=6", "f seeds=9", "g", "h", "i", "i seeds=7", "rl", "smol", "smol_long seeds=4", "smol_words seeds=1",
     "f seeds=12 seeds_9_to_11",
 )  # fmt: skip
 """Findings that README.md, docs/evidence.md, docs/modes.md and docs/rl_tables.md quote; the last with runs kept in a folder of their own."""
@@ -535,6 +535,14 @@ def test_pretrained_weights_are_asked_with_and_without_words(study, monkeypatch)
         ("cold_long", ""),
         *((f"{name}_long", start) for name in ("self", "none", "both")),
     ]
+    study.commands.clear()
+    study.main(["smol_words", "seeds=1", *study.given])
+    start = "words/cold/shared/cold_start/final"
+    assert trained(study) == [("cold", ""), ("self", start), ("oracle", start)]
+    data, _ = study.built[-1]
+    assert data.parts[-2:] == ("words", "data")
+    tested = [word for command in study.commands for word in command if word.startswith("set=")]
+    assert tested == [f"set={data}/test/hidden_100"] * 2
 
 
 @pytest.mark.slow
@@ -688,7 +696,10 @@ def test_values_come_back_from_their_packed_form(study, values):
     ("words", "message"),
     [
         ([], "finding must list at least one value"),
-        (["z"], "finding must be one of eyes, a, b, c, d, e, f, g, h, i, rl, smol, smol_long, all, got 'z'"),
+        (
+            ["z"],
+            "finding must be one of eyes, a, b, c, d, e, f, g, h, i, rl, smol, smol_long, smol_words, all, got 'z'",
+        ),
         (["a", "seeds=0"], "seeds must be >= 1, got 0"),
         (["a", "seed=1"], r"unknown key seed; did you mean seeds\?"),
         (["rl", "on=valid"], "finding rl has test sets only"),

@@ -220,3 +220,35 @@ def test_files_are_what_the_loaders_read(folder):
     assert sets["hidden_3"].query_ids == sets["known_3"].query_ids
     facts = pq.read_table(folder / "test" / "hidden_3" / "queries.parquet")["fact"].to_pylist()
     assert set(facts) == {"embedded", "written"}
+
+
+def test_in_words_a_text_says_what_each_picture_shows(tmp_path, folder, chosen, tables):
+    by_kind = sorted(chosen, key=design.embedded)
+    out = tmp_path / "data"
+    study.build(out, [3], by_kind[:2] + by_kind[-4:], in_words=True)
+    assert {path.name for path in (out / "train").iterdir()} == {
+        f"{arm}_3{part}.jsonl" for arm in ("hidden", "known", "silent") for part in ("", "_cold")
+    }
+    shown = RecordFile(folder / "train" / "known_3.jsonl", need_rationale=True)
+    said = RecordFile(out / "train" / "known_3.jsonl", need_rationale=True)
+    assert len(shown) == len(said)
+    for with_picture, in_words in zip(shown, said, strict=True):
+        concept, ground, serial, _ = with_picture.query.images[0].split("#")[1].split("/")
+        sentence = f"{tables.concepts[concept].sentence} on {ground}, serial {serial}."
+        assert (in_words.query.text, in_words.query.images) == (f"{sentence} {with_picture.query.text}", [])
+        (a,), (b,) = with_picture.positives, in_words.positives
+        assert (a.id, a.identity, a.rationale, b.image) == (b.id, b.identity, b.rationale, None)
+        assert (
+            b.text
+            == f"{tables.concepts[a.id.split('/')[0]].sentence} on {a.id.split('/')[1]}, serial {a.id.split('/')[2]}."
+        )
+    pictured, spoken = (load_set(root / "test" / "hidden_3") for root in (folder, out))
+    assert [query.id for query in spoken.queries] == [query.id for query in pictured.queries]
+    assert all(not query.images for query in spoken.queries)
+    assert "image" not in pq.read_schema(out / "test/hidden_3/corpus.parquet").names
+
+
+def test_the_most_frequent_answers(tables):
+    few, usual = design.facts(tables, 8), design.facts(tables)
+    assert set(design.answers(few)) < set(design.answers(usual))
+    assert len(design.answers(few)) == 8

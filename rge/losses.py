@@ -1,4 +1,4 @@
-"""The losses as pure functions: InfoNCE with false-negative masks, the LM loss, alignment of modes; no config, no collectives.
+"""The losses as pure functions: InfoNCE with false-negative masks and Matryoshka sizes, the LM loss, alignment of modes; no config, no collectives.
 
 Shape suffixes: B = queries of this rank, C = candidates of all ranks, N = selected tokens, D = hidden size, V = vocabulary.
 """

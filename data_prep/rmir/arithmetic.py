@@ -1,4 +1,4 @@
-"""The arithmetic of the pipeline as pure functions; section numbers are those of the RMIR paper."""
+"""Arithmetic of the pipeline as pure functions (section numbers: RMIR paper): majority of the panel, TSR, the split."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence

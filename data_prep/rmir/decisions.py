@@ -1,4 +1,4 @@
-"""Decisions on triplets: the panel's, unless human reviewers overruled it."""
+"""Read the stored decisions on triplets: the panel's, unless human reviewers overruled it."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Definition of an evaluation's figures: one protocol per benchmark and profile.
+"""Definition of an evaluation's figures, ties included: one protocol per benchmark and profile.
 
 ``clean`` is the protocol that we consider sound; ``official`` is what the benchmark's released code computes, for comparison
 with published figures. Both describe themselves in statements that go into results.json. A protocol defines which candidates

@@ -1,4 +1,4 @@
-"""Configuration of one model behind one endpoint."""
+"""Configuration of one model behind one endpoint; refuses a budget without prices."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Prepare pictures for a request: strip metadata, rotate upright, scale down, encode.
+"""Prepare pictures for a request to a model API: without metadata, scaled down, encoded.
 
 A 12-megapixel photograph takes a second to decode and encode, which would block the event loop and time out other calls. So
 this runs in threads; Pillow releases the GIL.

@@ -1,4 +1,4 @@
-"""Open pictures by reference; every failure is a clear `ImageError`."""
+"""Open pictures by reference and decode them upright (EXIF) as RGB; every failure is a clear `ImageError`."""
 
 import base64
 import hashlib

@@ -1,4 +1,4 @@
-"""All communication between processes, gradient clipping and model wrapping (DDP, DeepSpeed, FSDP); the only import of torch.distributed.
+"""All communication between processes, gradient clipping and `prepare` of models; the only import of torch.distributed.
 
 Shape suffixes: N = rows of this rank, C = rows of all ranks, D = embedding size.
 """

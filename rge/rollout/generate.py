@@ -1,4 +1,4 @@
-"""Generate rationales in batches (sampling, temperature, ``<emb>``), and read the state at ``<emb>``.
+"""Generate rationales in batches: whether to write one (``mode=auto``), sampling, CUDA graphs, and the state at ``<emb>``.
 
 Nothing is inherited from the model's generation settings: only the arguments here affect generation. Rationales
 are carried as token ids; decoding and tokenising them again may give other ids, and with them another state.

@@ -23,10 +23,7 @@ COMMANDS = {
     "index": ("rge.index", "index a folder or a table, or update an index"),
     "search": ("rge.index.search", "search an index"),
     "explore": ("rge.explore", "explore a checkpoint on a local web page"),
-    "compare-runs": (
-        "rge.identity.compare_runs",
-        "compare two runs: files, keys and modules that differ",
-    ),
+    "compare-runs": ("rge.identity.compare_runs", "compare two runs: files, keys and modules that differ"),
     "diagnose": (
         "rge.diagnose",
         "test whether a checkpoint's rationales matter, leak, or depend on the batch",

@@ -3,9 +3,9 @@
     python -m rge.check recipe=demo [pictures=true] [key=value of the recipe ...]
     accelerate launch -m rge.check recipe=qwen25vl_3b      # the launch too
 
-Training runs the same checks first. They cover all stages, so that a wrong path of the joint stage is found before the cold start
-runs for hours. Every record is laid out as in training, from the headers of its pictures; ``pictures=true`` decodes every picture
-once, on all cores. This file calls the `problems` functions of the rooms. The exit code is 2 if there is a problem.
+Training runs the same checks first. They cover all stages, so that a wrong path of a late one is found before hours of training,
+and lay out every record from the headers of its pictures; ``pictures=true`` decodes every picture once, on all cores. This file
+calls the `problems` functions of the rooms. The exit code is 2 if there is a problem.
 """
 
 import os
@@ -86,10 +86,7 @@ def main(arguments: list[str]) -> int:
 def checked(recipe: Recipe, accelerator: Accelerator) -> Iterator[Checked]:
     """Check a run on the main process, and lock its folder inside the block.
 
-    All problems are printed once per machine, and end every process.
-
-    Raises:
-        SystemExit: there are problems.
+    Problems are printed once per machine, and end every process (SystemExit).
     """
     raise_descriptor_limit()
     with ExitStack() as lock:
@@ -273,11 +270,9 @@ class Preflight:
                 more = len(faults) - MAX_REPORTED
                 faults[MAX_REPORTED:] = [f"... and {more:,} more"] * (more > 0)
                 self.tell(faults, held_out=wanted.held_out)
-            if self.pool:
-                path = pool_path(self.recipe)
-                self.problems += unusable(
-                    path, self.pool, self.verdicts.pictures, builder if decode else None
-                )
+            self.problems += unusable(
+                pool_path(self.recipe), self.pool, self.verdicts.pictures, builder if decode else None
+            )
         except (UserError, OSError) as error:
             # A missing source of the tokenizer's texts was reported already.
             if str(error) not in self.problems:
@@ -326,9 +321,8 @@ class Preflight:
         if self.attempt(num_parameters, model, recipe.model) is None:  # model.lora has unknown names
             return
         self.attempt(_check_continued_adapters, recipe, model)
-        if recipe.rollout.backend == "vllm" and any(
-            Objective.of(recipe, name).needs_rollout for name in found.stages
-        ):
+        writes = any(Objective.of(recipe, name).needs_rollout for name in found.stages)
+        if recipe.rollout.backend == "vllm" and writes:
             self.attempt(collapsed_ids, model, [])  # an unsupported family
         self.problems += machine.disk_problems(recipe, num_steps, model, self.accelerator)
         plans = self.attempt(Plans, recipe, num_steps, found.records, self.layouts, model, self.accelerator)
@@ -344,51 +338,43 @@ class Preflight:
 def wanted_sources(recipe: Recipe, stages: Sequence[str]) -> dict[str, Wanted]:
     """Every source that these stages read, by key."""
     found: dict[str, Wanted] = {}
-    for wanted in _wanted_sources(recipe, stages):
-        assert wanted.source.key is not None
-        known = found.setdefault(wanted.source.key, wanted)
-        known.oracle |= wanted.oracle
-        known.candidates |= wanted.candidates
-    return found
 
+    def want(
+        source: RecordsConfig, *, oracle: bool = False, candidates: bool = False, held_out: bool = False
+    ) -> None:
+        assert source.key is not None
+        wanted = found.setdefault(source.key, Wanted(source, held_out=held_out))
+        wanted.oracle |= oracle
+        wanted.candidates |= candidates
 
-def _wanted_sources(recipe: Recipe, stages: Sequence[str]) -> Iterator[Wanted]:
     # The needs of finished stages count too: a resumed run must skip the same records.
     objectives = {name: Objective.of(recipe, name) for name in recipe.stages()}
     read = {source.key for name in stages for source in getattr(recipe, name).sources}
     for name, objective in objectives.items():
         for source in getattr(recipe, name).sources:
             if source.key in read:
-                yield Wanted(source, objective.needs_oracle, objective.needs_candidates)
+                want(source, oracle=objective.needs_oracle, candidates=objective.needs_candidates)
     if recipe.validation.key is not None:
         oracle = any(each.needs_oracle for each in objectives.values())
         candidates = any(each.needs_candidates for each in objectives.values())
-        yield Wanted(recipe.validation, oracle, candidates, held_out=True)
-    if recipe.stages()[0] in stages:
-        yield from _wanted_by_scratch(recipe)
-
-
-def _wanted_by_scratch(recipe: Recipe) -> Iterator[Wanted]:
-    """Sources that a backbone is built from; once it is built, those that still exist are compared."""
-    scratch = recipe.model.scratch
-    if recipe.init is not None or scratch is None:
-        return
-    is_built = Path(recipe.out, "backbone").exists()
-    for source in tokenizer_sources(recipe):
-        if not is_built or source.path is None or find_shipped(source.path).is_file():
-            yield Wanted(source)
-    if scratch.naming is not None and not is_built:
-        yield Wanted(RecordsConfig(path=scratch.naming), oracle=True)
+        want(recipe.validation, oracle=oracle, candidates=candidates, held_out=True)
+    scratch, is_built = recipe.model.scratch, Path(recipe.out, "backbone").exists()
+    if recipe.stages()[0] in stages and recipe.init is None and scratch is not None:
+        # Sources that a backbone is built from; once it is built, those that still exist are compared.
+        for source in tokenizer_sources(recipe):
+            if not is_built or source.path is None or find_shipped(source.path).is_file():
+                want(source)
+        if scratch.naming is not None and not is_built:
+            want(RecordsConfig(path=scratch.naming), oracle=True)
+    return found
 
 
 def _report(problems: Sequence[str]) -> str:
     if len(problems) == 1:
         return f"error: {problems[0]}"
-    lines = [f"error: {len(problems)} problems; nothing was started:"]
-    lines += [
-        f"{number}. " + problem.replace("\n", "\n   ") for number, problem in enumerate(problems, start=1)
-    ]
-    return "\n".join(lines)
+    indented = [problem.replace("\n", "\n   ") for problem in problems]
+    numbered = [f"{number}. {problem}" for number, problem in enumerate(indented, start=1)]
+    return "\n".join([f"error: {len(problems)} problems; nothing was started:", *numbered])
 
 
 def _outline(recipe: Recipe) -> HubModel:

@@ -68,11 +68,7 @@ class Embedder:
     """A trained model with its prompts and its generation settings; `with_` changes settings."""
 
     def __init__(
-        self,
-        inference: "Inference | None",
-        checkpoint: Path,
-        settings: Settings,
-        base: Path | None = None,
+        self, inference: "Inference | None", checkpoint: Path, settings: Settings, base: Path | None = None
     ):
         """`base` is the directory of the base model of a checkpoint of adapters."""
         self._loaded, self.checkpoint, self.settings, self.base = inference, checkpoint, settings, base
@@ -320,12 +316,9 @@ class Embedder:
         return str(api.create_commit(repo_id, added, commit_message=f"Upload {repo_id}"))
 
     def instruction_for(self, given: str | None, task: str | None = None) -> tuple[str | None, str | None]:
-        """The instruction of a query, and a warning if training did not use it.
+        """The instruction of a query, and a warning if training did not use it; ValueError for an unknown `task`.
 
         `given` takes precedence over the instruction of `task`, a training task; an empty one is none.
-
-        Raises:
-            ValueError: an unknown task.
         """
         known, warning = self.settings.instructions, None
         if given is not None:

@@ -59,13 +59,10 @@ class TrainingStep:
     def __call__(
         self, batch: Batch, rollout: Rollout | None = None, credit: Credit | None = None
     ) -> dict[str, float]:
-        """Accumulate the gradients of one update.
+        """Accumulate the gradients of one update on this rank's share of the batch and its rationales.
 
-        Args:
-            batch: this rank's share of the step.
-            rollout: this rank's own rationales (with ``anchor=mix`` some oracle ones), equally many per query, query
-                after query. Each is an anchor of its query, and the loss is the mean over them.
-            credit: a loss on these rationales, in the stage rl.
+        The rationales (with ``anchor=mix`` some oracle ones) are equally many per query, query after query. Each is an anchor of
+        its query, and the loss is the mean over them; `credit` is a loss on them, in the stage rl.
 
         Returns:
             Report, equal on all ranks: loss, loss_lm, loss_contrastive, its terms if there are several
@@ -154,11 +151,8 @@ class _Forward:
         packs: list[Packed | Readout] = [first.q or self._queries(number)]
         if self.batch.candidates and self.objective.trains_candidates:
             packs.append(first.t or self._candidates(number))
-        readouts = model(*packs)
-        if len(readouts) == 1:
-            q = readouts[0]
-            return q, Readout(q.state_ND[:0], q.nll.new_zeros(()))
-        return readouts[0], readouts[1]
+        q, *t = model(*packs)
+        return q, t[0] if t else Readout(q.state_ND[:0], q.nll.new_zeros(()))
 
     def first_pass(self, keep: str) -> tuple[Tensor, Tensor, dict[int, _First]]:
         """This rank's query states (N, D) and candidates (N, D) for InfoNCE, and what the second pass takes over.
@@ -171,8 +165,7 @@ class _Forward:
         as_second = is_random or keep != "none"
         with_queries = is_random or not objective.needs_rollout
         with_candidates = objective.trains_candidates or not as_second
-        q_parts, t_parts = [], []
-        firsts = {}
+        q_parts, t_parts, firsts = [], [], {}
         for number in range(len(self.chunks)):
             first = _First(draw=RandomState(self.embedder.device) if is_random and keep == "none" else None)
             packs = [self._queries(number, states_only=not as_second)] if with_queries else []
@@ -180,7 +173,7 @@ class _Forward:
             with torch.no_grad() if keep == "none" else keeping(keep):
                 readouts = self.embedder(*packs) if packs else []
             q_parts += [q.state_ND.detach() for q in readouts[: int(with_queries)]]
-            t_ND = readouts[-1].state_ND.detach() if with_candidates else self.candidate_states([number])
+            t_ND = readouts[-1].state_ND.detach() if with_candidates else self.candidate_states(number)
             t_parts.append(t_ND)
             if keep != "none":
                 first.q = readouts[0] if with_queries else None
@@ -191,10 +184,9 @@ class _Forward:
         return torch.cat(q_parts), torch.cat(t_parts), firsts
 
     @torch.no_grad()
-    def candidate_states(self, numbers: Sequence[int]) -> Tensor:
-        """States of the candidates of some chunks, without gradient."""
-        packs = [self._candidates(number, states_only=True) for number in numbers]
-        return torch.cat([self.embedder(packed)[0].state_ND for packed in packs])
+    def candidate_states(self, number: int) -> Tensor:
+        """States of a chunk's candidates, without gradient."""
+        return self.embedder(self._candidates(number, states_only=True))[0].state_ND
 
     @torch.no_grad()
     def read(self, branches: Callable[[int], list[Branch]]) -> Tensor:
@@ -202,8 +194,7 @@ class _Forward:
         parts = []
         with eval_mode(self.embedder):
             for number, (queries, _) in enumerate(self.chunks):
-                rows = range(queries.start, queries.stop)
-                packed = self._pack(number, [branches(row) for row in rows])
+                packed = self._pack(number, [branches(row) for row in range(queries.start, queries.stop)])
                 parts.append(self.embedder(packed)[0].state_ND)
         return torch.cat(parts)
 
@@ -318,7 +309,7 @@ class _Comparing:
     def compare(self, q: Readout, t: Readout) -> Comparison | None:
         """The comparison of this step, if any; of several chunks, that before the first backward."""
         if self.compared is None and self.objective.compares:
-            t_ND = t.state_ND if self.objective.trains_candidates else self.forward.candidate_states([0])
+            t_ND = t.state_ND if self.objective.trains_candidates else self.forward.candidate_states(0)
             self.compared = self.forward.compare(q.state_ND, t_ND, self.credit)
         return self.compared
 

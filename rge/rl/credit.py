@@ -137,22 +137,11 @@ class Credit:
         self.figures: dict[str, float] = {}
         self.sums: dict[str, Tensor] = {}
 
-    def judge(
-        self,
-        q_ND: Tensor,
-        c_CD: Tensor,
-        masks: tuple[Tensor, Tensor, Tensor],
-        read: Read,
-    ) -> None:
+    def judge(self, q_ND: Tensor, c_CD: Tensor, masks: tuple[Tensor, Tensor, Tensor], read: Read) -> None:
         """Compute rewards and advantages once per rollout, before any backward, for all its updates.
 
-        If the step is logged, also measure hits of states without a rationale and after another query's.
-
-        Args:
-            q_ND: states of the rollout, without gradient.
-            c_CD: candidates, likewise.
-            masks: see `rge.step.candidate_masks`.
-            read: computes states of other branches of the same queries.
+        If the step is logged, also measure hits of states without a rationale and after another query's, which `read` computes.
+        States and candidates have no gradient; `masks` are those of `rge.step.candidate_masks`.
         """
         positive_BC, ignored_BC, labelled_BC = masks
         if self.advantage_N is None and self.rl.terms:
@@ -187,9 +176,8 @@ class Credit:
         self.credit_L = self.credit_L & ~refused_N[self.owner_L]
         sampled_L = self.credit_L & self.written_N[self.owner_L]
         counts = [len(self.rationales), int(self.credit_L.sum()), int(sampled_L.sum())]
-        self.total_rationales, self.total_tokens, self.total_sampled = dist.sum_over_ranks(
-            counts, self.device
-        )
+        totals = dist.sum_over_ranks(counts, self.device)
+        self.total_rationales, self.total_tokens, self.total_sampled = totals
         self.figures = self._figures_of(group, values, total_BK)
 
     def loss(self, readout: Readout, rows: slice) -> Tensor:
@@ -204,14 +192,8 @@ class Credit:
         owner_L, credit_L = self.owner_L[tokens] - rows.start, self.credit_L[tokens]
         weight_L = None
         if self.sampler_L is not None:
-            weight_L, ratio_L = sampling_weights(
-                old_L,
-                self.sampler_L[tokens].to(old_L.dtype),
-                owner_L,
-                credit_L,
-                rows.stop - rows.start,
-                settings,
-            )
+            sampler_L, count = self.sampler_L[tokens].to(old_L.dtype), rows.stop - rows.start
+            weight_L, ratio_L = sampling_weights(old_L, sampler_L, owner_L, credit_L, count, settings)
             self._count("sampling_ratio_mean", (ratio_L * credit_L).sum())
             self._count("sampling_corrected", ((ratio_L != weight_L) & credit_L).sum())
         found = policy_loss(
@@ -238,13 +220,7 @@ class Credit:
     def _count(self, name: str, value: Tensor) -> None:
         self.sums[name] = self.sums.get(name, 0) + value.double()
 
-    def _measure_controls(
-        self,
-        c_CD: Tensor,
-        positive_BC: Tensor,
-        ignored_BC: Tensor,
-        read: Read,
-    ) -> None:
+    def _measure_controls(self, c_CD: Tensor, positive_BC: Tensor, ignored_BC: Tensor, read: Read) -> None:
         """Count hits of direct states and of states after the first rationale of the query before."""
         count, emb_id = len(self.batch.queries), self.rl.embedder.emb_id
 
@@ -362,9 +338,7 @@ def make_reinforcement(
     recipe: Recipe, embedder: EmbeddingModel, folder: Path, accelerator: Accelerator
 ) -> Reinforcement:
     """The stage rl of a run; called before `embedder` is wrapped, since its weights are the reference's."""
-    reference = None
-    if is_used(recipe):
-        reference = make_reference(recipe, embedder, accelerator)
+    reference = make_reference(recipe, embedder, accelerator) if is_used(recipe) else None
     reinforcement = Reinforcement(recipe, embedder, reference, folder)
     accelerator.register_for_checkpointing(reinforcement)
     return reinforcement

@@ -95,9 +95,7 @@ class Inference:
     ) -> "Inference":
         """Load a checkpoint with these settings; `base` is for one of adapters, `vllm` has sizes of `VllmWriter.of_checkpoint`.
 
-        Raises:
-            BackboneError: weights or processor cannot be loaded or have no ``<emb>``, or vLLM does not start.
-            UserError: there is no such device.
+        BackboneError: weights or processor cannot be loaded or have no ``<emb>``, or vLLM does not start. UserError: no device.
         """
         try:
             torch.empty(0, device=device)
@@ -154,9 +152,7 @@ class Inference:
     ) -> Encoded:
         """Embed one or more prompts, see `rge.embedder.Embedder.encode`; `on_progress` is called with the number just finished.
 
-        Raises:
-            UserError: the checkpoint was not trained for the mode.
-            ValueError: sampling without seeds, or what vLLM cannot do.
+        UserError: the checkpoint was not trained for the mode; ValueError: sampling without seeds, or what vLLM cannot do.
         """
         settings.check_mode(mode)
         num, state_rows = len(prompts), 1 if settings.exact else batch_size

@@ -40,12 +40,7 @@ register_loss = CONTRASTIVE_LOSSES.register
 
 @register_loss("info_nce")
 def info_nce(
-    q_BD: Tensor,
-    c_CD: Tensor,
-    positive_BC: Tensor,
-    ignored_BC: Tensor,
-    *,
-    temperature: float,
+    q_BD: Tensor, c_CD: Tensor, positive_BC: Tensor, ignored_BC: Tensor, *, temperature: float
 ) -> Tensor:
     """InfoNCE of each local query against every candidate of the global batch, summed over the queries.
 
@@ -75,9 +70,8 @@ def info_nce(
         raise ValueError("a candidate cannot be a positive and ignored for the same query")
     positive_BC, ignored_BC = moved((positive_BC, ignored_BC), q_BD.device)
     logit_BC = q_BD @ c_CD.T / temperature
-    negatives_B1 = logit_BC.masked_fill(positive_BC | ignored_BC, float("-inf")).logsumexp(
-        dim=1, keepdim=True
-    )
+    wrong_BC = logit_BC.masked_fill(positive_BC | ignored_BC, float("-inf"))
+    negatives_B1 = wrong_BC.logsumexp(dim=1, keepdim=True)
     # -log(e^p / (e^p + sum_neg)) = softplus(logsumexp(neg) - p). Without any negative that is softplus(-inf) = 0.
     nll_BC = torch.logaddexp(logit_BC, negatives_B1) - logit_BC
     return (nll_BC.masked_fill(~positive_BC, 0.0).sum(dim=1) / positive_BC.sum(dim=1)).sum()
@@ -131,10 +125,7 @@ def alignment(
 
     Source: RIME (arXiv:2604.22280) draws the spaces of direct and reasoned states together; here it is the ranking
     that is drawn, and only towards the reasoned side, which is detached. Tensors are those of `info_nce`; neither
-    `teacher_BD`, target states of the same queries, nor its candidates get a gradient.
-
-    Returns:
-        Scalar, in nats, summed over B.
+    `teacher_BD`, target states of the same queries, nor its candidates get a gradient. In nats, summed over B.
     """
     ignored_BC = moved(ignored_BC, q_BD.device)
 
@@ -226,15 +217,8 @@ def rationale_log_probs(
     """Log probabilities of sampled tokens under the distribution that `rge.rollout.generate` draws from.
 
     That is softmax(logits / temperature) without the barred tokens. Otherwise the model could raise their share, which
-    has no effect on a rollout, instead of the words'. States, head, labels and chunks are those of `rationale_nll`.
-
-    Args:
-        hidden_ND: states that predict.
-        head: output projection.
-        label_N: sampled token ids, none of them barred.
-        barred_ids: tokens that are never sampled.
-        temperature: > 0; logits are divided by it.
-        chunk_tokens: rows of logits held at once.
+    has no effect on a rollout, instead of the words'. States, head, labels (none of them barred) and chunks are those of
+    `rationale_nll`; logits are divided by the temperature.
 
     Returns:
         (N,) log probabilities in nats, with gradient, float32 or float64; (N,) entropies in nats, without.

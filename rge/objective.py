@@ -58,11 +58,7 @@ class Objective:
 
     @classmethod
     def of(cls, recipe: Recipe, stage: str) -> "Objective":
-        """The objective of a stage of a checked recipe; the cold start has the LM loss only.
-
-        Raises:
-            UserError: `rl.rewards` names a reward that is not registered.
-        """
+        """The objective of a stage of a checked recipe (UserError: an unknown reward); the cold start has the LM loss only."""
         loss, rl = recipe.loss, recipe.rl
         if stage == "cold_start":
             return cls(1.0, 0.0, lm_on_candidates=loss.lm_on_candidates, think_lm=loss.think_lm)
@@ -178,12 +174,8 @@ class Objective:
     ) -> list[Branch]:
         """The continuations of one query's prompt: those whose state is read, the anchor's first, then the LM targets.
 
-        Args:
-            batch: of this rank.
-            rationales: equally many per query, those of further states last.
-            embedder: has the tokens before ``<emb>`` in each state.
-            row: of the query.
-            sampled: read the log probabilities of the rollout's tokens, for the policy gradient.
+        Rationales are equally many per query, those of further states last. With `sampled`, the log probabilities of the
+        rollout's tokens are read too, for the policy gradient.
         """
         given, emb_id, targets = embedder.given, embedder.emb_id, self.lm_targets
         branches = []
@@ -214,12 +206,8 @@ class Objective:
     ) -> Contrast:
         """The contrastive losses, the same in training and in validation; masks as in `rge.losses.info_nce`.
 
-        Args:
-            q_ND: states of B queries, equally many each, in the order of `query_branches`.
-            c_CD: candidates.
-            positive_BC: right answers.
-            ignored_BC: neither right nor wrong.
-            num_added: states at the end of each query's that are not counted in hit_at_1.
+        `q_ND` are states of B queries, equally many each, in the order of `query_branches`; hit_at_1 does not count the last
+        `num_added` of each.
         """
         num_each = q_ND.shape[0] // positive_BC.shape[0]
         q_BSD = q_ND.unflatten(0, (-1, num_each))
@@ -247,9 +235,8 @@ class Objective:
             lead_B = lead_over_negatives(state_BD["direct"].detach(), c_CD.detach(), positive_BC, ignored_BC)
         if self.align and state_BD:
             pull = partial(alignment, temperature=self.align_temperature)
-            pulled = torch.stack(
-                [pull(state, q_BSD[:, 0], c_CD, ignored_BC) for state in state_BD.values()]
-            ).sum()
+            pulls = [pull(state, q_BSD[:, 0], c_CD, ignored_BC) for state in state_BD.values()]
+            pulled = torch.stack(pulls).sum()
             total["contrastive_loss"] = total["contrastive_loss"] + pulled * (self.align * num_each)
             figures["loss_align"] = pulled.detach(), 1
         if len(self.terms) > 1:

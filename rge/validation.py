@@ -81,9 +81,8 @@ class Validation:
     def measure(self, embedder: EmbeddingModel) -> dict[str, float]:
         """Losses, hit@1 and the share of forced stops, equal on all processes.
 
-        Returns:
-            ``val_loss_lm``, ``val_loss_contrastive``, ``val_hit_at_1``, ``val_forced_rate``, as far as the objective has them, and
-            ``val_loss``, weighted as in training. Losses are means over tokens and over queries.
+        They are ``val_loss_lm``, ``val_loss_contrastive``, ``val_hit_at_1``, ``val_forced_rate``, as far as the objective has
+        them, and ``val_loss``, weighted as in training. Losses are means over tokens and over queries.
         """
         with eval_mode(embedder):
             return self._measure(embedder)

@@ -73,14 +73,9 @@ class CheckpointManager:
         self.recipe, self.name, self.folder, self.num_steps = recipe, name, folder, num_steps
         self.validation, self.identity = validation, identity
         self.embedder, self.model, self.accelerator = embedder, model, accelerator
-        train, state = recipe.train, folder / "state"
+        keep, background = recipe.train.keep_last, recipe.train.background_save
         self.states = States(
-            accelerator,
-            embedder,
-            optimizer,
-            state,
-            keep_last=train.keep_last,
-            background=train.background_save,
+            accelerator, embedder, optimizer, folder / "state", keep_last=keep, background=background
         )
         metric = recipe.validation.metric
         self._saved = 0  # step of the newest state
@@ -99,9 +94,7 @@ class CheckpointManager:
     def resume(self) -> int:
         """Load the newest intact state, if any, and return the number of finished steps.
 
-        Raises:
-            CheckpointError: all states are damaged, or another recipe made them.
-            LaunchError: this launch cannot read them.
+        CheckpointError: all states are damaged, or another recipe made them; LaunchError: this launch cannot read them.
         """
         found = self.states.latest()
         if found is None:
@@ -138,10 +131,8 @@ class CheckpointManager:
     def after_step(self, step: int) -> None:
         """Save a state every `train.save_every` steps, and after a SIGTERM or SIGINT.
 
-        Raises:
-            CheckpointError: this or an earlier state could not be written.
-            SystemExit: after such a signal to any process: with 143 or 130, neither success, after which a scheduler would
-                start the next job, nor the 1 of a crash.
+        CheckpointError: this or an earlier state could not be written; SystemExit: after such a signal to any process, with 143 or
+        130: neither success, after which a scheduler would start the next job, nor the 1 of a crash.
         """
         self.states.check()
         stop = received_by_any(self.embedder.device)
@@ -155,10 +146,7 @@ class CheckpointManager:
     def finish(self) -> None:
         """Export the trained model as a checkpoint that evaluation and plain transformers load.
 
-        A state of the last step is saved first, so that a failed export costs no training.
-
-        Raises:
-            CheckpointError: the checkpoint could not be written.
+        A state of the last step is saved first, so that a failed export (CheckpointError) costs no training.
         """
         if self._saved != self.num_steps:
             self._save(self.num_steps)
@@ -187,9 +175,8 @@ class CheckpointManager:
             return
         sign = -1 if self.metric == "val_hit_at_1" else 1
         saved: dict[int, float] = {}
-        for path in (
-            (self.folder / "best").glob(f"step_*/{RGE_JSON}") if self.accelerator.is_main_process else ()
-        ):
+        best = (self.folder / "best").glob(f"step_*/{RGE_JSON}")
+        for path in best if self.accelerator.is_main_process else ():
             settings = json.loads(path.read_text())
             is_alike = self._measured_alike(settings, path.parent)
             saved[settings["step"]] = sign * settings["validation"][self.metric] if is_alike else math.inf

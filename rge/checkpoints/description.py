@@ -43,12 +43,10 @@ SENTENCE_TRANSFORMERS = {
 
 
 def instructions_of(sources: Sequence[SourceConfig]) -> dict[str, Any]:
-    """Instructions of the training queries, see `rge.checkpoints.settings.Instructions`.
+    """Instructions of the training queries: ``rge.json``'s ``instructions``.
 
-    Returns:
-        ``default``, the most frequent one, weighted like the sources in training (None if most queries
-        had none); ``known``, up to `MOST_KNOWN` of them; ``by_task``, the most frequent one per task: a record's ``source``,
-        or ``source/category`` if the categories of a source differ.
+    ``default``: the most frequent one, weighted like the sources in training (None if most queries had none); ``known``: up to
+    `MOST_KNOWN`; ``by_task``: the most frequent per task, a record's ``source``, or ``source/category`` if its categories differ.
     """
     total: defaultdict[str | None, float] = defaultdict(float)
     tasks: dict[tuple[str, str], Counter[str | None]] = defaultdict(Counter)

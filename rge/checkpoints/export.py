@@ -37,21 +37,15 @@ WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)
 def export(
     embedder: EmbeddingModel, folder: Path, settings: dict[str, Any], state_dict: dict | None = None
 ) -> None:
-    """Write a finished checkpoint: weights, config, processor, chat template, ``rge.json``, model card.
+    """Write a finished checkpoint of an unwrapped `embedder`: weights, config, processor, chat template, ``rge.json``, model card.
 
     It is written under a temporary name, flushed to the disk and renamed; its weights are read back and compared, and ``done.json``
-    lists its files with their checksums.
+    lists its files with their checksums. `settings` are the content of ``rge.json`` (`settings_of`); with a ``base``, only adapters
+    are written. `state_dict` are gathered or merged weights instead of ``embedder.model``'s own. They are written in the dtype that
+    the model was loaded in; for bfloat16 the trained ones are float32.
 
-    Args:
-        embedder: unwrapped.
-        folder: the checkpoint.
-        settings: content of ``rge.json``, see `settings_of`; with a ``base``, only adapters are written.
-        state_dict: gathered or merged weights instead of ``embedder.model``'s own. They are written in the dtype that the
-            model was loaded in; for bfloat16 the trained ones are float32.
-
-    Raises:
-        CheckpointError: the weights' names differ from those that the model is loaded with, writing failed, or the written
-            weights differ; nothing partial is left.
+    CheckpointError: the weights' names differ from those that the model is loaded with, writing failed, or the written weights
+    differ; nothing partial is left.
     """
     temporary = folder.with_name(f"tmp_{folder.name}")
     shutil.rmtree(temporary, ignore_errors=True)

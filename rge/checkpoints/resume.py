@@ -128,10 +128,8 @@ def check_same_run(found: Mapping[str, Any], now: Identity, path: Path) -> list[
 
 def _check_same_records(now: Mapping[str, Any], found: Mapping[str, Any], path: Path) -> None:
     then = (found.get("identity") or {}).get("records", {})
-    apart = differences(
-        *({"records": {key: one[key] for key in now.keys() & then.keys()}} for one in (then, now))
-    )
-    if apart:
+    both = now.keys() & then.keys()
+    if apart := differences(*({"records": {key: one[key] for key in both}} for one in (then, now))):
         raise CheckpointError(
             f"{path} was trained on other records (then and now): {'; '.join(in_words(apart))}. The order of records depends on "
             f"all of them: restore the files, use another out=, or delete {path.parent}"
@@ -194,8 +192,7 @@ def result_keys(recipe: dict[str, Any], name: str) -> dict[str, Any]:
 def check_same_recipe(found: dict[str, Any], recipe: Recipe, name: str, path: Path) -> list[str]:
     """Refuse to continue or reuse another recipe's result; CheckpointError names the differing keys.
 
-    Returns:
-        Differing keys that affect only rounding (`ROUNDING`), with both values.
+    Returns those that affect only rounding (`ROUNDING`), with both values.
     """
     own = to_dict(recipe)
     ours, theirs = result_keys(own, name), result_keys(found, name)

@@ -26,11 +26,9 @@ class InUseError(UserError):
 
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock. Not reentrant: a process does not lock itself out, and the first to leave frees the lock.
+    """Hold the folder's lock; InUseError names another process that holds it, its machine and since when.
 
-    Raises:
-        InUseError: another process holds it; names it, its machine and since when.
-        OSError: the folder is not writable.
+    Not reentrant: a process does not lock itself out, and the first to leave frees the lock. OSError: the folder is not writable.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / LOCK

@@ -68,40 +68,30 @@ class BaseOfAdapters(_Frozen):
 
 
 class Settings(_Frozen):
-    """Everything besides the weights that decides an embedder's embeddings, and caveats about its figures.
-
-    Attributes:
-        recipe: of its last stage's training; empty for other models.
-        trained_on: all stages with their sources, see `rge.checkpoints.description.trained_on`; None if not recorded.
-        reasons: the side that gets a rationale; ``none`` for a model trained without.
-        exact: every row is computed alone.
-        engine: set if vLLM generates the rationales.
-        modes: query modes that it has; None: all that its training allows.
-        notes: warnings about how it was found and loaded.
-        differs_from_release: known differences from a released model's original evaluation.
-    """
+    """Everything besides the weights that decides an embedder's embeddings, and caveats about its figures."""
 
     profile: str
     generation: Generation
-    recipe: dict[str, Any] = {}
+    recipe: dict[str, Any] = {}  # of its last stage's training; empty for other models
+    # All stages with their sources, see `rge.checkpoints.description.trained_on`; None if not recorded.
     trained_on: list[dict[str, Any]] | None = None
-    reasons: Literal["query", "none"] | None = None
+    reasons: Literal["query", "none"] | None = None  # the side that gets a rationale, if any
     max_prompt_tokens: int | None = None
     think_tokens: int = 0
     dimensions: list[int] = []
     instructions: Instructions | None = None
     dtype: str = "float32"
     quantization: str | None = None
-    exact: bool = False
-    engine: str | None = None
+    exact: bool = False  # every row is computed alone
+    engine: str | None = None  # set if vLLM generates the rationales
     device: str = "cpu"
-    modes: list[Mode] | None = None
-    notes: list[str] = []
+    modes: list[Mode] | None = None  # of queries; None: all that its training allows
+    notes: list[str] = []  # warnings about how it was found and loaded
     model: str | None = None
     adapter: str = "rge"
     revision: str | None = None
     mmeb_instructions: str | None = None
-    differs_from_release: list[str] | None = None
+    differs_from_release: list[str] | None = None  # known differences from its original evaluation
 
     def asking(self, **generation: Any) -> Self:
         """A copy with other generation settings."""
@@ -153,11 +143,7 @@ class CheckpointSettings(Settings):
 
 
 def read_settings(checkpoint: Path) -> CheckpointSettings:
-    """Content of a checkpoint's ``rge.json``.
-
-    Raises:
-        CheckpointError: not a directory, not an rge checkpoint, damaged, or written by a newer format.
-    """
+    """A checkpoint's ``rge.json``; CheckpointError: there is none, or it is damaged or written by a newer format."""
     path = checkpoint / RGE_JSON
     if not checkpoint.is_dir():
         raise CheckpointError(f"checkpoint {checkpoint} does not exist")

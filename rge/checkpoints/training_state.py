@@ -66,11 +66,8 @@ class States:
     def save(self, step: int, meta: dict[str, Any]) -> None:
         """Save the state after `step` steps, then delete all but the newest `keep_last`. All processes call it.
 
-        Returns once training may go on; `wait` returns once everything is on the disk.
-
-        Raises:
-            CheckpointError: this or the previous state could not be written, e.g. a full disk; earlier states are
-                untouched and nothing partial is left.
+        Returns once training may go on; `wait` returns once everything is on the disk. CheckpointError: this or the previous
+        state could not be written, e.g. a full disk; earlier states are untouched and nothing partial is left.
         """
         self.wait()
         temporary, final = self.folder / f"tmp_{step_name(step)}", self.folder / step_name(step)
@@ -189,11 +186,7 @@ class States:
             discard(old)
 
     def latest(self) -> tuple[Path, dict[str, Any]] | None:
-        """The newest intact state and its ``done.json``, or None if there is no state; all processes call it.
-
-        Raises:
-            CheckpointError: there are states, and all are damaged.
-        """
+        """The newest intact state and its ``done.json``, or None; CheckpointError if all are damaged. All processes call it."""
         found, damaged = None, list[str]()
         if self.accelerator.is_main_process:
             for leftover in self.folder.glob("tmp_step_*"):  # of a run that was killed while it wrote
@@ -224,8 +217,7 @@ class States:
     def load(self, path: Path) -> None:
         """Restore weights, optimizer and random states.
 
-        Raises:
-            CheckpointError: the state has other parameters than are trained now, or `generators` of another number of processes.
+        CheckpointError: it has other parameters than are trained now, or `generators` of another number of processes.
         """
         if dist.is_sharded(self.accelerator):
             self.accelerator.load_state(str(path))
@@ -241,9 +233,8 @@ class States:
             for name, tensor in ours.items():
                 tensor.copy_(weights[name])
         self.optimizer.load_state_dict(torch.load(path / OPTIMIZER, map_location="cpu", weights_only=True))
-        for kept, state in zip(
-            self._registered(), torch.load(path / REGISTERED, weights_only=True), strict=True
-        ):
+        registered = torch.load(path / REGISTERED, weights_only=True)
+        for kept, state in zip(self._registered(), registered, strict=True):
             kept.load_state_dict(state)
         states = torch.load(path / RANDOM, weights_only=True)
         if len(states) == dist.world_size():

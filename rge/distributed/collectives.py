@@ -157,11 +157,8 @@ def writes_deferred(accelerator: Accelerator, group: Any) -> Iterator[list[Calla
     """Inside, ``accelerator.save_state`` of a sharded back end only copies this process's shard to main memory.
 
     Small files, such as random states, are written immediately; so are whole weights (FSDP's FULL_STATE_DICT), and everything
-    if the launch configures one of DeepSpeed's checkpoint writers. `group` is one of `background_group`.
-
-    Yields:
-        The writes, filled when the block ends: calling them all in order, on all processes, writes the files. They raise
-        OSError if the disk is full.
+    if the launch configures one of DeepSpeed's checkpoint writers. Calling the writes that it yields, filled when the block ends,
+    in order and on all processes, writes the files (OSError: a full disk). `group` is one of `background_group`.
     """
     writes: list[Callable[[], None]] = []
     with ExitStack() as deferred:
@@ -307,11 +304,10 @@ def whole(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 
 @contextmanager
 def whole_model(accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
-    """Gather all parameters on every process, for forwards without gradient that bypass `model`.
+    """Gather all parameters on every process once, without hooks, for forwards without gradient that bypass `model`.
 
-    ZeRO-3 and FSDP2 gather a layer's parameters in hooks around its forward and drop them again: once per token of a
-    rationale, and in vain as soon as one process generates more tokens than another. Here everything is gathered once, and the
-    hooks are off, so processes may differ in the number, length and kind of their forwards.
+    Processes may then differ in the number, length and kind of their forwards. ZeRO-3 and FSDP2 themselves gather a layer's
+    parameters in each forward: once per token of a rationale, and in vain if one process generates more tokens than another.
     """
     import torch.distributed.fsdp
 
@@ -382,8 +378,7 @@ def optimizer_step(
 ) -> float:
     """Clip (0 clips nothing), step, and clear the gradients; returns their global norm before clipping.
 
-    Raises:
-        FloatingPointError: the norm is not finite, on all processes; names `source`, the weights are unchanged.
+    FloatingPointError, on all processes: the norm is not finite; names `source`, the weights are unchanged.
     """
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         # Clipping and step happened inside backward; DeepSpeed skips a step whose norm is not finite.

@@ -42,8 +42,7 @@ class CoordinatedExit(SystemExit):
 def watch_other_ranks(silence_s: float) -> Iterator[None]:
     """End processes together: one that fails publishes its reason, and the others exit with it; `silence_s` is the recipe's.
 
-    Raises:
-        RankError: another process failed first, and this one only as a consequence, e.g. of a broken connection.
+    RankError: another process failed first, and this one only as a consequence, e.g. of a broken connection.
     """
     if dist.world_size() == 1:
         yield

@@ -59,8 +59,7 @@ class BackEnd:
 def make_accelerator(train: TrainConfig, dtype: str = "float32") -> Accelerator:
     """Initialise the process group, the back end and its precision.
 
-    Raises:
-        LaunchError: the launch asks for another precision, gradient accumulation or torch.compile. `check_launch` has the rest.
+    LaunchError: the launch asks for another precision, gradient accumulation or torch.compile. `check_launch` has the rest.
     """
     _check_precision(dtype)
     _check_accumulation(os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS"), "the launch has")

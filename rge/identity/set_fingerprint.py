@@ -27,8 +27,7 @@ def set_fingerprint(
 
     Pictures and texts do not count: a re-encoded picture is still the same set. (The embedding cache of ``eval`` hashes them.)
 
-    Returns:
-        64 lower-case hexadecimal digits (sha256).
+    Returns 64 lower-case hexadecimal digits (sha256).
 
     Raises:
         ValueError: an id is not a string or a gain is not an integer, usually because pandas inferred other types (ids as numbers,

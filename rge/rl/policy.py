@@ -17,22 +17,14 @@ MAX_LOG_RATIO = 20.0
 
 
 def advantages(
-    reward_BK: Tensor,
-    *,
-    scale: Literal["group", "batch", "none"],
-    std_floor: float,
-    std_batch: float = 1.0,
+    reward_BK: Tensor, *, scale: Literal["group", "batch", "none"], std_floor: float, std_batch: float = 1.0
 ) -> Tensor:
     """Advantage of each rationale over its group (row); none for a group with a value that is not finite.
 
-    Source: GRPO (arXiv:2402.03300) section 4.1.2, r - mean over std. Scales as TRL's ``scale_rewards``. Differs: `std_floor`,
-    which is 1e-4 in TRL, is a setting, since rounding differences between states of equal rationales would be amplified.
-
-    Args:
-        reward_BK: one group of at least two per row.
-        scale: ``group``: divide by the group's standard deviation; ``batch``: by `std_batch`; ``none``.
-        std_floor: added to the standard deviation; if both are 0, there is no advantage.
-        std_batch: standard deviation of all rewards of all ranks, see `standard_deviation`.
+    Source: GRPO (arXiv:2402.03300) section 4.1.2, r - mean over std. Scales as TRL's ``scale_rewards``: by the group's standard
+    deviation, by `std_batch`, that of all ranks' rewards (`standard_deviation`), or not. Differs: `std_floor`, which is added and
+    1e-4 in TRL, is a setting, since rounding differences between states of equal rationales would be amplified.
+    A row of `reward_BK` is a group of at least two.
     """
     known_B = reward_BK.isfinite().all(dim=1)
     reward_BK = torch.where(known_B[:, None], reward_BK, 0.0)
@@ -90,18 +82,11 @@ def policy_loss(
 
     The formulas are TRL's (`GRPOTrainer._compute_loss`), to which tests hold them.
 
-    Args:
-        log_prob_L: of sampled tokens under the present weights, with gradient.
-        old_L: under the weights that wrote them.
-        advantage_N: of their rationales.
-        owner_L: number of each token's rationale.
-        credit_L: bool; tokens that count: not a forced ``<emb>``, not a rationale that is left out.
-        settings: with ``use_bias_correction_kl``, k3 is multiplied by the ratio.
-        rationales: of all ranks and chunks, credited or not.
-        tokens: credited ones of all ranks and chunks.
-        cap: greatest number of tokens of a rationale.
-        reference_L: log probabilities under the reference, if `rl.beta` is not 0.
-        weight_L: corrections for another sampler, see `sampling_weights`.
+    `log_prob_L` are those of sampled tokens under the present weights, with gradient, `old_L` under the weights that wrote them,
+    `reference_L` under the reference (if `rl.beta` is not 0). `credit_L` (bool) excludes a forced ``<emb>`` and rationales that
+    are left out. `rationales` and `tokens` are numbers of all ranks and chunks, the first credited or not, the second credited;
+    no rationale has more tokens than `cap`. With ``use_bias_correction_kl``, k3 is multiplied by the ratio. `weight_L` are
+    `sampling_weights`.
     """
     assert reference_L is not None or not settings.beta
     epsilon = settings.epsilon
@@ -147,9 +132,7 @@ def sampling_weights(
     first clamped to +-`MAX_LOG_RATIO`, since it is infinite for a token that the sampler considers impossible.
 
     `sampler_L` are log probabilities under the sampler, NaN if unknown, which counts as equal; the others are `policy_loss`'s.
-
-    Returns:
-        (L,) weights without gradient; (L,) the unclamped ratios.
+    Returns (L,) weights without gradient, and (L,) the unclamped ratios.
     """
     low, high = settings.vllm_importance_sampling_clip_min, settings.vllm_importance_sampling_clip_max
     most = MAX_LOG_RATIO

@@ -103,14 +103,10 @@ def pool_path(recipe: Recipe) -> Path:
 
 
 def read_pool(path: Path) -> list[Target]:
-    """The candidates of a pool, each id once.
+    """The candidates of a pool, each id once; UserError if it is missing or empty.
 
-    Args:
-        path: training records, whose positives and negatives are the pool; or a folder with ``corpus.parquet``, as in retrieval
-            sets: columns id, text and/or image, and ``identity`` if ids differ from those of the records' targets.
-
-    Raises:
-        UserError: it is missing or empty.
+    It is a file of training records, whose positives and negatives are the pool; or a folder with ``corpus.parquet``, as in
+    retrieval sets: columns id, text and/or image, and ``identity`` if ids differ from those of the records' targets.
     """
     found: dict[str, Target] = {}
     if not path.exists():

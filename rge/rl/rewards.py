@@ -119,11 +119,7 @@ def problems(recipe: Recipe) -> Iterator[str]:
 
 
 def find_reward(config: RewardConfig) -> Reward:
-    """The reward that a recipe names, by its registered name or as ``module:function``.
-
-    Raises:
-        UserError: it does not exist, or does not take these options.
-    """
+    """The reward that a recipe names, registered or ``module:function``; UserError if it or one of its options does not exist."""
     module, colon, name = config.name.partition(":")
     if colon:
         try:

@@ -53,8 +53,7 @@ class ScratchConfig:
     """Sizes of the vision tower, as its Hugging Face config calls them; or, with the model_type efficientnet_lite0, a
     pretrained tower from a package (extra photos, docs/photos.md), of which only the merger is trained."""
     naming: str | None = None
-    """Records for pretraining the vision tower, which learns to name what their query pictures show; null: no such
-    pretraining."""
+    """Records for pretraining the vision tower, which learns to name what their query pictures show; null: none."""
     naming_steps: AtLeastOne = 1000
     """Optimizer steps of that pretraining."""
     naming_batch_size: AtLeastOne = 64
@@ -65,8 +64,7 @@ class ScratchConfig:
     """Strength of the style augmentation in that pretraining, from 0 (none) to 1: palette, tone, line width, sharpness,
     background. It keeps the tower from recognising objects by the style of a drawing."""
     naming_say_from: Share = 0.0
-    """Share of that pretraining's steps that only choose among the names; in the remaining steps the text model also
-    writes the name. A step without writing costs half as much."""
+    """Share of that pretraining's steps that only choose among names, at half the cost; the others also write the name."""
 
 
 @dataclass
@@ -89,8 +87,7 @@ class LoraConfig:
     vision: bool = False
     """Whether the vision tower gets adapters too; otherwise it is frozen."""
     modules_to_save: list[str] = field(default_factory=list)
-    """Modules that are trained in full and stored with the adapters, by the last part of their name, such as merger;
-    PEFT's own key."""
+    """Modules (PEFT's own key) trained in full and stored with adapters, by the last part of their name, such as merger."""
 
 
 @dataclass
@@ -104,9 +101,8 @@ class ModelConfig:
     scratch: ScratchConfig | None = None
     """Build a new model of these sizes instead of loading one; null with `path`."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Dtype of the computation: float32 or bfloat16. Trained weights, their gradients summed over micro batches
-    and the optimizer's state are always float32, on every back end; so are embeddings and losses. Frozen weights are
-    held in this dtype."""
+    """Dtype of the computation and of frozen weights. Trained weights, their gradients summed over micro batches, the
+    optimizer's state, embeddings and losses are always float32, on every back end."""
     attn_implementation: Attention = "auto"
     """Attention of the text model. varlen: concatenated sequences without mask or padding, with torch's flash attention
     on a GPU (bfloat16); sdpa: padded rows with a mask; eager: the same in plain operations; auto: varlen on a GPU if
@@ -294,8 +290,7 @@ class LossConfig:
     oracle_share: Annotated[float, Field(gt=0, le=1)] = 0.5
     """With `anchor=mix`: share of the queries, redrawn in each step, that are embedded after the oracle rationale."""
     oracle_decay_steps: AtLeastOne | None = None
-    """With `anchor=mix`: number of steps over which the share falls linearly from `oracle_share` to 0; null: it stays
-    constant."""
+    """With `anchor=mix`: steps over which the share falls linearly from `oracle_share` to 0; null: it stays constant."""
     states: StatesConfig = field(default_factory=StatesConfig)
     align: NotNegative = 0.0
     """Weight, within the contrastive part, of the KL divergence from the anchor's ranking of the candidates (with several
@@ -330,8 +325,7 @@ class RolloutConfig:
     """What writes rationales. own: the training model; vllm: a vLLM engine, which gets the model's weights before each
     rollout. In both cases the states that are trained on are the training model's."""
     vllm_memory: Annotated[float, Field(ge=0.01, le=0.95)] = 0.3
-    """Share of a device's memory for the engine of `backend=vllm`, which holds a second copy of the language model and
-    its cache."""
+    """Share of a device's memory for the engine of `backend=vllm`: a second copy of the language model, and its cache."""
     vllm_sleep: bool = False
     """Free the memory of the engine of `backend=vllm` between rollouts (vLLM's sleep mode). CUDA only."""
     prompt_pass: Literal["auto", "once", "twice"] = "auto"
@@ -433,8 +427,7 @@ class RLConfig(StageConfig):
     needs no reference model. With adapters the reference is the model without them; otherwise a frozen copy is kept in
     memory."""
     use_bias_correction_kl: bool = True
-    """Multiply the KL estimate by the ratio, so that its gradient is also correct for rationales written with earlier
-    weights."""
+    """Multiply the KL estimate by the ratio, which corrects its gradient for rationales written with earlier weights."""
     mask_truncated_completions: bool = False
     """Exclude rationales that were cut off at the cap from the policy gradient. The <emb> appended there never counts."""
     num_iterations: AtLeastOne = 1
@@ -442,8 +435,7 @@ class RLConfig(StageConfig):
     vllm_importance_sampling_correction: bool = True
     """Weight samples from vLLM by our probability divided by vLLM's."""
     vllm_importance_sampling_mode: Literal["sequence_truncate", "sequence_mask"] = "sequence_mask"
-    """Whether a rationale's ratio is clamped to the bounds (sequence_truncate), or the rationale left out if it is
-    beyond them (sequence_mask)."""
+    """sequence_truncate clamps a rationale's ratio to the bounds; sequence_mask leaves the rationale out beyond them."""
     vllm_importance_sampling_clip_max: NotNegative | None = 3.0
     """Upper bound of the ratio; null: none."""
     vllm_importance_sampling_clip_min: NotNegative | None = None
@@ -554,8 +546,7 @@ class Recipe:
     out: str = "runs/{recipe}"
     """Output folder of the run; ``{recipe}`` stands for the recipe's name."""
     stage: Literal["all", "cold_start", "joint", "rl"] = "all"
-    """Stages to run; `all`: one after the other, each starting from the previous stage's checkpoint, and rl only if the
-    recipe has sources for it."""
+    """Stages to run; `all`: one after the other, each from the previous one's checkpoint, and rl only if it has sources."""
     plugins: list[str] = field(default_factory=list)
     """Modules of your own that register losses, rewards, families, prompt profiles, augmentations or data
     sources (docs/extending.md)."""
@@ -614,10 +605,8 @@ def load_options(
     """Read and check a recipe, or a recipe and a command's further options (`schema` is a subclass of `Recipe`).
 
     `arguments` are ``recipe=NAME`` (a file of `recipes` without its ending, or the path of a YAML file) and overrides such as
-    ``loss.alpha_lm=0.5``. `LossConfig.alpha_lm` and `alpha_con` are filled in and sum to one.
-
-    Raises:
-        RecipeError: no or an unknown recipe, an unknown key (the nearest is named), or an invalid value.
+    ``loss.alpha_lm=0.5``. `LossConfig.alpha_lm` and `alpha_con` are filled in and sum to one. RecipeError: no or an unknown
+    recipe, an unknown key (the nearest is named), or an invalid value.
     """
     try:
         recipe = parse_file(schema, arguments, key="recipe", folder=recipes, command=command)
@@ -657,8 +646,7 @@ def without_unused(recipe: dict[str, Any]) -> dict[str, Any]:
 def check(recipe: Recipe) -> None:
     """Complete a recipe, and check what the types of single keys do not cover.
 
-    Raises:
-        RecipeError: names every wrong key, its value and the allowed ones.
+    RecipeError names every wrong key, its value and the allowed ones.
     """
     if recipe.stage == "rl" and not recipe.rl.sources:
         recipe.rl.sources = list(recipe.joint.sources)

@@ -66,7 +66,12 @@ def line_chart(points: pd.DataFrame, *, stages: Sequence[str], name: str, unit: 
     ``stages``: all stages of the run, each with a colour.
     """
     parts = [thinned(part) for _, part in points.groupby("stage", sort=False)]
-    legend = {"offset": 4, "symbolType": "stroke", "symbolStrokeWidth": 2} if len(stages) > 1 else None
+    legend = {
+        "offset": 4,
+        "symbolType": "stroke",
+        "symbolStrokeWidth": 2,
+        "values": list(points["stage"].unique()),
+    }
     # a window of a 16th of the line smooths the noise of single steps and keeps visible trends
     half = max(map(len, parts)) // 32
     smooth = {
@@ -75,12 +80,19 @@ def line_chart(points: pd.DataFrame, *, stages: Sequence[str], name: str, unit: 
         "groupby": ["stage"],
     }
     line = {"type": "line", "strokeJoin": "round", "strokeCap": "round"}
-    y = {"title": None, "axis": {"labelExpr": f"datum.label + '{unit}'"}, "scale": {"zero": True}}
+    scale: dict[str, Any] = {"zero": True}
+    if not points["value"].any():  # else the axis would have no length
+        scale["domain"] = [0, 100 if unit == "%" else 1]
+    y = {"title": None, "axis": {"labelExpr": f"datum.label + '{unit}'"}, "scale": scale}
     spec = {
         "data": {"values": pd.concat(parts).to_dict("records")},
         "encoding": {
             "x": _of("step", title="step", scale={"zero": False, "nice": False}),
-            "color": _by("stage", legend=legend, scale={"domain": list(stages), "range": COLOURS}),
+            "color": _by(
+                "stage",
+                legend=legend if len(stages) > 1 else None,
+                scale={"domain": list(stages), "range": COLOURS},
+            ),
         },
         "layer": [
             {"mark": line | {"opacity": 0.3, "strokeWidth": 1}, "encoding": {"y": _of("value", **y)}},

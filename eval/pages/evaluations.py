@@ -84,7 +84,10 @@ class Evaluation:
         if entry is None:
             return None
         if not isinstance(entry, Mapping):
-            return Figure(float(entry))
+            entry = {"value": entry}
+        given = [number for key in ("low", "high") if (number := entry.get(key)) is not None]
+        if not all(isinstance(number, int | float) for number in (entry.get("value"), *given)):
+            raise UserError(f"{self.directory / RESULTS}: {'.'.join(path)} must be a number, got {entry}")
         return Figure(entry["value"], entry.get("low"), entry.get("high"))
 
 
@@ -145,19 +148,16 @@ def expand(directory: Path) -> list[Path]:
 
 
 def read_evaluation(directory: Path) -> Evaluation:
-    """Read one evaluation directory; a UserError if it is incomplete."""
+    """Read one evaluation directory; a UserError if it is incomplete or inconsistent."""
     results = read_results(directory)
-    mode, modality = results.get("query_mode"), str(results.get("query_modality") or "both")
+    missing = [key for key in ("set", "micro") if not results.get(key)]
+    missing += [f"set.{key}" for key in ("name", "fingerprint") if not (results.get("set") or {}).get(key)]
+    if missing:
+        raise UserError(f"{directory / RESULTS} lacks {', '.join(missing)}: evaluate again")
+    mode = results.get("query_mode")
     order, label, note = _FOREIGN_ORDER, str(results.get("tag") or directory.name), "external ranking"
     if mode is not None:
-        (order, note), writes = _MODES[mode], mode == "reasoning"
-        label = mode.capitalize()
-        if modality != "both":
-            label, withheld = _WITHHELD[modality]
-            order = (1 if writes else 3) + (modality == "image")
-            label, note = (label, withheld) if writes else (f"{label}, {mode}", f"{withheld}, {note}")
-        elif not writes:
-            note += ", same checkpoint"
+        order, label, note = _condition(str(mode), str(results.get("query_modality") or "both"))
     way, *more = ways_of(results)
     if mode is not None and way != mode:
         note = f"point {way} of a budget"
@@ -167,6 +167,18 @@ def read_evaluation(directory: Path) -> Evaluation:
     note = ", ".join(filter(None, [note, *more]))
     per_query = _per_query(directory / PER_QUERY)
     return Evaluation(directory, label, note, order, False, results, per_query)
+
+
+def _condition(mode: str, modality: str) -> tuple[int, str, str]:
+    """Order in the table, label and explanation of an evaluation of our own, possibly by another version."""
+    if mode not in _MODES or modality not in (*_WITHHELD, "both"):
+        return _FOREIGN_ORDER, f"{mode} · {modality}", "see the end of the page"
+    (order, note), writes = _MODES[mode], mode == "reasoning"
+    if modality == "both":
+        return order, mode.capitalize(), note if writes else f"{note}, same checkpoint"
+    label, withheld = _WITHHELD[modality]
+    order = (1 if writes else 3) + (modality == "image")
+    return (order, label, withheld) if writes else (order, f"{label}, {mode}", f"{withheld}, {note}")
 
 
 def _per_query(path: Path) -> pd.DataFrame:

@@ -18,7 +18,7 @@ from PIL import Image
 
 from eval.pages.evaluations import RANK_COLUMN, TOP_COLUMN, Evaluation
 from eval.pages.wording import slice_order, tag
-from eval.sets.retrieval_set import UNCATEGORISED, RetrievalSet
+from eval.sets.retrieval_set import UNCATEGORISED, RetrievalSet, given_rationales
 from rge.common.errors import UserError
 from rge.common.images import ImageError, load_image, picture_bytes
 from rge.common.schema import ImageRef
@@ -260,16 +260,20 @@ def cards_of(
     strata = varying(main.per_query, ("category", *loaded.report_by))
     chosen = choose_examples(main.per_query, success_rank=success_rank, num=num, strata=strata)
     view = SetView(loaded, [main], chosen, gallery)
+    given = given_rationales(loaded)
+    texts = {rationale for _, rationale in given}
     cards = []
     for query in chosen:
         measured = main.per_query.loc[query]
         card = view.card(query, measured, strata)
         card |= view.found(query, main, card["pictures"])
+        of_query = (query, card["rationale"]) in given
         card |= {
             "forced": measured.get("stop_reason") == "forced",
             "tokens": as_rank(measured.get("rationale_tokens")),
             "wanted": [] if any(result["hit"] for result in card["results"]) else view.wanted(query),
             "ranks": [(e.label, as_rank(e.per_query.at[query, RANK_COLUMN]), e is main) for e in evaluations],
+            "says": "right" if of_query else "another" if card["rationale"] in texts else "own",
         }
         cards.append(card)
     found, missed = (
@@ -279,8 +283,9 @@ def cards_of(
     outcomes = Counter(map(outcome_of, map(as_rank, main.per_query[RANK_COLUMN])))
     return {
         "cards": cards,
-        "found": next(iter(found), None),
-        "missed": next(iter(missed), None),
+        "found": _opening(found, given="right"),
+        "missed": _opening(missed, given="another"),
+        "opens_with_given": bool(given),
         "num_successes": len(found),
         "num_negatives": sum(result["negative"] for card in cards for result in card["results"]),
         "num_forced": sum(card["forced"] for card in cards),
@@ -293,3 +298,12 @@ def cards_of(
         "filters": filters_of(main.per_query, strata),
         "strata": [name.replace("_", " ") for name in strata],
     }
+
+
+def _opening(cards: Sequence[dict[str, Any]], *, given: str) -> dict[str, Any] | None:
+    """The opening card: the first, preferably one whose rationale occurs in the set, since a model's own may contradict its result.
+
+    A failure with the rationale of ``another`` query shows what the query was mistaken for.
+    """
+    order = (given, "right", "another", "own")  # has the set this rationale, for this query or another?
+    return min(cards, key=lambda card: order.index(card["says"]), default=None)

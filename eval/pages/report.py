@@ -8,10 +8,11 @@ evaluation directories --evaluations--> Evaluation --tables, examples, training 
   --templates/report.html.j2--> one file: no network, every picture in it once, readable without script
 
 Anything that would be misleading raises a `UserError` that names the directory and the fix: incomplete evaluations, figures
-of different sets, missing pictures.
+of different sets, numbers that are not finite, missing pictures.
 """
 
 import json
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ from eval.scoring.metrics import metric_words
 from rge.common.errors import UserError
 from rge.common.files import read_json, read_json_lines
 from rge.common.registry import PluginOptions
+from rge.tables.rows import reading
 
 CURVE_NAMES = {
     "loss": ("Loss", False),
@@ -160,16 +162,16 @@ def curves_of(paths: Sequence[Path]) -> list[dict[str, Any]]:
         return []
     table = read_training_logs(paths)
     stages = table["stage"].unique().tolist()
-    losses = sorted(key for key in table if key.startswith("loss") and key not in CURVE_NAMES)
     charts = []
-    for key in (*filter(table.__contains__, CURVE_NAMES), *losses):
+    for key in (*CURVE_NAMES, *sorted(set(filter(_is_curve, table)) - set(CURVE_NAMES))):
         name, percent = CURVE_NAMES.get(key, (key.replace("_", " ").capitalize(), False))
-        points = table[["step", "stage"]].assign(value=table[key] * (100 if percent else 1)).dropna()
-        unit = "%" if percent else ""
-        last = f"ends at {number(points['value'].iloc[-1])}{unit}"
-        charts.append(
-            {"name": name, "last": last, "svg": line_chart(points, stages=stages, name=name, unit=unit)}
-        )
+        unit, scale = ("%", 100) if percent else ("", 1)
+        points = table[["step", "stage"]].assign(value=table.get(key)).dropna()
+        if len(points):
+            points["value"] = points["value"].astype(float) * scale
+            last = f"ends at {number(points['value'].iloc[-1])}{unit}"
+            svg = line_chart(points, stages=stages, name=name, unit=unit)
+            charts.append({"name": name, "last": last, "svg": svg})
     return charts
 
 
@@ -178,7 +180,13 @@ def read_training_logs(paths: Sequence[Path]) -> pd.DataFrame:
     tables: dict[str, pd.DataFrame] = {}
     end = 0
     for path in paths:
-        table = pd.DataFrame(read_json_lines(path))
+        with reading(str(path)):
+            rows = read_json_lines(path)
+        for row in rows:
+            for key in filter(_is_curve, row):
+                if row[key] is not None and not math.isfinite(row[key]):
+                    raise UserError(f"training log {path}: {key} of step {row.get('step')} is {row[key]}")
+        table = pd.DataFrame(rows)
         if not {"stage", "step"} <= set(table):
             raise UserError(f"training log {path} does not exist, or has no lines with stage and step")
         stage = str(table["stage"].iloc[0])
@@ -189,6 +197,10 @@ def read_training_logs(paths: Sequence[Path]) -> pd.DataFrame:
         tables[stage] = table.assign(step=table["step"] + end, stage=stage.replace("_", " "))
         end = tables[stage]["step"].max()
     return pd.concat(tables.values(), ignore_index=True)
+
+
+def _is_curve(key: str) -> bool:
+    return key in CURVE_NAMES or key.startswith("loss")
 
 
 def provenance_of(evaluations: Sequence[Evaluation]) -> list[dict[str, Any]]:

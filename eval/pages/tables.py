@@ -65,22 +65,24 @@ def _table(
         Row(one.label, one.note, [one.figure(*c.path, metric) for c in columns], featured=one is main)
         for one in evaluations
     ]
-    if floor is not None:  # a slice's is the mean of its queries' expected values
-        of_column = [None if c.rows_Q is None else floor[c.rows_Q & np.isfinite(floor)] for c in columns]
-        chance = [
-            main.figure("random", metric)
-            if len(column.path) == 1
-            else Figure(float(values.mean()))
-            if values is not None and len(values)
-            else None
-            for column, values in zip(columns, of_column, strict=True)
-        ]
+    if floor is not None:
+        chance = [_chance(main, metric, column, floor) for column in columns]
         rows.insert(0, Row("Random floor", "a shuffled ranking", chance))
     known = filter(None, chain.from_iterable(row.figures for row in rows))
     scale = Scale.around(end for figure in known for end in (figure.value, figure.low, figure.high))
     block, *value = columns[-1].path
     by = block.removeprefix("by_").replace("_", " ") if value else ""
     return Table(by, [(c.heading, c.num_queries) for c in columns], rows, scale)
+
+
+def _chance(main: Evaluation, metric: str, column: _Column, floor: np.ndarray) -> Figure | None:
+    """Expected figure of a random ranking; that of a slice is the mean of its queries' expected values."""
+    if len(column.path) == 1:
+        return main.figure("random", metric)
+    if column.rows_Q is None:
+        return None
+    values = floor[column.rows_Q & np.isfinite(floor)]
+    return Figure(float(values.mean())) if len(values) else None
 
 
 def main_table(
@@ -208,10 +210,10 @@ def cost_and_ties(evaluations: Sequence[Evaluation], metric: str) -> dict[str, A
 
     Only columns of which at least one evaluation has a value (external rankings have no costs); other cells are None.
     """
-    cells = pd.DataFrame([_cost_cells(one, metric) for one in evaluations]).replace({None: ""})
-    cells = cells.loc[:, (cells != "").any()]
-    labels = [one.label for one in evaluations]
-    return {"columns": list(cells), "rows": list(zip(labels, cells.to_numpy().tolist(), strict=True))}
+    cells = [_cost_cells(one, metric) for one in evaluations]
+    columns = [heading for heading in cells[0] if any(row[heading] for row in cells)]
+    rows = [(one.label, [row[name] for name in columns]) for one, row in zip(evaluations, cells, strict=True)]
+    return {"columns": columns, "rows": rows}
 
 
 def _cost_cells(one: Evaluation, metric: str) -> dict[str, str | None]:
@@ -226,18 +228,14 @@ def _cost_cells(one: Evaluation, metric: str) -> dict[str, str | None]:
     def share(value: float) -> str:
         return f"{percent(value)} %"
 
-    cells = {
-        "Forced stops": shown(share, ("rationale", "forced_rate")),
-        "Tokens, mean / p95": shown(
-            "{:.1f} / {:.0f}".format, ("rationale", "tokens_mean"), ("rationale", "tokens_p95")
-        ),
+    tokens = shown("{:.1f} / {:.0f}".format, ("rationale", "tokens_mean"), ("rationale", "tokens_p95"))
+    ties = ("ties", metric, "worst"), ("ties", metric, "best")
+    writes = one.mode[0] == "reasoning"
+    return {
+        "Forced stops": shown(share, ("rationale", "forced_rate")) if writes else None,
+        "Tokens, mean / p95": tokens if writes else None,
         "Generate, ms per query": milliseconds("generate_ms"),
         "Embed, ms per query": milliseconds("embed_ms"),
-        "Ties, worst–best": shown(
-            lambda worst, best: f"{percent(worst)}–{share(best)}",
-            ("ties", metric, "worst"),
-            ("ties", metric, "best"),
-        ),
+        "Ties, worst–best": shown(lambda worst, best: f"{percent(worst)}–{share(best)}", *ties),
         "Own picture first": shown(share, ("self_retrieval", "rate@1")),
     }
-    return cells if one.mode[0] == "reasoning" else cells | dict.fromkeys(list(cells)[:2])

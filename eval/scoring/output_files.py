@@ -301,7 +301,7 @@ def read_results(directory: Path) -> dict[str, Any]:
     """Read ``results.json`` of a finished output directory; a `UserError` if it is missing or invalid."""
     path = directory / RESULTS
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"), parse_constant=_not_finite)
     except FileNotFoundError:
         inner = sorted(child.parent.name for child in directory.glob(f"*/{RESULTS}"))
         words = f"has no {RESULTS}: the evaluation is unfinished or in another directory"
@@ -310,6 +310,10 @@ def read_results(directory: Path) -> dict[str, Any]:
         raise UserError(f"{directory} {words}") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {error}") from None
+
+
+def _not_finite(name: str) -> None:
+    raise ValueError(f"it contains {name} instead of a number; evaluate again")
 
 
 def invalidate(out: Path) -> None:

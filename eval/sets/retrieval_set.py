@@ -22,7 +22,7 @@ import pandas as pd
 import pyarrow as pa
 from pydantic import BaseModel, ValidationError
 
-from eval.sets.tables import SetError, Table, items_of
+from eval.sets.tables import SetError, Table, items_of, optional_rows
 from rge.common.errors import UserError
 from rge.common.files import find_shipped
 from rge.common.schema import Item
@@ -33,6 +33,7 @@ MODALITIES: tuple[Modality, ...] = ("both", "text", "image")
 LISTS = ("negatives", "excluded", "candidates")
 """Optional tables of pairs of a query and a candidate."""
 NAMES = "names.parquet"
+RATIONALES = "rationales.parquet"
 UNCATEGORISED = "uncategorised"
 RESULT_COLUMNS = {
     "query_id": pa.string(),
@@ -163,7 +164,7 @@ def load_set(path: str | Path, *, by: Sequence[str] = ()) -> RetrievalSet:
         file_rows_C=np.array(corpus_order, np.int64),
         positives=_by_query(right, query_of, row_of),
         num_missing_Q=_num_missing(table),
-        **dict[str, Any](_lists(pairs, query_of, row_of)),
+        **_lists(pairs, query_of, row_of),
     )
     _check_judged(wanted)
     # last, since the messages of the other checks are more specific
@@ -177,7 +178,7 @@ def load_set(path: str | Path, *, by: Sequence[str] = ()) -> RetrievalSet:
 
 def _lists(
     pairs: Mapping[str, Sequence[tuple[Any, ...]]], query_of: Mapping[str, int], row_of: Mapping[str, int]
-) -> dict[str, list[np.ndarray]]:
+) -> dict[str, Any]:
     lists = {
         name: [rows for rows, _ in _by_query(table, query_of, row_of)]
         for name, table in pairs.items()
@@ -200,6 +201,12 @@ def picture_ids(wanted: RetrievalSet) -> list[list[str]]:
     table = Table(wanted.path / "queries.parquet")
     ids_Q = table.read("picture_ids") if "picture_ids" in table.names else [""] * len(wanted.queries)
     return [ids.split("+") if ids else [] for ids in ids_Q[: len(wanted.queries)]]
+
+
+def given_rationales(wanted: RetrievalSet) -> set[tuple[str, str]]:
+    """Pairs of a query id and a rationale for one of its right answers, from ``rationales.parquet``; empty without it."""
+    rows = optional_rows(wanted.path / RATIONALES, "query-id", "corpus-id", "rationale")
+    return {(query, text) for query, _, text in rows}
 
 
 class _Meta(BaseModel):

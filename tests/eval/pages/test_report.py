@@ -16,7 +16,7 @@ from PIL import Image
 from eval.pages import charts, evaluations, examples
 from eval.pages.evaluations import RANK_COLUMN
 from eval.pages.examples import choose_examples
-from eval.pages.report import ReportOptions, read_training_logs, report
+from eval.pages.report import ReportOptions, curves_of, read_training_logs, report
 from eval.pages.wording import LONG_QUESTION, number
 from rge.common.errors import UserError
 from rge.common.options import parse_options
@@ -595,14 +595,39 @@ def test_what_a_slice_means_is_said_by_the_set_and_by_nobody_else(world):
         written(world)
 
 
+def opening(html: str) -> list[str]:
+    hero = Page(html)
+    return [
+        card["attrs"]["data-query"] for card in hero.inside(hero.all("section", id="figures")[0], "article")
+    ]
+
+
 @pytest.mark.slow
-def test_the_page_opens_with_the_first_success_and_the_first_failure(world):
-    frame = pd.read_parquet(world / "out/reasoning-both/per_query.parquet")
-    ranks = frame.set_index(evaluations.QUERY_COLUMN)[RANK_COLUMN]
-    page = Page(written(world))
-    opening = page.inside(page.all("section", id="figures")[0], "article")
-    assert [int(ranks[card["attrs"]["data-query"]] == 1) for card in opening] == [1, 0]
-    assert "none is picked by hand" in page.all(cls="legend")[0]["text"]
+def test_the_page_opens_with_reasons_that_the_set_gives(world):
+    """Successes: the reason of that query; failures: of any query, since a wrong one shows what was mistaken."""
+    path = world / "out/reasoning-both/per_query.parquet"
+    frame = pd.read_parquet(path).set_index(evaluations.QUERY_COLUMN)
+    first_found, first_missed = opening(written(world))
+    drawn = [card["attrs"]["data-query"] for card in Page(written(world)).all("article")]
+    found = [name for name in drawn if frame.at[name, RANK_COLUMN] == 1]
+    missed = [name for name in drawn if frame.at[name, RANK_COLUMN] > 1]
+    assert (first_found, first_missed) == (
+        found[0],
+        missed[0],
+    )  # a set without reasons: the first of the draw
+
+    frame.at[found[0], "rationale"] = "a reason of another query"
+    frame.at[found[3], "rationale"] = "a reason of this query"
+    frame.at[missed[5], "rationale"] = "a reason of another query"
+    frame.reset_index().to_parquet(path)
+    given = [(found[3], "c1", "a reason of this query"), ("q7", "c7", "a reason of another query")]
+    given = [row for row in given if row[0] not in (found[0], missed[5])]
+    pd.DataFrame(given, columns=["query-id", "corpus-id", "rationale"]).to_parquet(
+        world / "set/rationales.parquet"
+    )
+    html = written(world)
+    assert opening(html) == [found[3], missed[5]]
+    assert "whose rationale the set also contains" in html
 
 
 def test_results_of_two_protocols_do_not_share_a_page(world):
@@ -756,6 +781,18 @@ def test_a_log_without_steps_is_named(tmp_path, content):
         read_training_logs([tmp_path / "m.jsonl"])
 
 
+def test_curves_without_values_are_left_out_and_others_must_be_finite(tmp_path):
+    lines = [{"stage": "a", "step": step, "loss": 2.0, "hit_at_1": None} for step in (1, 2)]
+    log = write_log(tmp_path / "m.jsonl", lines)
+    assert [chart["name"] for chart in curves_of([log])] == ["Loss"]
+    write_log(log, [*lines, {"stage": "a", "step": 3, "loss": float("nan")}])
+    with pytest.raises(UserError, match=r"m\.jsonl: loss of step 3 is nan"):
+        curves_of([log])
+    log.write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match=r"m\.jsonl cannot be read"):
+        curves_of([log])
+
+
 @pytest.mark.parametrize(
     ("value", "text"),
     [(0, "0"), (1000, "1,000"), (0.25, "0.25"), (12.345, "12.3"), (0.00012, "0.00012"), (-2.5, "-2.5")],
@@ -840,9 +877,35 @@ def test_a_moved_set_is_found_where_it_is_said_to_be(world):
     assert "<article" in written(world, set=world / "elsewhere")
 
 
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("micro", "mrr", "low"), float("nan"), "cannot be read: it contains NaN"),
+        (("by_pair", "seen", "recall@1", "value"), float("inf"), "cannot be read: it contains Infinity"),
+        (("ties", "recall@1", "best"), "0.3", "ties.recall@1.best must be a number, got {'value': '0.3'}"),
+        (("micro", "recall@1"), {}, "micro.recall@1 must be a number, got {}"),
+        (("set", "fingerprint"), None, "lacks set.fingerprint: evaluate again"),
+    ],
+)
+def test_figures_that_are_no_numbers_are_named(world, path, value, message):
+    def change(results):
+        for key in path[:-1]:
+            results = results[key]
+        results[path[-1]] = value
+
+    edit(world / "out/reasoning-both", change)
+    with pytest.raises(UserError, match=f"results.json:? .*{message}"):
+        written(world)
+
+
 def test_a_ranking_without_chance_has_no_floor(world):
     edit(world / "out/reasoning-both", lambda results: results["random"].pop("recall@1"))
     assert "Random floor" not in Page(written(world)).all("table", cls="main-table")[0]["text"]
+
+
+def test_a_query_mode_of_another_version_is_labelled_by_its_name(world):
+    edit(world / "out/direct-both", lambda results: results.update(query_mode="telepathic"))
+    assert "telepathic · both" in Page(written(world)).all("table", cls="main-table")[0]["text"]
 
 
 def test_a_missing_picture_is_named(world):

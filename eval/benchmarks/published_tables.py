@@ -101,7 +101,9 @@ def _read(path: Path) -> Published:
     except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{path} is not a valid published table: {type(error).__name__}: {error}") from error
     if table.benchmark not in BENCHMARKS or path.parent != BENCHMARKS[table.benchmark].published:
-        raise UserError(f"{path} names benchmark {table.benchmark!r}, whose published tables are not in it")
+        raise UserError(
+            f"{path} names benchmark {table.benchmark!r}, whose published tables are in another folder"
+        )
     for row in table.rows:
         if len(row.values) != len(table.columns):
             raise UserError(f"{path}: row {row.model!r} has {len(row.values)} of {len(table.columns)} values")

@@ -108,7 +108,9 @@ def protocol_for(
         raise UserError(f"benchmark={benchmark} has only profile={known[0].profile}, got profile={profile}")
     if wanted is not None and benchmark != GENERIC and wanted.meta.get("benchmark") != benchmark:
         made = wanted.meta.get("benchmark")
-        raise UserError(f"benchmark={benchmark}, but {wanted.path} was not imported as that, but as {made!r}")
+        raise UserError(
+            f"benchmark={benchmark}, but {wanted.path} was imported as {made!r}: run rge eval import {benchmark}"
+        )
     for name in metrics:
         parse_name(name)
     protocol = replace(protocol, metrics=tuple(metrics))

@@ -240,7 +240,8 @@ def files_of_split(folder: Path, split: str) -> list[Path]:
     )
     if not files:
         raise ReleaseError(
-            f"{folder} has no table of split {split} ({split}-*.parquet or {split}.jsonl), as on the hub"
+            f"{folder} has no table of split {split} ({split}-*.parquet or {split}.jsonl): src must be a folder in the "
+            "hub's layout"
         )
     return files
 
@@ -304,13 +305,14 @@ def match_columns(
             f"field_map=THEIRS={lacking[0]}"
         )
     for key, theirs in found.items():
-        (rank, first), *others = sorted(theirs, key=itemgetter(0))
-        if others and rank >= 0 and key not in prefer:
+        theirs.sort(key=itemgetter(0))  # those of field_map first
+        (rank, first), *others = theirs
+        if others and (others[0][0] < 0 or (rank >= 0 and key not in prefer)):
             raise ReleaseError(
                 f"{path}: columns {first!r} and {others[0][1]!r} could both be {key!r}: choose with "
                 f"field_map={others[0][1]}=ignore"
             )
-    return {key: min(theirs, key=itemgetter(0))[1] for key, theirs in found.items()}
+    return {key: theirs[0][1] for key, theirs in found.items()}
 
 
 def _mapping(word: str, aliases: Iterable[str]) -> tuple[str, str]:

@@ -162,7 +162,8 @@ def _check_joint_out(suite: Suite, out: Path, *, overwrite: bool) -> None:
     old = read_results(out)
     if not old.get("suite") or set(old["set"].get("members", suite.members)) != set(suite.members):
         raise UserError(
-            f"{out} already holds an evaluation of {old['set']['name']}, this one is of {suite.name}: choose another out="
+            f"{out} already holds an evaluation of {old['set']['name']}, this one is of {suite.name}: choose another out=, "
+            "or pass overwrite=true"
         )
 
 

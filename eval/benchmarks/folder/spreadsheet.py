@@ -145,7 +145,9 @@ def _workbook(table: Table, wanted: str | None) -> Iterator[tuple[int, Sequence[
     try:
         values, formulas = (load_workbook(path, data_only=only) for only in (True, False))
     except (InvalidFileException, zipfile.BadZipFile, KeyError, ValueError, OSError) as error:
-        raise ReleaseError(f"{path} cannot be read as a workbook ({error}): save it as .xlsx") from None
+        raise ReleaseError(
+            f"{path} cannot be read as a workbook ({error}): remove its password, or save it as .xlsx"
+        ) from None
     title = _sheet(path, values, wanted)
     computed, typed = values[title], formulas[title]
     covers = {  # a vertically merged cell holds the value of all its rows

@@ -83,7 +83,7 @@ def import_mmbright(options: MmbrightOptions) -> list[str]:
     domains = domains_of(options.src / config)
     if not domains:
         raise ReleaseError(
-            f"{options.src / config} has no DOMAIN.parquet: src must be a snapshot of the release"
+            f"{options.src / config} has no DOMAIN.parquet: src must be a snapshot of {REPOSITORY}"
         )
     names = chosen("domains", options.domains, domains)
     return options.write_members(

@@ -97,30 +97,17 @@ class RmirOptions(PictureOptions):
     """Remove a query's own picture from its ranking; the paper does not mention this."""
 
 
-def _renamed(
-    path: Path,
-    aliases: Mapping[str, Sequence[str]],
-    field_map: Sequence[str] = (),
-    *,
-    first_of: Sequence[str] = (),
-    **rules: Sequence[str],
-) -> Iterator[Row]:
-    """A table's rows with our names of its columns, see `match_columns`; ``first_of``: read only the first of these."""
-    columns = match_columns(path, column_names(path), aliases, field_map, **rules)
-    only = [columns[name] for name in first_of if name in columns][:1]
-    for row in iter_rows(path, only or None):
-        yield Row({name: row.get(column) for name, column in columns.items()}, row.where)
-
-
 def _pool(path: Path, *, pictures: bool) -> Iterator[Row]:
     """Id and reference of the picture of every candidate; without ``pictures`` only the column of ids is read."""
-    names, first_of = column_names(path), () if pictures else ("id", "image")
+    names = column_names(path)
     ignored = [name.lower() for name in names]
-    for row in _renamed(path, POOL_ALIASES, prefer=("id", "image"), ignored=ignored, first_of=first_of):
-        if not row:
-            raise ReleaseError(f"{path}: the pool needs a column id or image; found: {', '.join(names)}")
-        name = _name(row.get("id", row.get("image")))
-        yield Row({"id": name, "image": row.get("image") or name}, row.where)
+    columns = match_columns(path, names, POOL_ALIASES, prefer=("id", "image"), ignored=ignored)
+    if not columns:
+        raise ReleaseError(f"{path}: the pool needs a column id or image; found: {', '.join(names)}")
+    key = columns.get("id") or columns["image"]
+    for row in iter_rows(path, None if pictures else [key]):
+        name = _name(row.value(key))
+        yield Row({"id": name, "image": row.get(columns.get("image", "")) or name}, row.where)
 
 
 def import_rmir(options: RmirOptions) -> RetrievalSet:
@@ -182,10 +169,7 @@ def _drafted(
     for row in iter_rows(wrong) if wrong else ():
         wrong_of[row.id("query-id", "query_id")].add(row.id("corpus-id", "corpus_id"))
     needed = ("id", "text", "image", "category", *(() if judged else ("positives",)))
-    rules = {"prefer": ("id", "text"), "ignored": IGNORED, "needed": needed}
-    for row in chain.from_iterable(_renamed(path, ALIASES, options.field_map, **rules) for path in files):
-        if row.get("split") not in (None, "", SPLIT):
-            continue
+    for row in chain.from_iterable(_rows(path, options.field_map, needed) for path in files):
         own, right, negatives = (
             list(map(_name, as_list(row.get(key)))) for key in ("image", "positives", "negatives")
         )
@@ -227,7 +211,7 @@ def _query(row: Row, own: Sequence[str], category: str, pictures: Pictures, inst
 def _one_file(options: RmirOptions, *stems: str) -> Path | None:
     """Find ``queries.parquet``, ``queries/test-00000-of-00001.parquet``, ``queries/test.parquet`` or similar."""
     for stem in stems:
-        paths = [*options.src.glob(f"{stem}.*"), *(options.src / stem).glob("[!.]*")]
+        paths = [*(options.src / f"{stem}{suffix}" for suffix in TABLES), *(options.src / stem).glob("[!.]*")]
         tables = [path for path in sorted(paths) if path.suffix in TABLES and path.is_file()]
         named = [path for path in tables if SPLIT in path.stem] or tables
         if len(named) > 1:
@@ -249,8 +233,21 @@ def _query_files(options: RmirOptions, others: Sequence[Path | None]) -> list[Pa
     named = [path for path in files if SPLIT in path.stem or len(files) == 1]
     if not named:
         listed = ", ".join(path.name for path in files)
-        raise ReleaseError(f"{options.src}: which of {listed} has the queries? Name it {SPLIT}")
+        raise ReleaseError(
+            f"{options.src}: which of {listed} has the queries? Name it {SPLIT}{files[0].suffix}"
+        )
     return named
+
+
+def _rows(path: Path, field_map: Sequence[str], needed: Sequence[str]) -> Iterator[Row]:
+    """A table's rows of the split, with our names of its columns."""
+    columns = match_columns(
+        path, column_names(path), ALIASES, field_map, prefer=("id", "text"), ignored=IGNORED, needed=needed
+    )
+    for record in iter_rows(path):
+        row = Row({name: record.get(column) for name, column in columns.items()}, record.where)
+        if row.get("split") in (None, "", SPLIT):
+            yield row
 
 
 def _check_counts(draft: Draft, num_candidates: int, options: RmirOptions) -> list[str]:

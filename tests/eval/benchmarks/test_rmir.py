@@ -316,6 +316,9 @@ def test_what_could_be_read_two_ways_is_asked_about(release):
     jsonl(release / "src" / "test.jsonl", [row | {"query_image": row["input_image"]} for row in rows])
     with pytest.raises(UserError, match="'input_image' and 'query_image' could both be 'image': choose with"):
         import_rmir(options(release))
+    both = ("input_image=image", "query_image=image")
+    with pytest.raises(UserError, match="'input_image' and 'query_image' could both be 'image': choose with"):
+        import_rmir(options(release, field_map=both))
     assert len(import_rmir(options(release, field_map=("query_image=ignore",))).queries) == 3
     jsonl(release / "src" / "test.jsonl", rows)
     images = release / "src" / "images" / "open_images"

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import pandas as pd
 import yaml
 
 from eval.benchmarks.published_tables import published
@@ -73,10 +72,8 @@ def export(options: ExportOptions) -> Path:
             f"{options.eval} is of a suite, and format={options.format} of one set: export those in its members/"
         )
     content = FORMATS[options.format](options, results)
-    if isinstance(content, str):
-        write_text(options.out, content)
-    else:
-        write_json(options.out, content.to_dict() if isinstance(content, pd.Series) else content)
+    write = write_text if isinstance(content, str) else write_json
+    write(options.out, content)
     print(options.out)
     return options.out
 
@@ -90,10 +87,10 @@ def _columns(options: ExportOptions, results: dict[str, Any]) -> Sequence[str]:
     return [*(headline or Protocol().headline), *results.get("metrics", [])]
 
 
-def _ranked(options: ExportOptions, results: dict[str, Any]) -> pd.Series:
+def _ranked(options: ExportOptions, results: dict[str, Any]) -> dict[str, list[str]]:
     """Candidates of each query, best first; our run files keep a query's lines together."""
     lines = read_lines(options.eval / RUN).select(["query", "candidate"]).to_pandas().astype(str)
-    rankings = lines.groupby("query", sort=False)["candidate"].agg(list)
+    rankings = lines.groupby("query", sort=False)["candidate"].agg(list).to_dict()
     if len(rankings) < results["set"]["num_queries"]:
         raise UserError(
             f"{options.eval / RUN} has only {len(rankings)} of {results['set']['num_queries']} queries; evaluate.py would "
@@ -237,10 +234,12 @@ def _now() -> str:
 
 
 FORMATS: dict[str, Callable[[ExportOptions, dict[str, Any]], Any]] = {
-    "pinpoint": lambda options, results: _ranked(options, results).map(
-        lambda names: {"retrieved_items": names}
-    ),
-    "top50": lambda options, results: _ranked(options, results).str[:50],
+    "pinpoint": lambda options, results: {
+        query: {"retrieved_items": names} for query, names in _ranked(options, results).items()
+    },
+    "top50": lambda options, results: {
+        query: names[:50] for query, names in _ranked(options, results).items()
+    },
     "mmeb": _mmeb,
     "mteb": _mteb,
     "csv": lambda _, results: numbers(results).to_csv(index=False),

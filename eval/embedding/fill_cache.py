@@ -141,7 +141,8 @@ def check_embeddings(embeddings_ND: np.ndarray, ids: Sequence[str], side: str) -
     if len(bad):
         raise UserError(
             f"embedding of {side} {ids[bad[0]]!r} must have norm 1, got {norm_N[bad[0]]:.6g}, as do {len(bad) - 1} more in "
-            "this shard. If it is NaN or infinite, try dtype=float32; if that does not help, the checkpoint has diverged"
+            "this shard. If it is NaN or infinite, try dtype=float32; if that does not help, the checkpoint has diverged: "
+            "evaluate an earlier one"
         )
 
 

@@ -87,12 +87,12 @@ def caches_in(root: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
 def adopt(cache: Cache, encoder: str) -> None:
     """Copy rows with the same content from other caches of the same encoder."""
     source: dict[str, tuple[Path, int]] = {}
-    others = (folder for folder, about in caches_in(cache.path.parent) if about.get("encoder") == encoder)
-    for path in (
-        path for folder in others if folder != cache.path for path in sorted(folder.glob("*.parquet"))
-    ):
-        for index, name in enumerate(_read(path, ("content",))["content"].to_pylist()):
-            source.setdefault(name, (path, index))
+    for folder, about in caches_in(cache.path.parent):
+        if folder == cache.path or about.get("encoder") != encoder:
+            continue
+        for path in sorted(folder.glob("*.parquet")):
+            for index, name in enumerate(_read(path, ("content",))["content"].to_pylist()):
+                source.setdefault(name, (path, index))
     table_of = lru_cache(maxsize=8)(_read)
     rows = np.array([row for row, name in enumerate(cache.names) if name in source], np.int64)
     for stretch in np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1):

@@ -264,8 +264,8 @@ def _chosen(facts: Facts, requested: Adapter | None) -> Adapter:
     unlike_ours = "<emb>" in facts.tokens and "rge.json" not in facts.files and facts.model_type != RELEASED
     if requested is None and unlike_ours:
         raise UserError(
-            f"{facts.name} has an <emb> token but no rge.json, and is not the released {RELEASED}: copy its rge.json "
-            "from the training output"
+            f"{facts.name} has an <emb> token but no rge.json, and is not the released RGE checkpoint, a {RELEASED}: "
+            "copy its rge.json from the training output"
         )
     chosen = requested or next((adapter for adapter in adapters() if adapter.matches(facts)), None)
     if chosen is None:

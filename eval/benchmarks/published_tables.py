@@ -102,7 +102,7 @@ def _read(path: Path) -> Published:
         raise UserError(f"{path} is not a valid published table: {type(error).__name__}: {error}") from error
     if table.benchmark not in BENCHMARKS or path.parent != BENCHMARKS[table.benchmark].published:
         raise UserError(
-            f"{path} names benchmark {table.benchmark!r}, whose published tables are in another folder"
+            f"{path} names benchmark {table.benchmark!r}, whose published tables are not in that folder"
         )
     for row in table.rows:
         if len(row.values) != len(table.columns):

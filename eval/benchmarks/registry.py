@@ -107,9 +107,9 @@ def protocol_for(
     if protocol is None:
         raise UserError(f"benchmark={benchmark} has only profile={known[0].profile}, got profile={profile}")
     if wanted is not None and benchmark != GENERIC and wanted.meta.get("benchmark") != benchmark:
-        made = wanted.meta.get("benchmark")
         raise UserError(
-            f"benchmark={benchmark}, but {wanted.path} was imported as {made!r}: run rge eval import {benchmark}"
+            f"benchmark={benchmark}, but {wanted.path} was not imported as that (its benchmark is "
+            f"{wanted.meta.get('benchmark')!r}): run rge eval import {benchmark} src=DIR out=DIR"
         )
     for name in metrics:
         parse_name(name)

@@ -752,7 +752,7 @@ def test_curves_are_drawn_with_axes_stages_and_a_spoken_summary(world):
     assert names == ["Loss", "Rationale loss (nats per token)", "Contrastive loss (nats)", "Forced stops"]
     assert "25% at step 408" in drawn[3]["attrs"]["aria-label"]  # 399 cold steps, then 9
     texts = [node["text"] for node in page.inside(drawn[0], "text")]
-    assert {"step", "cold", "joint", "0", "400"} <= set(texts)
+    assert {"step", "cold", "joint", "0.0", "400"} <= set(texts)
     assert "ends at 2" in page.all(cls="reading")[0]["text"]
 
 

@@ -250,7 +250,7 @@ class ModelOptions:
         settings, given = encoder.settings, wanted.meta.get("instructions")
         if verbatim and given != settings.mmeb_instructions:
             raise UserError(
-                f"{wanted.path} has instructions={given}; as=release needs instructions={settings.mmeb_instructions}"
+                f"{wanted.path} was imported with instructions={given}; as=release needs instructions={settings.mmeb_instructions}"
             )
         exact = self.exact
         if exact is None:

@@ -271,15 +271,7 @@ def check_out(out: Path, results: Mapping[str, Any], *, overwrite: bool) -> None
         old["rewrite"] = None  # which older results recorded although all texts are left out
     if old.get("rerank") and "budget" not in old and "budget" in new:
         old["budget"] = new["budget"]  # which older reranked results did not record
-    apart: dict[str, tuple[Any, Any]] = {}
-    for key in DECIDES:
-        block, _, name = key.rpartition(".")
-        if name in (new.get(block) or (name,)):  # else not known yet
-            was, value = (value_at(one, key.split(".")) for one in (old, new))
-            if was is None:
-                was = value if key in NOT_ALWAYS_RECORDED else ASSUMED.get(key)
-            if was != value:
-                apart[key] = was, value
+    apart = _decided_differently(old, new)
     if "identity" in old:
         apart |= {key: pair for key, pair in differences(old, new).items() if key.startswith(USED_WITH)}
     for key, (was, value) in apart.items():
@@ -287,6 +279,21 @@ def check_out(out: Path, results: Mapping[str, Any], *, overwrite: bool) -> None
             f"{out} already holds an evaluation with {key} = {was!r}, this one has {value!r}: "
             "choose another out=, or pass overwrite=true"
         )
+
+
+def _decided_differently(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Old and new value of each key of `DECIDES` that differs, among those that are known in the new results."""
+    apart = {}
+    for key in DECIDES:
+        block, _, name = key.rpartition(".")
+        if name not in (new.get(block) or (name,)):
+            continue
+        was, value = (value_at(one, key.split(".")) for one in (old, new))
+        if was is None:
+            was = value if key in NOT_ALWAYS_RECORDED else ASSUMED.get(key)
+        if was != value:
+            apart[key] = was, value
+    return apart
 
 
 def value_at(results: Mapping[str, Any], path: Sequence[str]) -> Any:

@@ -72,9 +72,10 @@ class BadRecords:
             self.found.setdefault((bad.source, bad.place), {"step": step, **asdict(bad)})
 
     def _check(self) -> None:
+        number = self.num_records
         drawn = zip(self.mixture.drawn_before(self.step), self.mixture.sizes, strict=True)
-        of_streams = [count for count, size in drawn if size is None]
-        number = self.num_records + (max(LEAST, sum(of_streams)) if of_streams else 0)
+        if of_streams := [count for count, size in drawn if size is None]:
+            number += max(LEAST, sum(of_streams))
         if len(self.found) > self.max_share * number:
             last = list(self.found.values())[-1]
             raise RecordError(

@@ -1,6 +1,7 @@
 """Open a recipe's sources: a file, a data set of the library `datasets`, or a registered source."""
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
@@ -82,12 +83,7 @@ def _some_lines(path: Path, most: int) -> Iterator[bytes]:
 def _open_rows(config: RecordsConfig, first: int | None = None, *, without_pictures: bool = False) -> Opened:
     """A source's rows; of a stream the first ones, optionally with `PRESENT` in place of pictures' bytes."""
     if config.type is not None:
-        source = DATA_SOURCES[config.type]
-        try:
-            rows = source(**config.options)
-        except Exception as error:  # a user's code may raise anything, often because of its options
-            reason = error if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-            raise RecordError(f"data source {config.label}: {reason}") from error
+        rows = _Guarded(DATA_SOURCES[config.type], config)
         return rows, Columns(config, None), Path()
     if not config.streaming:
         dataset, folder = load(config)
@@ -102,6 +98,32 @@ def _open_rows(config: RecordsConfig, first: int | None = None, *, without_pictu
         if len(found) == first:
             break
     return found, columns, folder
+
+
+class _Guarded:
+    """Rows of a registered source; its exceptions become errors that name the source."""
+
+    def __init__(self, source: DataSource, config: RecordsConfig):
+        self._name = f"data source {config.label}"
+        with _explained(self._name):
+            self._rows = source(**config.options)
+            self._number = len(self._rows)
+
+    def __len__(self) -> int:
+        return self._number
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        with _explained(f"{self._name}, row {index}"):
+            return self._rows[index]
+
+
+@contextmanager
+def _explained(place: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # a user's code may raise anything
+        kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+        raise RecordError(f"{place}: {kind}{error}") from error
 
 
 def _open_stream(config: RecordsConfig) -> Opened:

@@ -190,7 +190,9 @@ class StoredRecords(Records, ABC):
     def _still(self, parsed: Parsed) -> Record:
         record, problems = parsed
         if record is None:
-            raise RecordError(f"{self.name} has changed since this run opened it: {'; '.join(problems)}")
+            raise RecordError(
+                f"{self.name} has changed since this run opened it: a record can no longer be read: {'; '.join(problems)}"
+            )
         return record
 
     def place(self, index: int) -> int:

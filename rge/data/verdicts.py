@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
@@ -25,6 +26,7 @@ import numpy as np
 import rge.common
 import rge.data
 from rge.common.commands import progress_bar
+from rge.common.errors import UserError
 from rge.common.files import find_shipped, replacing
 from rge.common.images import ImageError, PictureIndex, load_image
 from rge.common.schema import ImageRef
@@ -110,20 +112,25 @@ class Verdicts:
         entries = {file.name: self._entry(Path(file.name), "pictures") for file in files}
         good: dict[str, set[int]] = {name: set() for name in entries}
         faults: list[str] = []
+        last = "the first"
         known = [found[1] for entry in entries.values() if (found := self._cached(entry)) is not None]
         look = partial(_look_at, np.unique(np.concatenate([np.zeros(0, np.int64), *known])), self.began_ns)
-        with (
-            forked(look, chunksize=CHUNK) as look_at,
-            progress_bar(total=len(named), desc="pictures", unit="picture") as bar,
-        ):
-            while some := list(islice(pictures, AT_ONCE)):
-                looked = look_at([ref for ref, _ in some])
-                for (_, (source, record_id)), (number, fault) in zip(some, looked, strict=True):
-                    bar.update(1)
-                    if fault is not None:
-                        faults.append(f"{source}: record {record_id!r}: {fault}")
-                    elif number is not None:
-                        good[source].add(number)
+        try:
+            with (
+                forked(look, chunksize=CHUNK) as look_at,
+                progress_bar(total=len(named), desc="pictures", unit="picture") as bar,
+            ):
+                while some := list(islice(pictures, AT_ONCE)):
+                    looked = look_at([ref for ref, _ in some])
+                    for (_, (source, record_id)), (number, fault) in zip(some, looked, strict=True):
+                        bar.update(1)
+                        last = f"{source}: record {record_id!r}"
+                        if fault is not None:
+                            faults.append(f"{last}: {fault}")
+                        elif number is not None:
+                            good[source].add(number)
+        except ProcessDied as error:  # what was found is kept
+            faults.append(f"pictures from {last} on could not be checked: {error}")
         for name, numbers in good.items():
             self._keep(entries[name], np.array(sorted(numbers), dtype=np.int64), files={})
         if (more := len(faults) - MAX_REPORTED) > 0:
@@ -164,12 +171,22 @@ class Verdicts:
                 path.unlink(missing_ok=True)
 
 
+class ProcessDied(UserError):
+    """A process of `forked` ended before its work did."""
+
+
 @contextmanager
 def forked(action: Callable[[Any], T], chunksize: int) -> Iterator[Callable[[Iterable[Any]], Iterator[T]]]:
     """Yield a `map` of a function over items, on all cores; the processes inherit the function, so it need not pickle."""
-    context = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), context, _inherit, (action,)) as pool:
-        yield lambda items: pool.map(_call, items, chunksize=chunksize)
+    context, count = multiprocessing.get_context("fork"), len(os.sched_getaffinity(0))
+    try:
+        with ProcessPoolExecutor(count, context, _inherit, (action,)) as pool:
+            yield lambda items: pool.map(_call, items, chunksize=chunksize)
+    except BrokenProcessPool as error:
+        raise ProcessDied(
+            f"one of {count} processes was killed or crashed; if memory ran out, give the command fewer cores "
+            "(taskset -c 0 ...), otherwise a picture may crash the library that decodes it"
+        ) from error
 
 
 def _inherit(action: Callable[[Any], Any]) -> None:

@@ -41,8 +41,8 @@ def main(words: list[str]) -> int:
         if options.remove:
             return remove_source(options)
         source = read_source(options.src, id=options.id, text=options.text, image=options.image)
-        Unreadable.of(source, options)  # refuses a bad source before the model is loaded
-        index, reader = opened(options)
+        with Unreadable.noted(source, options):  # refuses a bad source before the model is loaded
+            index, reader = opened(options)
         update(options, source, index, reader)
     if options.watch:
         watch(options, source, index, reader)
@@ -65,17 +65,16 @@ def remove_source(options: IndexOptions) -> int:
 
 def update(options: IndexOptions, source: Source, index: Index, reader: "Reader") -> None:
     """Embed new and changed items, remove deleted ones, and print what changed."""
-    unreadable, known = Unreadable.of(source, options), index.known(source.name)
-    counts = _embed(index, source, reader, unreadable, known)
+    known = index.known(source.name)
+    with Unreadable.noted(source, options) as unreadable:
+        counts = _embed(index, source, reader, unreadable, known)
     missing = known.keys() - {entry.id for entry in source.entries}
     kept = {name for name in missing if source.may_hold(name)}
     gone = missing | known.keys() & unreadable.faults.keys()
     index.remove(source.name, gone - kept)
     recall = index.refresh(options.ann_from)
-    unreadable.report(
-        " and not in the index"
-        + ", except those indexed before and everything below unreadable folders" * bool(source.unseen)
-    )
+    but = ", except those indexed before and everything below unreadable folders" if source.unseen else ""
+    unreadable.report(f" and not in the index{but}")
     changes = (
         f"{counts['added']} added, {counts['changed']} changed, {len(gone - kept)} removed, "
         f"{len(known) - len(gone) - counts['changed']} unchanged"

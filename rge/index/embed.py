@@ -60,9 +60,9 @@ def embed(options: EmbedOptions, source: Source, parts: Path) -> int:
     checkpoint = {"checkpoint": options.checkpoint, "checkpoint_hash": embedder.checkpoint_hash}
     about = checkpoint | settings | {"src": source.name}
     _check_same_settings(parts, about)
-    unreadable = Unreadable.of(source, options)
-    reader = Reader(embedder, batch_size=options.batch_size, **settings)
-    _embed_missing(reader, source, parts, unreadable)
+    with Unreadable.noted(source, options) as unreadable:
+        reader = Reader(embedder, batch_size=options.batch_size, **settings)
+        _embed_missing(reader, source, parts, unreadable)
     unreadable.report()
     size = options.dimensions or embedder.size
     fields = {"id": pa.string(), "vector": pa.list_(pa.float32(), size), "rationale": pa.string()}

@@ -12,8 +12,8 @@ import os
 import re
 import sys
 import unicodedata
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path, PurePosixPath
@@ -78,19 +78,22 @@ class Unreadable:
 
     total: int
     max_share: float
-    file: Path | None = None  # lists all of them in the end
     faults: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, source: Source, options: Reading) -> "Unreadable":
-        """Start with the faults of a source's listing."""
-        file = options.unreadable
-        if file is not None and file.suffix.lower() == ".txt" and _is_listed(file, Path(source.name)):
-            raise UserError(f"unreadable={file} would be an item of {source.name}: put it elsewhere")
-        total = len(source.entries) + len(source.faults)
-        found = cls(total, options.max_unreadable, file, dict(source.faults))
-        found.check()
-        return found
+    @contextmanager
+    def noted(cls, source: Source, options: Reading) -> Iterator["Unreadable"]:
+        """Start with the faults of a source's listing; at the end, whatever ends it, write all to ``unreadable=``."""
+        listed = options.unreadable
+        if listed is not None and listed.suffix.lower() == ".txt" and _is_listed(listed, Path(source.name)):
+            raise UserError(f"unreadable={listed} would be an item of {source.name}: put it elsewhere")
+        found = cls(len(source.entries) + len(source.faults), options.max_unreadable, dict(source.faults))
+        try:
+            found.check()
+            yield found
+        finally:
+            if listed is not None:
+                write_text(listed, "".join(f"{name}\t{why}\n" for name, why in found.faults.items()))
 
     def add(self, name: str, reason: object) -> None:
         """Record an item."""
@@ -105,15 +108,12 @@ class Unreadable:
 
     def report(self, what: str = "") -> None:
         """Print their number and the first of them."""
-        listed = self._listed()
         if self.faults:
             count = f"{len(self.faults)} of {self.total} items are unreadable{what}"
-            print(f"{count}:\n{listed}", file=sys.stderr)  # noqa: T201
+            print(f"{count}:\n{self._listed()}", file=sys.stderr)  # noqa: T201
 
     def _listed(self) -> str:
-        """The first `SHOWN`, one per line; all of them are written to `file`."""
-        if self.file is not None:
-            write_text(self.file, "".join(f"{name}\t{why}\n" for name, why in self.faults.items()))
+        """The first `SHOWN`, one per line."""
         lines = [f"  {name}: {reason}" for name, reason in list(self.faults.items())[:SHOWN]]
         if len(self.faults) > SHOWN:
             lines.append(f"  and {len(self.faults) - SHOWN} more; unreadable=FILE lists all")
@@ -337,10 +337,8 @@ def _table(path: Path, id_column: str, text_column: str, image_column: str) -> S
         if is_parquet:
             columns = pq.read_schema(path).names
         else:
-            rows = list(rows)
-            columns = list(
-                dict.fromkeys(key for row in rows for key in row)
-            )  # JSON lines may each have others
+            rows = list(rows)  # JSON lines may each have other columns
+            columns = list(dict.fromkeys(key for row in rows for key in row))
         if columns and not {text_column, image_column} & set(columns):
             raise SourceError(
                 f"{path} has neither a column {text_column!r} nor {image_column!r}; it has "

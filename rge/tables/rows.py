@@ -120,7 +120,8 @@ def parquet_rows(
 
 def picture_cell(cell: Any) -> Any:
     """A cell with a picture: its bytes or path, which the library `datasets` keeps in a dict."""
-    return cell.get("bytes") or cell.get("path") if isinstance(cell, dict) else cell
+    is_picture = isinstance(cell, dict) and cell.keys() & {"bytes", "path"}
+    return cell.get("bytes") or cell.get("path") if is_picture else cell
 
 
 def is_text(kind: pa.DataType) -> bool:

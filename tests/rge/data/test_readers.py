@@ -819,6 +819,10 @@ def registered(odd):
             {"query": {"text": f"q{n}", "images": [drawing(n)]}, "positives": [{"text": f"a{n}"}]}
             for n in range(count)
         ]
+        if count == 8:
+            return 8
+        if count == 9:
+            return {number: row for number, row in enumerate(rows) if number != 4} | {9: {}}
         return Sheet(
             rows
             + [{"query": {"text": "x"}, "positives": [{"text": "y"}], "negativs": []}][: count == 5]
@@ -850,6 +854,11 @@ def test_a_registered_source_gives_records(registered):
             ":5: negativs: a record has no such field; did you mean 'negatives'",
         ),
         ({"type": "sheet", "options": {"count": 6}}, ":6: a row is a mapping of names to values, got int"),
+        (
+            {"type": "sheet", "options": {"count": 8}},
+            r"^data source sheet.*: TypeError: object of type 'int' has",
+        ),
+        ({"type": "sheet", "options": {"count": 9}}, r"^data source sheet.*, row 4: KeyError: 4"),
     ],
 )
 def test_what_a_registered_source_does_wrong_is_named(registered, source, message):

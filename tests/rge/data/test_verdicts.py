@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -204,6 +205,32 @@ def test_pictures_are_decoded_in_other_processes(home):
         file = found.open(home / "records.jsonl", need_rationale=True, on_bad="stop")
         [fault] = found.undecodable([file])
         assert f"{home}/records.jsonl: record 'r0': picture {home}/pictures/1.png cannot be decoded" in fault
+
+
+def test_a_killed_process_is_an_error_that_blames_no_picture_and_what_was_found_is_kept(home, monkeypatch):
+    write(home, record("r0", "pictures/0.png"), record("r1", "pictures/late.png"))
+    (home / "pictures/1.png").write_bytes(b"no picture")
+    Image.new("RGB", (8, 8)).save(home / "pictures/late.png")
+    age(home)
+    load = verdicts.load_image
+
+    def killed(ref):
+        if "late" in str(ref):
+            time.sleep(1)  # until the others are done
+            os.kill(os.getpid(), signal.SIGKILL)
+        return load(ref)
+
+    monkeypatch.setattr(verdicts, "CHUNK", 1)
+    monkeypatch.setattr(verdicts, "load_image", killed)
+    found = Verdicts(home / "kept")
+    file = found.open(home / "records.jsonl", need_rationale=True, on_bad="stop")
+    broken, died = found.undecodable([file])
+    assert "pictures/1.png cannot be decoded" in broken
+    assert died.startswith(
+        f"pictures from {home}/records.jsonl: record 'r0' on could not be checked: one of "
+    )
+    assert "if memory ran out, give the command fewer cores" in died
+    assert len(found._cached(found._entry(home / "records.jsonl", "pictures"))[1]) == 1
 
 
 def test_what_nobody_asks_for_is_forgotten_after_a_while(home):

@@ -394,6 +394,20 @@ def test_unreadable_files_are_counted_listed_and_fatal_beyond_a_share(photos, ca
     assert "0 added, 0 changed, 1 removed, 6 unchanged" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("command", [["index", "out=gallery"], ["embed", "out=x.parquet"]])
+def test_unreadable_files_are_listed_also_if_the_command_is_interrupted(photos, monkeypatch, command):
+    (photos / "broken.png").write_bytes(b"")
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("rge.index.reading.Reader.vectors", interrupted)
+    run, out = {"index": index, "embed": embed}[command[0]], command[1]
+    with pytest.raises(KeyboardInterrupt):
+        run(["src=pho tos", out, "checkpoint=demo", "max_unreadable=0.5", "unreadable=bad.tsv"])
+    assert [line.split("\t")[0] for line in open("bad.tsv")] == ["broken.png"]
+
+
 def test_what_lies_below_a_folder_that_cannot_be_read_is_kept(photos, capsys, monkeypatch):
     """A folder's rights or its disk may be back tomorrow, and its vectors would have to be made again."""
     (photos / "sub" / "deep").mkdir()

@@ -120,9 +120,7 @@ class Pass:
     tails: TailPart | None
     encoded: EncodedPrompts | None
     num_layers: int
-    form: str = (
-        "sdpa"  # ``auto``, ``varlen``, or anything else for padded rows, see `rge.model.varlen.wanted`
-    )
+    form: str = "sdpa"  # ``auto``, ``varlen``, or else padded rows, see `rge.model.varlen.wanted`
     whole_pictures: bool = False  # all tokens of a picture attend to each other
 
     def __post_init__(self) -> None:

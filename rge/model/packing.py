@@ -91,9 +91,8 @@ def to_device(*parts: Any, device: torch.device | str) -> list[Any]:
         {"pixels": part.pixels, "image_grid": part.image_grid} if isinstance(part, PromptPart) else {}
         for part in parts
     ]
-    on_device = moved(
-        [replace(part, **dict.fromkeys(left)) for part, left in zip(parts, alone, strict=True)], device
-    )
+    together = [replace(part, **dict.fromkeys(left)) for part, left in zip(parts, alone, strict=True)]
+    on_device = moved(together, device)
     for left in filter(None, alone):
         left["pixels"] = left["pixels"].to(device, non_blocking=True)
     return [replace(part, **left) for part, left in zip(on_device, alone, strict=True)]
@@ -180,7 +179,7 @@ def pack_tails(prompts: Sequence[Prompt], branches: Sequence[Sequence[Branch]]) 
         input_ids_T=torch.cat(ids),
         position_ids_3T=torch.cat(places, dim=1),
         index_BS=_index(lengths, 0),
-        segment_BS=pad_sequence(torch.cat(segments).split(lengths), True, PADDING),
+        segment_BS=pad_sequence(torch.cat(segments).split(lengths), batch_first=True, padding_value=PADDING),
         state_index_N=torch.tensor(states, dtype=torch.long),
         predict_index_M=torch.tensor(predicts, dtype=torch.long),
         label_M=torch.cat([NO_IDS, *labels]),
@@ -200,7 +199,7 @@ def _spans(type_ids_T: Tensor) -> tuple[tuple[int, int], ...]:
 
 def _index(lengths: Sequence[int], start: int) -> Tensor:
     """Places of concatenated rows of these lengths, as a rectangle padded with 0."""
-    return pad_sequence(torch.arange(start, start + sum(lengths)).split([*lengths]), True)
+    return pad_sequence(torch.arange(start, start + sum(lengths)).split([*lengths]), batch_first=True)
 
 
 def tail_mask(length_B: Tensor, longest_prompt: int, segment_BS: Tensor) -> Tensor:

@@ -177,14 +177,17 @@ def _count(model: HubModel, num_pixels: int) -> PictureCost:
     stacks = (part for part in parts if isinstance(part, nn.ModuleList) and hasattr(part[0], "mlp"))
     blocks: Any = next(stacks, [])
     states: list[Tensor] = []  # of the first block
-    for block in blocks[:1]:
-        block.register_forward_hook(
-            lambda _, args, out: states.append(out if isinstance(out, Tensor) else out[0])
-        )
+
+    def note(_: nn.Module, args: Any, out: Any) -> None:
+        states.append(out if isinstance(out, Tensor) else out[0])
+
+    hooks = [block.register_forward_hook(note) for block in blocks[:1]]
     speed_up(model, "sdpa")  # else Qwen's towers read the pictures' sizes back from the device
     values = torch.zeros(shape, dtype=model.dtype, device="meta")
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         features = family.features(model, values, grid)
+    for hook in hooks:
+        hook.remove()
     flops = counter.get_flop_counts()["Global"]
 
     def counted(kinds: str) -> int:
@@ -449,9 +452,7 @@ def kept_bytes(shapes: Shapes, load: Load, setup: Setup) -> tuple[float, float]:
         tokens, pictures = tokens + n.queries * (n.prompt + n.tail), pictures + query_pictures
     elif setup.once:
         tokens, pictures = tokens + n.queries * n.prompt, pictures + query_pictures
-        known = float(
-            n.queries * n.prompt * shapes.cached * setup.dtype_bytes
-        )  # of the prompts, for the rollout
+        known = float(n.queries * n.prompt * shapes.cached * setup.dtype_bytes)  # for the rollout
     activation_bytes = _parameter_bytes(shapes, setup)[0]
     # Outside the layers: the final norm; the tower's patches and their projection to the text model's width.
     outside = 6 * tokens * shapes.hidden + 4 * setup.train_vision * pictures * shapes.picture.states

@@ -95,9 +95,7 @@ class _Captured:
         kinds = [kind for kind in (self.device.type, "cpu") if torch.is_autocast_enabled(kind)]
         dtype = torch.get_autocast_dtype(kinds[0]) if kinds else None
         tensors = [*embedder.parameters(), *embedder.buffers()]
-        linear = [module for module in embedder.modules() if isinstance(module, nn.Linear) and kinds]
-        weights = ((module, *named) for module in linear for named in module.named_parameters(recurse=False))
-        cast = [named for named in weights if named[2].dtype == torch.float32]
+        cast = _linear_weights(embedder) if kinds else []
         now = (dtype, *(tensor.data_ptr() for tensor in tensors))
         lasting = sum(2 * weight.numel() for _, _, weight in cast) <= MOST_COPIES_BYTES
         if now != self.weights or not lasting:
@@ -130,17 +128,29 @@ class _Captured:
         return self.memory[name][:size].view(shape).zero_()
 
 
+def _linear_weights(embedder: EmbeddingModel) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    """Float32 parameters of linear layers, which autocast copies: the layer, their name in it, and themselves."""
+    return [
+        (module, name, parameter)
+        for module in embedder.modules()
+        if isinstance(module, nn.Linear)
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.dtype == torch.float32
+    ]
+
+
 _CAPTURED: "weakref.WeakKeyDictionary[EmbeddingModel, _Captured]" = weakref.WeakKeyDictionary()
 
 
 @contextmanager
 def _capturing(embedder: EmbeddingModel) -> Iterator[_Captured | None]:
     """Captured steps of an embedder; None if capturing is off or another rollout is using them."""
-    device, captured = embedder.device, _CAPTURED.get(embedder)
-    wanted = device.type in CAPTURES and embedder.cuda_graphs
-    if wanted and (captured is None or captured.device != device):
-        captured = _CAPTURED[embedder] = _Captured(device)
-    if not wanted or captured is None or not captured.in_use.acquire(blocking=False):
+    device, captured = embedder.device, None
+    if device.type in CAPTURES and embedder.cuda_graphs:
+        captured = _CAPTURED.get(embedder)
+        if captured is None or captured.device != device:
+            captured = _CAPTURED[embedder] = _Captured(device)
+    if captured is None or not captured.in_use.acquire(blocking=False):
         yield None
         return
     try:
@@ -572,6 +582,9 @@ def _margin(logit_BV: Tensor, temperature: float, uniform_B: Tensor | None, toke
         best_B2 = logit_BV.topk(2, dim=-1).values
         return best_B2[:, 0] - best_B2[:, 1]
     cumulative_BV, threshold_B1 = _drawn(logit_BV, temperature, uniform_B)
-    bound_BV, token_B1 = F.pad(cumulative_BV, (1, 0)), token_B[:, None]
-    above_B1, below_B1 = (bound_BV.gather(1, place_B1) for place_B1 in (token_B1 + 1, token_B1))
+    bound_BV, token_B1 = (
+        F.pad(cumulative_BV, (1, 0)),
+        token_B[:, None],
+    )  # a token's range ends where the next begins
+    below_B1, above_B1 = bound_BV.gather(1, token_B1), bound_BV.gather(1, token_B1 + 1)
     return torch.minimum(above_B1 - threshold_B1, threshold_B1 - below_B1)[:, 0].float()

@@ -184,7 +184,8 @@ def _embed(
             by_digest = {item.content.digest: item for item in readable.values()}
             found = by_digest.keys() & indexed
             # Of the index at the start: when files are renamed in turn (a to b, b to c), a row is replaced before the next needs its vector.
-            vectors = index.vectors_of(found) | at_start.vectors_of(found)
+            vectors = at_start.vectors_of(found)
+            vectors |= index.vectors_of(found - vectors.keys())
             for name, item in readable.items():
                 digest, before = item.content.digest, known.get(name, ("", None))[1]
                 counts["added"] += before is None

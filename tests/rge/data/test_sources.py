@@ -256,7 +256,7 @@ def test_broken_records_are_not_kept_in_memory(write):
 
 @pytest.mark.slow
 def test_a_file_takes_little_memory_and_duplicates_are_found_in_it(tmp_path, monkeypatch):
-    """Neither ids nor offsets are kept in memory."""
+    """Offsets are on the disk, and of the ids only hashes are in memory, while the file is read."""
     monkeypatch.setattr(sources, "SPILL_BYTES", 8000)
     count, path = 20_000, tmp_path / "many.jsonl"
     line = json.dumps(record("NUMBER"))

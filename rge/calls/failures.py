@@ -174,7 +174,8 @@ def failure(
         # Gemini reports the wait in the body instead of a header.
         details = dict_items(_error_of(content).get("details"))
         delays = [headers.get("retry-after"), *(detail.get("retryDelay") for detail in details)]
-        wait_s = next((seconds for seconds in map(parse_seconds, delays) if seconds is not None), None)
+        # A wait of 0 says nothing: with it, calls would be repeated without a pause.
+        wait_s = next(filter(None, map(parse_seconds, delays)), None)
         return AttemptFailed(message, limited=status == 429, wait_s=wait_s, billed=status in MAYBE_BILLED)
     return Rejection(message, certain=meaning == "request")
 

@@ -12,7 +12,8 @@ import pytest
 from PIL import Image
 
 from rge.calls.caller import Caller
-from rge.calls.failures import BudgetReached, StopCalls, classify, parse_seconds
+from rge.calls.failures import AttemptFailed, BudgetReached, StopCalls, classify, failure, parse_seconds
+from rge.calls.keys import Mask
 from rge.calls.local_server import Answer, LocalServer, chat
 from rge.calls.model_config import ModelConfig
 from rge.calls.prices import confirm, fill_prices
@@ -257,6 +258,17 @@ def test_times_of_http_are_read():
     assert parse_seconds(formatdate(time.time() + 90, usegmt=True)) == pytest.approx(90, abs=2)
     assert parse_seconds(formatdate(time.time() - 90, usegmt=True)) == 0
     assert parse_seconds("Mon, 99 Foo 2026") is None
+
+
+@pytest.mark.parametrize("retry_after", ["0", formatdate(0, usegmt=True)])
+def test_a_wait_of_nothing_is_no_reason_to_call_without_a_pause(retry_after):
+    delay = {"retryDelay": "7s"}
+    body = json.dumps({"error": {"details": [{"reason": "RATE_LIMIT_EXCEEDED"}, delay]}}).encode()
+    headers = {"retry-after": retry_after}
+    for content, wait_s in ((b"{}", None), (body, 7)):
+        found = failure(429, content, headers, ModelConfig(name="m"), Mask([]))
+        assert isinstance(found, AttemptFailed)
+        assert (found.limited, found.wait_s) == (True, wait_s)
 
 
 @pytest.mark.parametrize("status", [429, 503])

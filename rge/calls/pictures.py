@@ -8,6 +8,7 @@ import asyncio
 import base64
 import io
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 from PIL import Image
 
@@ -22,6 +23,7 @@ SENDABLE = {"JPEG": "image/jpeg", "PNG": "image/png", "WEBP": "image/webp"}
 JPEG_QUALITY = 90
 MAX_KEPT = 64
 """Encoded pictures that are kept: one picture may be judged a hundred times in a row."""
+MAX_THREADS = 8
 
 
 class Pictures:
@@ -29,6 +31,8 @@ class Pictures:
 
     def __init__(self) -> None:
         self._kept: dict[Picture, asyncio.Future[str]] = {}
+        # Not the event loop's, which look up host names: a call's time limit includes that.
+        self._threads = ThreadPoolExecutor(MAX_THREADS, "pictures")
 
     async def of(self, request: Request) -> EncodedPictures:
         """The encoded pictures of a request. Raises `ImageError`: a picture cannot be read or decoded, or has changed."""
@@ -37,7 +41,7 @@ class Pictures:
     async def encode(self, picture: Picture) -> str:
         """The ``data:`` URL of a picture; raises as `of` does."""
         if (encoded := self._kept.pop(picture, None)) is None:
-            encoded = asyncio.get_running_loop().run_in_executor(None, data_url, picture)
+            encoded = asyncio.get_running_loop().run_in_executor(self._threads, data_url, picture)
         self._kept[picture] = encoded  # as the latest
         if len(self._kept) > MAX_KEPT:
             del self._kept[next(iter(self._kept))]

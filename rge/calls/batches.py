@@ -46,7 +46,6 @@ MAX_FAILED_POLLS = 20
 """Consecutive failures of a free request before the endpoint counts as down."""
 PARTIAL = {"expired": "expired", "cancelled": "was cancelled"}
 """How batches end early, in words: calls without a result were not made and are not billed."""
-FIX = "Wait until fewer tokens are queued, change the model's settings, or use plain calls (mode=calls); then run the same command again"
 
 
 class _CreationUnknown(StopCalls):
@@ -146,8 +145,11 @@ class BatchJobs:
                 continue
             self._queue.remove(call)
             try:
+                await sender.pictures.of(
+                    call.request
+                )  # an unreadable one is counted when the plain call fails
                 await sender.call(call)
-            except ReplyError as error:
+            except (ReplyError, ImageError) as error:
                 self._no_answer(str(error))
             self._settle([call.key])
 
@@ -212,7 +214,7 @@ class BatchJobs:
             if isinstance(error, StopCalls):
                 raise
             raise StopCalls(
-                f"{self.model.name}: the endpoint does not accept the batch; {error}. {FIX}"
+                f"{self.model.name}: the endpoint does not accept the batch; {error}. {_fix(is_full)}"
             ) from None
         return True
 
@@ -364,12 +366,15 @@ class BatchJobs:
         """Queue the calls of a batch that failed as a whole again, if the provider's queue was full and held other batches."""
         self.store.close_batch(row.label, billed=False)
         errors = dict_items(as_dict(batch.get("errors")).get("data"))
-        if not row.submitted_alone and any(error.get("code") == QUEUE_FULL for error in errors):
+        is_full = any(error.get("code") == QUEUE_FULL for error in errors)
+        if is_full and not row.submitted_alone:
             self._queue.extend(self._left(row))
             self._provider_full = any(other is not row for other in self._waiting)
             return
         reason = "; ".join(str(error.get("message")) for error in errors[:3]) or "no reason given"
-        raise StopCalls(f"{self.model.name}: batch {row.id} failed: {self.sender.mask(reason)}. {FIX}")
+        raise StopCalls(
+            f"{self.model.name}: batch {row.id} failed: {self.sender.mask(reason)}. {_fix(is_full)}"
+        )
 
     async def _store_results(self, row: BatchRow, batch: Json) -> None:
         """Store the results of a batch and close it."""
@@ -428,3 +433,8 @@ class BatchJobs:
         # Wall time over any number of runs is not a duration of the call: 0.
         sender.keep(call, None if wanted is None else wanted.request, answer, 0.0, batch=True)
         return None
+
+
+def _fix(is_full: bool) -> str:
+    fix = "Wait until fewer tokens are queued" if is_full else "Change the model's settings"
+    return f"{fix}, or use plain calls (mode=calls), and run the same command again"

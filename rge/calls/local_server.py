@@ -71,14 +71,17 @@ class Batches:
         self.num_polls[name] += 1
         if self.num_polls[name] == self.polls:
             batch["status"] = "completed"
-            batch["output_file_id"] = f"{name}-output"
-            results: list[bytes] = []
+            results: dict[str, list[bytes]] = {"output_file_id": [], "error_file_id": []}
             for line in map(json.loads, self.files[batch["input_file_id"]].splitlines()):
                 answer = await self.chats(line["url"], line["body"])
                 response = {"status_code": answer.status, "body": answer.body}
                 result = {"custom_id": line["custom_id"], "response": response, "error": None}
-                results.append(json.dumps(result).encode() + b"\n")
-            self.files[batch["output_file_id"]] = b"".join(results)
+                kind = "output_file_id" if answer.status == 200 else "error_file_id"
+                results[kind].append(json.dumps(result).encode() + b"\n")
+            for kind, lines in results.items():
+                if lines:
+                    batch[kind] = f"{name}-{kind}"
+                    self.files[batch[kind]] = b"".join(lines)
         return batch
 
 

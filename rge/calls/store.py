@@ -123,7 +123,10 @@ class BatchRow:
 
 
 class AnswerStore:
-    """The answer store, for any number of processes; temporary without a path. Raises `UserError`: it cannot be opened."""
+    """The answer store, for any number of processes, in each by one thread at a time; temporary without a path.
+
+    Raises `UserError`: it cannot be opened.
+    """
 
     def __init__(self, path: str | Path | None):
         self.path = Path(path) if path is not None else None

@@ -74,12 +74,12 @@ class Query(BaseModel, extra="forbid"):
 
 
 class Explorer:
-    """A checkpoint, an index and example queries. Questions of several users are answered one at a time."""
+    """A checkpoint, an index and example queries. Questions of several users are answered in turn."""
 
     def __init__(self, embedder: Embedder, index: Index, examples: list[Example]):
         self.embedder, self.index, self.examples = embedder, index, list(examples)
         self.cap = embedder.settings.generation.max_new_tokens
-        self._free = threading.Lock()
+        self._turn = threading.Condition()
         self._tickets: list[object] = []  # of the question being answered and of those that wait
         self._put_correct_example_first()
 
@@ -146,19 +146,25 @@ class Explorer:
     @contextmanager
     def _wait_for_turn(self, tell: Tell) -> Iterator[None]:
         ticket, deadline = object(), time.monotonic() + WAIT_S
-        self._tickets.append(ticket)
+        with self._turn:
+            self._tickets.append(ticket)
         try:
-            while not self._free.acquire(timeout=TELL_S):
+            while True:
+                with self._turn:
+                    if self._tickets[0] is not ticket:
+                        self._turn.wait(TELL_S)
+                    num_before = self._tickets.index(ticket)
+                if not num_before:
+                    break
                 if time.monotonic() > deadline:
                     raise UserError(f"the model was busy with other questions for {WAIT_S:g} s; ask again")
-                tell({"waiting": self._tickets.index(ticket)})
-            try:
-                with torch.no_grad():
-                    yield
-            finally:
-                self._free.release()
+                tell({"waiting": num_before})
+            with torch.no_grad():
+                yield
         finally:
-            self._tickets.remove(ticket)
+            with self._turn:
+                self._tickets.remove(ticket)
+                self._turn.notify_all()
 
     def _prompt(self, question: str, picture: bytes | None, instruction: str | None = None) -> Prompt:
         images = () if picture is None else (load_image(picture, first_frame=True),)

@@ -130,10 +130,11 @@ class Batches:
                 self._has_company = len({row.request for row in (*batch, *self._waiting)}) > 1
             self._ended = time.monotonic()
 
-    def _run(self, prompts: Sequence[Prompt], mode: Mode) -> Encoded:
-        self.is_running = True
+    def _run(self, prompts: Sequence[Prompt], mode: Mode) -> tuple[Encoded, float]:
+        """Embed, in the model's thread; also returns the seconds it took, without those that the event loop was busy."""
+        self.is_running, began = True, time.monotonic()
         try:
-            return self.embed(prompts, mode)
+            return self.embed(prompts, mode), time.monotonic() - began
         finally:
             self.is_running = False
 
@@ -151,10 +152,9 @@ class Batches:
 
     async def _embed(self, batch: list[_Waiting]) -> None:
         """Embed a batch, and answer the rows that are not cancelled in the meantime."""
-        began, mode = time.monotonic(), batch[0].mode
-        prompts = [row.prompt for row in batch]
+        loop, mode, prompts = asyncio.get_running_loop(), batch[0].mode, [row.prompt for row in batch]
         try:
-            result = await asyncio.get_running_loop().run_in_executor(self._thread, self._run, prompts, mode)
+            result, seconds = await loop.run_in_executor(self._thread, self._run, prompts, mode)
         except Exception as error:  # noqa: BLE001 - no input may end the queue
             if len(batch) > 1:
                 _log.warning("a batch of %d failed (%s: %s); retrying its inputs one by one", len(batch), type(error).__name__, error)  # fmt: skip
@@ -163,7 +163,6 @@ class Batches:
             elif not batch[0].answer.done():
                 batch[0].answer.set_exception(error)
             return
-        seconds = time.monotonic() - began
         self._rows_per_s = 0.8 * self._rows_per_s + 0.2 * len(batch) / max(seconds, 1e-6)
         self.on_batch(mode, len(batch), seconds)
         columns = (result.embeddings, result.rationales, result.num_rationale_tokens, result.stop_reasons)

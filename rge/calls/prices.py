@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rge.calls.model_config import WITHOUT_BATCHES, ModelConfig
 from rge.common.errors import UserError
-from rge.common.options import build, read_yaml
+from rge.common.options import NotNegative, Share, build, read_yaml
 
 TABLE = Path(__file__).with_name("prices.yaml")
 ADDRESSES = (None, *WITHOUT_BATCHES)
@@ -18,10 +18,10 @@ ADDRESSES = (None, *WITHOUT_BATCHES)
 class Prices:
     """A row of the table; see the fields of the same names in `ModelConfig`."""
 
-    input_price: float
-    output_price: float
-    cached_price: float | None = None
-    batch_price: float | None = None
+    input_price: NotNegative
+    output_price: NotNegative
+    cached_price: NotNegative | None = None
+    batch_price: Share | None = None
 
 
 def fill_prices(models: Mapping[str, ModelConfig], table: Path | None = None) -> dict[str, ModelConfig]:

@@ -408,9 +408,10 @@ def test_prices_come_from_a_table_where_none_are_given(tmp_path, monkeypatch):
     assert given["served"].cost(10**6, 10**6) == 15
     assert given["local"].cost(10**6, 0, batch=True) == 0.4
     assert given["served"].cost(10**6, 0, batch=True) == 3.5
-    mine.write_text(f"{known}: {{input: 7}}\n")
-    with pytest.raises(UserError, match=f"{known}.*input"):
-        fill_prices(models, mine)
+    for row in ("input: 7", "input_price: -1, output_price: 2", "input_price: 1, output_price: .nan"):
+        mine.write_text(f"{known}: {{{row}}}\n")
+        with pytest.raises(UserError, match=f"{known}.*(in|out)put"):
+            fill_prices(models, mine)
 
 
 @pytest.mark.parametrize("typed", ["no\n", "\n", ""], ids=["no", "return", "ctrl-d"])

@@ -208,7 +208,8 @@ class Sender:
         finally:
             endpoint.in_flight -= 1
             endpoint.call_ended.set()
-        self.keep(attempt, call.request if call.pending else None, answer, time.monotonic() - sent_at)
+        typical = call.request if call.pending else None  # a canary, which no request waits for, is not
+        self.keep(attempt, typical, answer, time.monotonic() - sent_at)
         endpoint.unanswered_in_a_row = 0
         endpoint.accepted_at = max(endpoint.accepted_at, sent_at)
         endpoint.pace.on_answer()

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from rge.calls.replies import Reply, check_complete, tag
 from rge.calls.request import Part
+from rge.calls.wire.replies import Reply, check_complete, tag
 from rge.common.mmeb_prompts import TRAINING_TASKS, set_of
 from rge.common.options import read_yaml
 from rge.common.schema import Positive, Record

@@ -25,9 +25,9 @@ from data_prep.rationales.pairs import (
 from data_prep.rmir.config import check_encoder
 from data_prep.rmir.pictures.encoders import CheckpointEncoder, ImageEncoder, load_encoder
 from rge.calls.caller import Caller, Outcome, check_answered
-from rge.calls.replies import ReplyError
 from rge.calls.request import Request
 from rge.calls.store import AnswerStore
+from rge.calls.wire.replies import ReplyError
 from rge.common.errors import UserError
 from rge.common.files import open_locked, relative, replacing, write_json
 from rge.data.sources import json_line

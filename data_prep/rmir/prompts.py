@@ -6,7 +6,8 @@ from typing import Any
 from data_prep.rmir.arithmetic import ABSTAIN, FALSE, TRUE
 from data_prep.rmir.config import RmirConfig
 from data_prep.rmir.wording import FORM, wording
-from rge.calls.replies import (
+from rge.calls.request import Part, Picture, Request
+from rge.calls.wire.replies import (
     Abstained,
     BadValue,
     MissingTag,
@@ -16,7 +17,6 @@ from rge.calls.replies import (
     parse_choice,
     tag,
 )
-from rge.calls.request import Part, Picture, Request
 
 CAPTION_TASK, GENERATE_TASK, FILTER_TASK, JUDGE_TASK = (
     "Task: write a caption",

@@ -22,8 +22,8 @@ from data_prep.rmir.wording import wording
 from rge.calls.caller import Outcome
 from rge.calls.failures import Rejection
 from rge.calls.model_config import cache_names
-from rge.calls.replies import Refused, Reply, ReplyError
 from rge.calls.request import Request
+from rge.calls.wire.replies import Refused, Reply, ReplyError
 
 Rows = list[Row]
 

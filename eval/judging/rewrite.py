@@ -16,7 +16,7 @@ from rge.calls.caller import Caller, Outcome
 from rge.calls.model_config import ModelConfig
 from rge.calls.request import Picture, Request
 from rge.calls.store import AnswerStore, value_key
-from rge.calls.wire import served_model
+from rge.calls.wire.bodies import served_model
 from rge.common.commands import progress_bar
 from rge.common.errors import UserError
 from rge.common.options import one_of

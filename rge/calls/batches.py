@@ -26,10 +26,10 @@ from rge.calls.failures import (
     failure,
 )
 from rge.calls.grouping import Call
-from rge.calls.replies import ReplyError, as_dict, dict_items, parse
 from rge.calls.sender import Sender
 from rge.calls.store import Attempt, BatchRow
-from rge.calls.wire import PATH, Json, body
+from rge.calls.wire.bodies import PATH, Json, body
+from rge.calls.wire.replies import ReplyError, as_dict, dict_items, parse
 from rge.common.images import ImageError
 
 T = TypeVar("T")

@@ -17,10 +17,10 @@ from rge.calls.grouping import Counts, Grouping, Outcome, Read
 from rge.calls.keys import Mask
 from rge.calls.model_config import ModelConfig, check_model
 from rge.calls.pace import Pace
-from rge.calls.pictures import Pictures
 from rge.calls.request import Request
 from rge.calls.sender import Endpoint, Sender
 from rge.calls.store import AnswerStore, BatchRow
+from rge.calls.wire.pictures import Pictures
 from rge.common.commands import progress_bar
 from rge.common.errors import UserError, ungrouped
 from rge.common.files import open_locked
@@ -99,21 +99,13 @@ class Caller:
         call_ended = asyncio.Event()
         endpoints = {name: Endpoint(pace, self._say, call_ended) for name, pace in self._paces.items()}
 
-        def is_stopped() -> bool:
-            return any(endpoint.stopped for endpoint in endpoints.values())
-
         pictures = Pictures()
         with ungrouped(UserError):
             async with AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
                 if any(model.mode == "batch" for model in self.models.values()):
                     stack.enter_context(_batches_locked(self.store.path))
                 batches = {name: self.store.open_batches(name) for name in endpoints}
-                batch_of = {
-                    (name, call.key): row.id or row.label
-                    for name, rows in batches.items()
-                    for row in rows
-                    for call in row.calls.values()
-                }
+                batch_of = _batch_of(batches)
                 senders: dict[str, Sender] = {}
                 for calls in grouping.calls(requests):
                     for call in calls:
@@ -126,11 +118,11 @@ class Caller:
                         if model.mode == "calls" and batch is not None:
                             sender.endpoint.stop(_in_batch(model, batch))
                         await sender.add(call)
-                    if is_stopped():
+                    if _any_stopped(endpoints):
                         break
                     await asyncio.sleep(0)  # so that cached answers do not hold up calls
                 for sender in senders.values():
-                    if sender.collected and not is_stopped():
+                    if sender.collected and not _any_stopped(endpoints):
                         tasks.create_task(self._make_batches(sender, batches[sender.model.endpoint]))
         if stopped := [endpoint.stopped for endpoint in endpoints.values() if endpoint.stopped is not None]:
             raise min(stopped, key=lambda error: isinstance(error, BudgetReached))
@@ -156,6 +148,20 @@ def _batches_locked(path: Path | None) -> AbstractContextManager[object]:
         raise UserError(
             f"another process is working on batches of {path}; run the same command again when it has ended"
         ) from None
+
+
+def _any_stopped(endpoints: Mapping[str, Endpoint]) -> bool:
+    return any(endpoint.stopped for endpoint in endpoints.values())
+
+
+def _batch_of(batches: Mapping[str, Sequence[BatchRow]]) -> dict[tuple[str, str], str]:
+    """The open batch that contains a call, by the call's endpoint and key."""
+    return {
+        (endpoint, call.key): row.id or row.label
+        for endpoint, rows in batches.items()
+        for row in rows
+        for call in row.calls.values()
+    }
 
 
 def _in_batch(model: ModelConfig, batch: str) -> StopCalls:

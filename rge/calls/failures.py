@@ -3,7 +3,7 @@
 ===========  ==================================================  ==================================================
 unanswered   time-out, no connection, 429, 5xx, a web page       retried; after the last retry, left to the next run
              a picture that cannot be opened                     left to the next run
-refused      declined by the provider's policy                   stored as an answer (`rge.calls.replies.Refused`)
+refused      declined by the provider's policy                   stored as an answer (`rge.calls.wire.replies.Refused`)
 rejected     this request is invalid (too large, a bad image)    stored; the other calls continue
 stopped      every request fails: key, credit, model, setting    no further calls; those in flight finish
 ===========  ==================================================  ==================================================
@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from rge.calls.keys import Mask
 from rge.calls.model_config import ModelConfig
-from rge.calls.replies import ReplyError, as_dict, dict_items, parse
+from rge.calls.wire.replies import ReplyError, as_dict, dict_items, parse
 from rge.common.errors import UserError
 
 MAYBE_BILLED = (200, 408, 504)

@@ -7,16 +7,16 @@ from itertools import groupby
 from rge.calls.failures import Rejection, Unanswered
 from rge.calls.keys import Mask
 from rge.calls.model_config import ModelConfig, cache_names
-from rge.calls.replies import UNREADABLE, Refused, Reply, ReplyError, Truncated, read_replies
 from rge.calls.request import Request
 from rge.calls.store import AnswerStore
+from rge.calls.wire.replies import UNREADABLE, Refused, Reply, ReplyError, Truncated, read_replies
 
 REQUESTS_AT_ONCE = 1024
 """Requests that are looked up in the store together."""
 OF_THE_CALL = (Refused, Unanswered, Rejection)
 """Errors of a call that are those of all its samples."""
 Read = Callable[[Reply], object]
-"""Validates a reply; raises one of `rge.calls.replies.UNREADABLE` to have it requested again."""
+"""Validates a reply; raises one of `rge.calls.wire.replies.UNREADABLE` to have it requested again."""
 
 
 @dataclass(frozen=True, slots=True)

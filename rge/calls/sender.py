@@ -28,11 +28,11 @@ from rge.calls.failures import (
 from rge.calls.grouping import Call, Grouping
 from rge.calls.model_config import BillingStats, ModelConfig
 from rge.calls.pace import Pace
-from rge.calls.pictures import EncodedPictures, Pictures
-from rge.calls.replies import NotAChat, ReplyError, is_failure, parse, read_replies, usage
 from rge.calls.request import Part, Picture, Request
 from rge.calls.store import Attempt, Budgets
-from rge.calls.wire import OPENAI, PATH, body, headers
+from rge.calls.wire.bodies import OPENAI, PATH, body, headers
+from rge.calls.wire.pictures import EncodedPictures, Pictures
+from rge.calls.wire.replies import NotAChat, ReplyError, is_failure, parse, read_replies, usage
 from rge.common.images import ImageError
 
 T = TypeVar("T")

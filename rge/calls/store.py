@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rge.calls.model_config import BillingStats
-from rge.calls.replies import Usage
+from rge.calls.wire.replies import Usage
 from rge.common.errors import UserError
 
 _SCHEMA = """

@@ -103,10 +103,7 @@ class Verdicts:
         files = [file for file in files if file.size is not None]
         if not files:
             return []
-        named: dict[ImageRef, tuple[str, str]] = {}  # each once, with its first source and record
-        for file in files:
-            for ref, record_id in _shown(file, queries, str):
-                named.setdefault(ref, (file.name, record_id))
+        named = _named(files, queries)
         embedded = ((ref, (file.name, name)) for file in files for ref, name in _shown(file, queries, bytes))
         pictures = chain(named.items(), embedded)
         entries = {file.name: self._entry(Path(file.name), "pictures") for file in files}
@@ -199,6 +196,15 @@ def _call(item: Any) -> Any:
 
 
 _action: Callable[[Any], Any]
+
+
+def _named(files: Sequence[Records], queries: bool) -> dict[ImageRef, tuple[str, str]]:
+    """Each picture that records refer to by name, once, with its first source and record."""
+    named: dict[ImageRef, tuple[str, str]] = {}
+    for file in files:
+        for ref, record_id in _shown(file, queries, str):
+            named.setdefault(ref, (file.name, record_id))
+    return named
 
 
 def _shown(file: Records, queries: bool, kind: type[str] | type[bytes]) -> Iterator[tuple[ImageRef, str]]:

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from rge.calls.caller import Caller
 from rge.calls.model_config import ModelConfig, check_model
-from rge.calls.replies import BadValue, Reply
 from rge.calls.request import Request
 from rge.calls.store import AnswerStore
+from rge.calls.wire.replies import BadValue, Reply
 from rge.common.errors import UserError
 from rge.common.options import build
 from rge.rl.rewards import Rollouts, reward

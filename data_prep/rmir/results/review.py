@@ -33,8 +33,8 @@ from data_prep.rmir.main import SETTINGS, run_stages
 from data_prep.rmir.results import report
 from data_prep.rmir.results.audit import defined, fleiss_kappa
 from data_prep.rmir.run import Row, Run
-from rge.calls.pictures import data_url
 from rge.calls.request import Picture
+from rge.calls.wire.pictures import data_url
 from rge.common.errors import UserError
 from rge.common.files import write_text
 from rge.common.options import AtLeastOne, parse_options

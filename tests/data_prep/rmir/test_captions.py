@@ -19,7 +19,7 @@ from data_prep.rmir.results import audit, report
 from data_prep.rmir.run import STAGES, Run, fingerprints, identities, stages_of
 from data_prep.rmir.wording import SHIPPED
 from rge.calls.local_server import Answer, LocalServer, chat
-from rge.calls.replies import Abstained, BadValue, MissingTag, Refused, Reply
+from rge.calls.wire.replies import Abstained, BadValue, MissingTag, Refused, Reply
 from rge.common.errors import UserError
 
 

@@ -47,7 +47,7 @@ from eval.sets.retrieval_set import load_set
 from rge.calls.failures import BudgetReached
 from rge.calls.local_server import Answer, LocalServer
 from rge.calls.model_config import ModelConfig
-from rge.calls.replies import Abstained, BadValue, MissingTag, Refused, Reply, Truncated
+from rge.calls.wire.replies import Abstained, BadValue, MissingTag, Refused, Reply, Truncated
 from rge.common.errors import UserError
 from rge.common.files import FileError, read_json, write_text
 from rge.common.images import load_image

@@ -15,9 +15,9 @@ from rge.calls.caller import Caller
 from rge.calls.failures import BudgetReached, StopCalls
 from rge.calls.local_server import Answer, Batches, LocalServer, chat
 from rge.calls.model_config import ModelConfig
-from rge.calls.replies import MissingTag, Refused, tag
 from rge.calls.request import Request
 from rge.calls.store import AnswerStore, BatchRow
+from rge.calls.wire.replies import MissingTag, Refused, tag
 from rge.common.errors import UserError
 from rge.common.files import open_locked
 

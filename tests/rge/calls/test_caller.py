@@ -21,8 +21,10 @@ from rge.calls.caller import Caller
 from rge.calls.failures import BudgetReached, StopCalls
 from rge.calls.local_server import Answer, LocalServer, chat
 from rge.calls.model_config import ModelConfig
-from rge.calls.pictures import data_url
-from rge.calls.replies import (
+from rge.calls.request import Picture, Request
+from rge.calls.store import AnswerStore
+from rge.calls.wire.pictures import data_url
+from rge.calls.wire.replies import (
     Abstained,
     BadValue,
     EmptyChoices,
@@ -37,8 +39,6 @@ from rge.calls.replies import (
     read_replies,
     tag,
 )
-from rge.calls.request import Picture, Request
-from rge.calls.store import AnswerStore
 from rge.common.errors import UserError
 from rge.common.images import ImageError, decode_data_url
 
@@ -352,7 +352,7 @@ def test_a_file_that_another_process_is_making_is_waited_for(tmp_path):
 def test_processes_share_the_file(tmp_path):
     (tmp_path / "write.py").write_text(
         "import sys\n"
-        "from rge.calls.replies import Usage\nfrom rge.calls.store import AnswerStore\n"
+        "from rge.calls.wire.replies import Usage\nfrom rge.calls.store import AnswerStore\n"
         "store = AnswerStore(sys.argv[1])\n"
         "for n in range(50):\n"
         "    key = f'{sys.argv[2]}-{n}'\n"

@@ -17,9 +17,9 @@ from rge.calls.keys import Mask
 from rge.calls.local_server import Answer, LocalServer, chat
 from rge.calls.model_config import ModelConfig
 from rge.calls.prices import confirm, fill_prices
-from rge.calls.replies import MissingTag, Refused, Reply, check_complete, read_replies, tag
 from rge.calls.request import Picture, Request
 from rge.calls.store import AnswerStore
+from rge.calls.wire.replies import MissingTag, Refused, Reply, check_complete, read_replies, tag
 from rge.common.errors import UserError
 
 CANARY = "Answer with the word ok."

@@ -20,10 +20,10 @@ from rge.calls.keys import Mask
 from rge.calls.local_server import Answer, LocalServer, chat
 from rge.calls.model_config import WITHOUT_BATCHES, ModelConfig, cache_names, check_model
 from rge.calls.pace import Pace
-from rge.calls.pictures import Pictures
-from rge.calls.replies import EmptyChoices, MissingTag, Refused, check_complete, read_replies, tag
 from rge.calls.request import Picture, Request
 from rge.calls.store import AnswerStore
+from rge.calls.wire.pictures import Pictures
+from rge.calls.wire.replies import EmptyChoices, MissingTag, Refused, check_complete, read_replies, tag
 from rge.common.errors import UserError
 from rge.common.images import ImageError
 from rge.common.options import build

@@ -28,8 +28,8 @@ from data_prep.rmir.results import report
 from data_prep.rmir.run import STAGES, Run, fingerprints, identities
 from data_prep.rmir.wording import wording
 from rge.calls.local_server import Answer, LocalServer, chat
-from rge.calls.replies import Declined, Reply
 from rge.calls.request import Picture
+from rge.calls.wire.replies import Declined, Reply
 from rge.common.errors import UserError
 from rge.common.images import load_image, picture_bytes
 from rge.common.picture_metadata import without_metadata

@@ -7,9 +7,9 @@ import httpx
 import rge
 from rge.calls.keys import Mask
 from rge.calls.model_config import ModelConfig
-from rge.calls.pictures import EncodedPictures
-from rge.calls.replies import as_dict, dict_items, valid_unicode
 from rge.calls.request import Part, Picture, Request
+from rge.calls.wire.pictures import EncodedPictures
+from rge.calls.wire.replies import as_dict, dict_items, valid_unicode
 from rge.common.errors import UserError
 
 OPENAI = "https://api.openai.com/v1"

@@ -1,0 +1,1 @@
+"""Wire format: OpenAI's chat completions, as sent and as received."""

@@ -294,8 +294,13 @@ def _evaluate(study: Study, arm: Arm, seed: int, name: str, path: Path) -> None:
 def check_evaluation(study: Study, arm: Arm, seed: int, name: str) -> None:
     """Refuse a finished evaluation on another set, or of an older checkpoint of that run."""
     out, path = study.evaluation(arm, seed, name), study.sets_of(arm)[name]
-    note, about = _note_of_set(arm, out), study.checkpoint(arm, seed) / RGE_JSON
-    then, _, of = note.read_text().partition("\n") if note.is_file() else (str(path), "", "")
+    about = study.checkpoint(arm, seed) / RGE_JSON
+    notes = (
+        _note_of_set(arm, out),
+        out.with_name(f"{out.name}.set"),
+    )  # the latter of earlier versions, one a point
+    note = next((note for note in notes if note.is_file()), None)
+    then, _, of = note.read_text().partition("\n") if note else (str(path), "", "")
     if then != str(path):
         raise UserError(f"{out} is an evaluation on {then}, now set={path}: use another out=, or delete it")
     if of and about.is_file() and of != _hash(about):  # the checkpoint may have been deleted since

@@ -163,13 +163,24 @@ def diagnose(finding: Finding, only: Sequence[str]) -> None:
             run([sys.executable, "-m", "rge.diagnose", *words, f"checkpoint={checkpoint}", f"out={out}"])
 
 
+@dataclass
+class Declared:
+    """An arm in findings.yaml."""
+
+    settings: Sequence[str] = ()
+    modes: Sequence[str] = (TRAINED,)
+    after: str = ""
+    stage: str = ""
+
+
 def declared(group: str, after: str, first: Sequence[str] = (), **settings: Any) -> list[Arm]:
     """Joint stages of a group of findings.yaml, each with the evaluations of its checkpoint in other modes."""
     arms = []
-    for name, about in DATA[group].items():
-        mode, *others = about.get("modes", [TRAINED])
-        words = (*first, *about.get("settings", ()))
-        arms.append(Arm(name, "joint", about.get("after", after), words, query_mode=mode, **settings))
+    for name, content in DATA[group].items():
+        about = Declared(**content)
+        mode, *others = about.modes
+        words = (*first, *about.settings)
+        arms.append(Arm(name, "joint", about.after or after, words, query_mode=mode, **settings))
         arms += [Arm(f"{name}, {other}", "", name, query_mode=other, **settings) for other in others]
     return arms
 
@@ -738,9 +749,9 @@ def dose_arms(dose: int, halves: Sequence[str], options: Options) -> list[Arm]:
         Arm(joint, "joint", cold, (records["joint"],)),
     ]
     for name in halves:
-        about = DATA["rl"][name]
-        stage, limit = about.get("stage", "rl"), "" if name == "again" else again
-        words = (records[stage], *about.get("settings", ()))
+        about = Declared(**DATA["rl"][name])
+        stage, limit = about.stage or "rl", "" if name == "again" else again
+        words = (records[stage], *about.settings)
         arms.append(Arm(f"{name}_{dose}", stage, joint, words, flops_of=limit))
     return arms
 

@@ -477,6 +477,11 @@ def test_one_budget_gives_all_points_of_a_checkpoint_that_decides(study):
     before = len(study.commands)
     study.main(given)
     assert len(study.commands) == before
+    # Earlier versions noted the set of each point.
+    (folder / "budget_mixed_test.set").unlink()
+    (folder / "budget_mixed_test" / "direct.set").write_text("another/set\n")
+    with pytest.raises(UserError, match="direct is an evaluation on another/set, now set="):
+        study.main(given)
 
 
 def test_think_tokens_are_ablated_once(study):

@@ -215,7 +215,16 @@ class Run:
 
     def _spent(self) -> dict[str, dict[str, float]]:
         """Calls and cost of each stage over all commands and settings, including those of a stage that was stopped."""
-        found = read_json(self.out / SPENT) or {"stages": {}}
+        found = read_json(self.out / SPENT)
+        if not found:  # a run of an earlier version
+            reports = {stage: read_json(self.path(stage, "done.json")) for stage in STAGES}
+            found = {
+                "stages": {
+                    stage: {key: report[key] for key in ("calls", "cost")}
+                    for stage, report in reports.items()
+                    if report
+                }
+            }
         if running := found.get("running"):
             found["stages"][running["stage"]] = self._since(running["before"])
         return found["stages"]

@@ -75,7 +75,9 @@ async def _fetch_all(
             try:
                 await _fetch_one(client, url, local_path(url, folder), config)
             except Lost as error:
-                lost[url] = error
+                lost[url] = Lost(
+                    str(error), may_pass=error.may_pass
+                )  # without the traceback, which holds the data
             bar.update()
 
     with bar, ungrouped(FileError):

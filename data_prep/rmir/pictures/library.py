@@ -2,13 +2,14 @@
 
 import hashlib
 import os
+import sys
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any
 
 import fsspec
@@ -211,8 +212,11 @@ def fetched(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
     left = iter(rows)
     with ThreadPoolExecutor(FETCHED_AT_ONCE) as pool:
-        while some := list(islice(left, FETCHED_AT_ONCE)):
-            yield from pool.map(read, some)
+        waiting = deque(pool.submit(read, row) for row in islice(left, FETCHED_AT_ONCE))
+        while waiting:
+            row = waiting.popleft().result()
+            waiting.extend(pool.submit(read, row) for row in islice(left, 1))
+            yield row
 
 
 def inspect(rows: list[dict[str, Any]], config: LibraryConfig) -> list[dict[str, Any]]:
@@ -266,10 +270,10 @@ def load_filter(name: str) -> Callable[[Image.Image], str | None]:
     if not mark:
         raise UserError(f"library.filters must be module:function; got {name!r}")
     load_plugins([module])  # also finds modules in the current folder
-    try:
-        return resolve_name(name)
-    except AttributeError:
-        raise UserError(f"library.filters: {module} has no function {function!r}") from None
+    found = getattr(sys.modules[module], function, None)
+    if not callable(found):
+        raise UserError(f"library.filters must be module:function; {module} has no function {function!r}")
+    return found
 
 
 def unwanted(image: Image.Image, filters: Sequence[str]) -> str | None:

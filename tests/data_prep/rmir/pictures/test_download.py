@@ -86,6 +86,7 @@ def test_what_is_fetched_and_why_the_rest_is_not(site, tmp_path):
     wrong = ["http://me:pw@host:port/y?key=1", "http://xn--/z", "http://127.0.0.1:99999/w"]
     urls = [f"{site}/{name}" for name in names] + ["http://127.0.0.1:9/x", *wrong]
     lost = fetch(urls, tmp_path, PATIENT)
+    assert not any(reason.__traceback__ for reason in lost.values()), "it would keep the data in memory"
     assert {url.rpartition("/")[2]: str(reason) for url, reason in lost.items()} == {
         "lost": "HTTP 404",
         "page": "a text, not a picture",

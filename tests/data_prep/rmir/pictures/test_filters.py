@@ -37,6 +37,7 @@ def test_ones_own_filter_leaves_pictures_out_with_its_reason(three):
     [
         ("noses", "must be module:function; got 'noses'"),
         ("my_filters_of_people:light", "has no function 'light'"),
+        ("my_filters_of_people:", "has no function ''"),
         ("nowhere_at_all:f", "no module of that name"),
     ],
 )

@@ -1,7 +1,6 @@
 """The command line, and what it checks before a run: ``rge data rmir [status] config=NAME [stage=all|NAME] [dry_run=true] [key=value ...]``."""
 
 import json
-import math
 import os
 import sys
 from collections.abc import Sequence
@@ -199,11 +198,9 @@ def _asked(config: RmirConfig, finished: dict[str, Any], seed: dict[str, Any]) -
     def counted(stage: str, key: str, about: float, most: float) -> Range:
         return (finished[stage][key],) * 2 if stage in finished else (about, most)
 
-    texts, retrieve = wording(config.prompts), config.retrieve
-    inputs, categories = (
-        min(seed["seed"], config.generate.max_inputs or math.inf),
-        len(config.generate.categories),
-    )
+    texts, retrieve, limit = wording(config.prompts), config.retrieve, config.generate.max_inputs
+    inputs = seed["seed"] if limit is None else min(seed["seed"], limit)
+    categories = len(config.generate.categories)
     per_input = min(QUERIES_PER_INPUT, categories)
     queries = counted("generate", "queries", inputs * per_input, inputs * categories)
     valid = counted("filter", "valid", queries[0] * SHARE_VALID, queries[1])

@@ -238,9 +238,12 @@ def _check_outside_library(run: Run) -> None:
     folder, pattern = Path(files.root).resolve(), path if files.is_local else files.fs._strip_protocol(path)
     reads_folder = files.fs.isdir(path)
     for file in (run.path("seed", "images.parquet").resolve(), _part(run, 0).resolve()):
-        within = file.relative_to(folder).parts if file.is_relative_to(folder) else (".",)
-        is_in_folder = not any(part.startswith(".") for part in within)
-        if is_in_folder if reads_folder else would_find(pattern, file):
+        if reads_folder:
+            within = file.relative_to(folder).parts if file.is_relative_to(folder) else ()
+            is_read = bool(within) and not any(part.startswith(".") for part in within)
+        else:
+            is_read = would_find(pattern, file)
+        if is_read:
             raise UserError(
                 f"out={run.out}: the run's own files, such as {file}, would be taken for the library's (library.path={path}): "
                 "choose another out="

@@ -122,12 +122,15 @@ def apply(out: Path, files: Sequence[Path], agree: int) -> None:
 def _settings(out: Path) -> RmirConfig:
     """The settings of the last command that ran in a folder."""
     path = out / SETTINGS
+    again = f"run the command that made {out} again (it makes no new calls), then this one"
+    if not path.is_file():
+        raise UserError(f"{path} does not exist: {again}")
     try:
-        if not path.is_file():
-            raise UserError(f"{path} does not exist")
         return load_config([f"config={path}", f"out={out}"])
-    except UserError as error:  # perhaps of an earlier version, with other keys
-        raise UserError(f"{error}: run the command that made {out} again (it makes no new calls)") from None
+    except UserError as error:
+        raise UserError(
+            f"{path} is perhaps of an earlier version, with other keys: {again}.\n{error}"
+        ) from None
 
 
 def draw(run: Path, size: int, split: str, seed: int) -> list[Row]:

@@ -573,7 +573,9 @@ def page(machine: dict[str, Any], results: list[dict[str, Any]]) -> str:
 
     def listed(values: dict[str, Any]) -> str:
         shown = {name: f"{v:,.4g}" if isinstance(v, float) else str(v) for name, v in values.items()}
-        return "\n".join(f"- {n}: {v}" if "\n" not in v else f"```\n{v}\n```" for n, v in shown.items())
+        return "\n".join(
+            f"```\n{text}\n```" if "\n" in text else f"- {name}: {text}" for name, text in shown.items()
+        )
 
     parts = ["# gpu_check", listed(machine)]
     if machine["rehearsal"]:

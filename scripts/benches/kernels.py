@@ -55,10 +55,11 @@ def measure(options: Options) -> dict:
     show(rows)
     captures = count_captures(options)
     print(f"\nrollouts of {8 * options.batch} rows that end one after the other: {captures}")
-    for form, (_, places) in found.items() if options.places else ():
-        print(f"\n{form} waits")
-        for (phase, kind, place), number in places.most_common():
-            print(f"{number:6} {phase}: {kind} at {place}")
+    if options.places:
+        for form, (_, places) in found.items():
+            print(f"\n{form} waits")
+            for (phase, kind, place), number in places.most_common():
+                print(f"{number:6} {phase}: {kind} at {place}")
     return {"counts": rows, "captures": captures}
 
 

@@ -356,7 +356,7 @@ def table_4(options: Options) -> Finding:
 
 
 def study_modes(options: Options) -> Finding:
-    """Its arms are on the study set too."""
+    """One checkpoint in several modes, on the study set."""
     rows = rows_of(DATA["rows"]["i"])
     return on_study_set(options, arms_in(rows), [Table("hit@1, % and points", rows, SLICES["study"])])
 

@@ -95,8 +95,15 @@ def set_rows(
 def test_rows(tables: Tables, splits: Splits) -> SetRows:
     """All facts except those of validation, in two phrasings each; the gallery shows every concept."""
     facts = [fact for fact in tables.facts if fact.pair not in splits.valid]
-    families: Any = {"asked": lambda _: QUERIES, "gallery": GALLERY}
-    return set_rows(tables, facts, tables.concepts, NUM_TEST_PHRASINGS, held_out=splits.test, **families)
+    return set_rows(
+        tables,
+        facts,
+        tables.concepts,
+        NUM_TEST_PHRASINGS,
+        held_out=splits.test,
+        asked=lambda _: QUERIES,
+        gallery=GALLERY,
+    )
 
 
 def valid_rows(tables: Tables, splits: Splits) -> SetRows:

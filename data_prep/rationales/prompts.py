@@ -60,7 +60,7 @@ def parts(
     rewrite: bool,
 ) -> tuple[Part, ...]:
     """The prompt for a query-target pair; `rewrite` tells the writer that its last rationale copied the answer."""
-    role, work, example = _TASKS[task].values()
+    role, work, example = (_TASKS[task][key] for key in ("role", "work", "example"))
     rules = f"""{TASK}
 
 You are {role}. You see a query and, at the end, the answer that belongs to it. Write the rationale that leads from the

@@ -142,7 +142,10 @@ class Study:
         if then is None:
             return []
         if isinstance(then, list):  # the command, as notes once were
-            then = {"command": then, "recipe": to_dict(load_recipe(then))}
+            try:
+                then = {"command": then, "recipe": to_dict(load_recipe(then))}
+            except UserError as error:  # a key or a recipe that is gone
+                return [str(error)]
         (out,) = (word[4:] for word in then["command"] if word.startswith("out="))
         # The study's folder may have been moved.
         before = out.removesuffix(self.run_name(arm, seed)).rstrip("/")

@@ -9,8 +9,8 @@ COMMANDS = {
     "demo": ("data_prep.demo.build:main", "rebuild the shipped picture set"),
     "study": ("data_prep.study.build:main", "make pictures and rationales for studying how much a rationale may give away"),
     "rmir": ("data_prep.rmir.main:main", "make reasoning-intensive retrieval data from any pictures; config=demo needs no model"),
-    "review": ("data_prep.rmir.results.review:review", "write a page on which people check a sample of the result; apply= applies their verdicts"),
-    "agreement": ("data_prep.rmir.results.review:agreement", "measure how far people's verdicts agree with the judges, with a 95 % interval"),
+    "review": ("data_prep.rmir.review:review", "write a page on which people check a sample of the result; apply= applies their verdicts"),
+    "agreement": ("data_prep.rmir.review:agreement", "measure how far people's verdicts agree with the judges, with a 95 % interval"),
     "rationales": ("data_prep.rationales.main:main", "have a model write rationales for training records"),
     "mmeb": ("data_prep.mmeb:main", "turn MMEB's training files into training records"),
 }  # fmt: skip

@@ -11,7 +11,7 @@ from data_prep.demo.build import DemoOptions
 from data_prep.mmeb import MmebOptions
 from data_prep.rationales.options import RationaleOptions
 from data_prep.rmir.main import RmirCommand
-from data_prep.rmir.results.review import AgreementOptions, ReviewOptions
+from data_prep.rmir.review import AgreementOptions, ReviewOptions
 from data_prep.study.build import StudyOptions
 from eval.__main__ import COMMANDS, command_of
 from eval.benchmarks.registry import BENCHMARKS

@@ -29,7 +29,7 @@ from rge.common.errors import UserError
 from rge.common.files import write_text
 
 SETTINGS = "settings.yaml"
-"""File in a run's folder with the settings of the last command, which `data_prep.rmir.results.review` reuses."""
+"""File in a run's folder with the settings of the last command, which `data_prep.rmir.review` reuses."""
 
 
 @dataclass

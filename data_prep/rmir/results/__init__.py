@@ -1,1 +1,1 @@
-"""Results of a run for people: audit, report, review page, agreement, export and card."""
+"""Results of a run: audit, report, card and export."""

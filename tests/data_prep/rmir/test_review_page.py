@@ -11,8 +11,7 @@ from chromium import Chromium
 
 from data_prep.demo.tables import HERE
 from data_prep.rmir import arithmetic as maths
-from data_prep.rmir import frames
-from data_prep.rmir.results import review
+from data_prep.rmir import frames, review
 from rge.common.images import picture_bytes
 
 LIBRARY = HERE / "data" / "train" / "pictures.parquet"

@@ -308,7 +308,10 @@ def read_results(directory: Path) -> dict[str, Any]:
     """Read ``results.json`` of a finished output directory; a `UserError` if it is missing or invalid."""
     path = directory / RESULTS
     try:
-        return json.loads(path.read_text(encoding="utf-8"), parse_constant=_not_finite)
+        results = json.loads(path.read_text(encoding="utf-8"), parse_constant=_not_finite)
+        if not isinstance(results, dict):
+            raise ValueError("it is not the results of an evaluation")
+        return results
     except FileNotFoundError:
         inner = sorted(child.parent.name for child in directory.glob(f"*/{RESULTS}"))
         words = f"has no {RESULTS}: the evaluation is unfinished or in another directory"

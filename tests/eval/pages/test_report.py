@@ -18,6 +18,7 @@ from eval.pages.evaluations import RANK_COLUMN
 from eval.pages.examples import choose_examples
 from eval.pages.report import ReportOptions, curves_of, read_training_logs, report
 from eval.pages.wording import LONG_QUESTION, number
+from eval.scoring.output_files import read_results
 from rge.common.errors import UserError
 from rge.common.options import parse_options
 from rge.identity.set_fingerprint import set_fingerprint
@@ -896,6 +897,14 @@ def test_figures_that_are_no_numbers_are_named(world, path, value, message):
     edit(world / "out/reasoning-both", change)
     with pytest.raises(UserError, match=f"results.json:? .*{message}"):
         written(world)
+
+
+def test_other_json_is_not_taken_for_results(tmp_path):
+    (tmp_path / "results.json").write_text("[]")
+    with pytest.raises(
+        UserError, match="results.json cannot be read: it is not the results of an evaluation"
+    ):
+        read_results(tmp_path)
 
 
 def test_a_ranking_without_chance_has_no_floor(world):

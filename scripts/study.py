@@ -107,7 +107,7 @@ class Finding:
 def main(words: list[str]) -> None:
     """Make the missing runs, then write the tables."""
     if any(word in HELP for word in words):
-        print("findings:\n" + "\n".join(f"  {name:9} {title}" for name, title in TITLES.items()) + "\n")
+        print("findings:\n" + "\n".join(f"  {name:10} {title}" for name, title in TITLES.items()) + "\n")
     given = [word for word in words if "=" in word or word in HELP]
     options = parse_options(Options, given, f"python scripts/study.py {'|'.join(TITLES)}|all")
     refuse_launcher("scripts/study.py")

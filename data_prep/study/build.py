@@ -228,8 +228,12 @@ def _write_training(
 def _in_words(tables: Tables, record: Record, query: Query, target: Shown) -> Record:
     [positive] = record.positives
     said = positive.model_copy(update={"image": None, "text": _said(target, tables)})
-    asked = QueryPart(text=f"{_said(query.picture, tables)} {query.text(tables)}")
+    asked = QueryPart(text=_asked(query, tables))
     return record.model_copy(update={"instruction": IN_WORDS, "query": asked, "positives": [said]})
+
+
+def _asked(query: Query, tables: Tables) -> str:
+    return f"{_said(query.picture, tables)} {query.text(tables)}"
 
 
 def _said(picture: Shown, tables: Tables) -> str:
@@ -258,12 +262,12 @@ def _write_set(
         for query in design.held_out_queries(tables, chosen, split)
     ]
     shown = [query.picture for query in queries]
-    texts = [query.text(tables) for query in queries]
+    asked: dict[str, Any]
     if draw is None:
-        asked = {"text": [f"{_said(one, tables)} {text}" for one, text in zip(shown, texts, strict=True)]}
+        asked = {"text": [_asked(query, tables) for query in queries]}
     else:
         cells = pa.array([[_cell(picture, draw)] for picture in shown], pa.list_(IMAGE))
-        asked = {"text": texts, "image": cells}
+        asked = {"text": [query.text(tables) for query in queries], "image": cells}
     columns: dict[str, Any] = {
         "id": [query.id for query in queries],
         **asked,

@@ -252,3 +252,10 @@ def test_the_most_frequent_answers(tables):
     few, usual = design.facts(tables, 8), design.facts(tables)
     assert set(design.answers(few)) < set(design.answers(usual))
     assert len(design.answers(few)) == 8
+
+
+def test_the_command_makes_a_set_in_words_of_few_answers(tmp_path):
+    study.main([f"out={tmp_path / 'data'}", "doses=[1]", "answers=2", "in_words=true"])
+    corpus = pq.read_table(tmp_path / "data/test/hidden_1/corpus.parquet")
+    assert len(set(corpus["concept"].to_pylist())) == 2
+    assert "image" not in corpus.column_names

@@ -139,7 +139,7 @@ def build(
         for arm, dose in variants(doses):
             if arm != "silent":
                 _write_set(work / split / f"{arm}_{dose}", tables, chosen, draw, split, arm, dose)
-    (work / "LICENSES.md").write_text(licences() + _DERIVED, encoding="utf-8")
+    (work / "LICENSES.md").write_text(licences() + (_DERIVED if draw else _NO_DRAWINGS), encoding="utf-8")
     work.rename(out)
 
 
@@ -286,7 +286,7 @@ def _write_set(
         judgements(queries, corpus, arm),
         name=f"rge-study-{split}-{folder.name}",
         licence="see LICENSES.md",
-        source="the demo's drawings by the training families, in renderings of their own",
+        source=f"the demo's drawings by the training families, {'in renderings of their own' if draw else 'in words'}",
         slice_notes=SLICE_NOTES,
     )
 
@@ -332,6 +332,11 @@ def _target(picture: Shown) -> dict[str, str]:
     }
 
 
+_NO_DRAWINGS = """
+## Contents
+
+These files contain no drawings, only texts that say what the pictures of the study set show.
+"""
 _DERIVED = """
 ## What was changed here
 

@@ -145,9 +145,8 @@ class BatchJobs:
                 continue
             self._queue.remove(call)
             try:
-                await sender.pictures.of(
-                    call.request
-                )  # an unreadable one is counted when the plain call fails
+                # An unreadable picture is counted when the plain call fails.
+                await sender.pictures.of(call.request)
                 await sender.call(call)
             except (ReplyError, ImageError) as error:
                 self._no_answer(str(error))

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import rge
 from rge.checkpoints.description import SENTENCE_TRANSFORMERS, model_card
-from rge.checkpoints.manifest import DONE, flush, write_manifest
+from rge.checkpoints.manifest import DONE, discard, flush, write_manifest
 from rge.checkpoints.settings import RGE_JSON, CheckpointError, CheckpointSettings
 from rge.common.files import same_mode
 from rge.model.adapter_files import adapter_weights, write_adapters
@@ -86,9 +86,9 @@ def export(
         raise CheckpointError(
             f"checkpoint {folder} could not be written: {error}; free some space and start again"
         ) from error
-    if folder.exists():
-        shutil.rmtree(folder)
+    discard(folder)
     temporary.rename(folder)
+    flush(folder.parent)
 
 
 def _describe(folder: Path, settings: dict[str, Any], name: str) -> None:

@@ -155,7 +155,7 @@ class States:
         try:
             self._together(write)
             self._together(complete)
-        except WRITE_ERRORS as error:
+        except Exception as error:  # noqa: BLE001 - what a thread does not report is lost
             shutil.rmtree(temporary, ignore_errors=True)
             self._failure = error if dist.is_connection_loss(error) else _unwritten(step, self.folder, error)
 
@@ -164,10 +164,10 @@ class States:
         failure = None
         try:
             work()
-        except WRITE_ERRORS as error:
+        except Exception as error:  # otherwise the others would wait for this one
             if self._group is None or dist.is_connection_loss(error):
                 raise
-            failure = str(error)
+            failure = _reason(error)
         if self._group is not None:
             for found in filter(None, dist.gather_objects(failure, self._group)):
                 raise OSError(found)
@@ -265,9 +265,13 @@ def step_name(step: int) -> str:
 
 def _unwritten(step: int, folder: Path, error: Exception) -> CheckpointError:
     return CheckpointError(
-        f"state after step {step} could not be written to {folder}: {error}; earlier states are intact; "
+        f"state after step {step} could not be written to {folder}: {_reason(error)}; earlier states are intact; "
         "free some space and start the same command again"
     )
+
+
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, WRITE_ERRORS) else repr(error)
 
 
 def _write_snapshot(snapshot: dict[str, Any], folder: Path) -> None:

@@ -6,7 +6,6 @@ Shape suffixes: N = rows of this rank, C = rows of all ranks, D = embedding size
 import math
 import os
 import shlex
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -16,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed
-import torch.distributed.nn.functional as differentiable
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
@@ -43,19 +41,25 @@ def gather_rows(rows_ND: Tensor, sizes: Sequence[int]) -> Tensor:
     A rank's rows receive the sum of all ranks' gradients. With a loss over *local* queries, divided by the global count and
     multiplied by the world size, DDP's mean is exactly the single-process gradient.
     """
-    if not _initialized():
-        return rows_ND
-    longest = max(sizes)
-    padded = torch.cat([rows_ND, rows_ND.new_zeros(longest - rows_ND.shape[0], *rows_ND.shape[1:])])
-    if rows_ND.requires_grad:
-        with warnings.catch_warnings():
-            # Deprecated in favour of a function that is still private; a test here pins the gradient.
-            warnings.simplefilter("ignore", FutureWarning)
-            parts = differentiable.all_gather(padded.contiguous())
-    else:
+    return _GatheredRows.apply(rows_ND, sizes) if _initialized() else rows_ND
+
+
+class _GatheredRows(torch.autograd.Function):
+    # `torch.distributed.nn.functional.all_gather` is deprecated in favour of a function that is still private.
+
+    @staticmethod
+    def forward(ctx: Any, rows_ND: Tensor, sizes: Sequence[int]) -> Tensor:
+        ctx.sizes = sizes
+        padded = torch.cat([rows_ND, rows_ND.new_zeros(max(sizes) - rows_ND.shape[0], *rows_ND.shape[1:])])
         parts = [torch.empty_like(padded) for _ in sizes]
-        torch.distributed.all_gather(parts, padded.contiguous())
-    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+        torch.distributed.all_gather(parts, padded)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, gradient_CD: Tensor) -> tuple[Tensor, None]:
+        total = gradient_CD.clone(memory_format=torch.contiguous_format)
+        torch.distributed.all_reduce(total)
+        return total.split(list(ctx.sizes))[rank()], None
 
 
 def sum_over_ranks(values: Sequence[float], device: torch.device) -> list[float]:
@@ -148,8 +152,8 @@ def ensure_group() -> None:
 
 
 def background_group() -> Any:
-    """A gloo group of all processes for threads, separate from training's, that waits for the slowest disk; all call it."""
-    return torch.distributed.new_group(backend="gloo", timeout=timedelta(days=1))
+    """A gloo group of all processes for threads, separate from training's, that waits two hours for the slowest disk; all call it."""
+    return torch.distributed.new_group(backend="gloo", timeout=timedelta(hours=2))
 
 
 @contextmanager
@@ -409,7 +413,7 @@ def full_weights(accelerator: Accelerator, model: nn.Module, embedder: nn.Module
 
     None if the embedder itself holds its weights whole, and, under ZeRO-3 and FSDP2, on other processes.
     """
-    if not is_sharded(accelerator):
+    if not shards_parameters(accelerator):
         return None
     gathered = accelerator.get_state_dict(model)
     if not gathered:

@@ -244,6 +244,20 @@ def test_what_fails_in_the_background_stops_the_next_step(tmp_path, files_of_at_
     trained.states.check()  # said once
 
 
+def test_no_error_of_the_writing_thread_is_lost(tmp_path, monkeypatch):
+    def fail(*_, **settings):
+        raise MemoryError("no room for the manifest")
+
+    monkeypatch.setattr("rge.checkpoints.training_state.write_manifest", fail)
+    trained = Trained(tmp_path)
+    trained.states.save(1, {})
+    with pytest.raises(
+        CheckpointError, match="state after step 1 could not be written .*no room for the man"
+    ):
+        trained.states.wait()
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_resume_with_a_key_that_changes_rounding_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(checkpoint_manager, "stop_after_this_step_at_signals", lambda: None)
     trained = Trained(tmp_path / "joint/state")

@@ -161,6 +161,8 @@ def run(name: str, environment: dict[str, str], checkpoint: str, folder: Path, t
             saved = launch.describe(accelerator)
     found["for_vllm"] = given_to_vllm(accelerator, embedder, model)
     weights = dist.full_weights(accelerator, model, embedder)
+    # A copy of whole weights in every process would not fit into the memory of a machine with eight.
+    assert (weights is not None) == (dist.shards_parameters(accelerator) and accelerator.is_main_process)
     if accelerator.is_main_process:
         export(embedder, folder / name, task["settings"], weights)
     accelerator.wait_for_everyone()

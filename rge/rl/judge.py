@@ -1,13 +1,16 @@
 """A reward from a judge model behind an OpenAI-compatible endpoint.
 
 Calls go through `rge.calls`: rate-limited, retried and within a budget. Answers are cached in ``judge.sqlite`` in the stage's
-folder, so that none is paid for twice and a resumed run gets the same ones.
+folder, so that none is paid for twice and a resumed run gets the same ones. The main process calls for all: several machines
+cannot share such a file, and concurrency, pace and budget are the endpoint's.
 """
 
 import json
+import math
 import re
 from contextlib import suppress
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +18,14 @@ import torch
 from torch import Tensor
 
 from rge.calls.caller import Caller
+from rge.calls.grouping import Outcome
 from rge.calls.model_config import ModelConfig, check_model
 from rge.calls.request import Request
 from rge.calls.store import AnswerStore
 from rge.calls.wire.replies import BadValue, Reply
 from rge.common.errors import UserError
 from rge.common.options import build
+from rge.distributed import collectives as dist
 from rge.rl.rewards import Rollouts, reward
 
 BEST = 10
@@ -51,7 +56,6 @@ def judge_reward(group: Rollouts, endpoint: dict[str, Any], instruction: str = I
     process reward of Embed-RL (arXiv:2602.13823). Differs: there the judge picks the positive among candidates. `endpoint` is
     a `rge.calls.model_config.ModelConfig`: name, base_url, key_env, budget, prices, concurrency ...
     """
-    caller = _caller(group.folder, json.dumps(endpoint, sort_keys=True))
     values = torch.zeros(group.forced_BK.shape, dtype=torch.float64)
     places, requests = [], []
     for row, texts in enumerate(group.texts):
@@ -64,13 +68,22 @@ def judge_reward(group: Rollouts, endpoint: dict[str, Any], instruction: str = I
             requests.append(
                 Request("judge", parts, instruction, max_tokens=16, form=f"a number from 0 to {BEST}")
             )
-    outcomes = caller.run(requests, read=mark) if requests else []
-    for (row, number), outcome in zip(places, outcomes, strict=True):
-        values[row, number] = torch.nan
-        with suppress(BadValue):
-            if outcome.reply is not None:
-                values[row, number] = mark(outcome.reply) / BEST
+    shares, marks = dist.gather_objects(requests), list[list[float]]()
+    if dist.rank() == 0:
+        caller = _caller(group.folder, json.dumps(endpoint, sort_keys=True))
+        every = [request for share in shares for request in share]
+        found = map(_value, caller.run(every, read=mark) if every else ())
+        marks = [[*islice(found, len(share))] for share in shares]
+    for (row, number), value in zip(places, dist.from_main(marks)[dist.rank()], strict=True):
+        values[row, number] = value
     return values.to(group.state_BKD)
+
+
+def _value(outcome: Outcome) -> float:
+    with suppress(BadValue):
+        if outcome.reply is not None:
+            return mark(outcome.reply) / BEST
+    return math.nan
 
 
 def mark(reply: Reply) -> float:

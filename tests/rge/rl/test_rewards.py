@@ -3,10 +3,11 @@
 import math
 import re
 
+import forked
 import pytest
 import torch
 import torch.nn.functional as F
-from paths import ROOT
+from paths import ROOT, WORKERS
 
 from rge.calls.local_server import Answer, LocalServer, chat
 from rge.common.errors import UserError
@@ -235,6 +236,23 @@ def test_a_judge_is_asked_once_for_each_rationale(group):
     # Kept: the server is gone, and another process asks again.
     judge._caller.cache_clear()
     assert value(group, "judge", endpoint=endpoint_of(server)).tolist() == found.tolist()
+
+
+def test_one_process_calls_the_judge_for_all(tmp_path):
+    asked = []
+
+    async def answer(path, body):
+        asked.append(str(body["messages"][-1]["content"]))
+        return chat(asked[-1].split("Reasoning:")[-1].strip(" \\n'}]"))
+
+    with LocalServer(answer) as server:
+        done = forked.run_pair(WORKERS / "judge.py", tmp_path, server.url)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    (first, callers), (second, others) = (torch.load(tmp_path / f"marks_{rank}.pt") for rank in range(2))
+    torch.testing.assert_close(first, torch.tensor([[0.8, 0.3]]))
+    torch.testing.assert_close(second, torch.tensor([[0.8, 0.3], [0.8, 0.4]]))
+    assert (callers, others) == (1, 0)
+    assert len(asked) == 4  # what both processes ask is asked once
 
 
 def test_a_judge_that_fails_midway_has_no_number_for_those(group):

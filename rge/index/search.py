@@ -1,6 +1,6 @@
 """`rge search`: query an index.
 
-rge search gallery "What opens this?" image=padlock.png
+rge search gallery "What tool do you need for this?" image=padlock.png
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """A checkpoint for sentence-transformers; every export names this module in its ``modules.json``.
 
     model = SentenceTransformer("runs/demo/joint/final", trust_remote_code=True)
-    model.encode_query([{"image": "padlock.png", "text": "What opens this?"}])   # reasons first
+    model.encode_query([{"image": "padlock.png", "text": "What tool do you need for this?"}])   # reasons first
     model.encode_document(["a key", {"image": "key.png"}])
 
 sentence-transformers requires the flag for modules from other packages, even for local directories. Embeddings are

@@ -17,6 +17,8 @@ from packaging.version import Version
 from paths import ROOT
 
 from eval.__main__ import COMMANDS
+from rge import Embedder
+from rge.common.files import find_shipped
 from rge.config import load_recipe
 
 TARGETS = re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
@@ -503,3 +505,20 @@ def test_the_real_steps_read_files_that_exist_or_are_made_before(monkeypatch, ba
             )
             assert (ROOT / needed).is_file() or made_in, f"{step.name} reads {needed}"
         made.add(step.output)
+
+
+@pytest.mark.slow
+def test_the_shipped_checkpoint_answers_the_question_of_the_readme():
+    """It knows few wordings: a padlock that it is asked about in another one finds itself, not the key."""
+    asked = re.search(
+        r'encode_query\("([^"]+)", images="padlock', (ROOT / "README.md").read_text(encoding="utf-8")
+    )
+    padlock, key = (
+        f"{find_shipped('data_prep/demo/data/test/corpus.parquet')}#fluent-emoji-flat/{code}"
+        for code in ("1F512", "1F511")
+    )
+    embedder = Embedder.from_pretrained("demo")
+    query, rationale = embedder.encode_query(asked[1], images=padlock, return_rationales=True)
+    assert rationale == "This is a padlock; it is opened with a key."
+    of_key, of_padlock = embedder.similarity(query, embedder.encode_document(images=[key, padlock]))
+    assert of_key > of_padlock

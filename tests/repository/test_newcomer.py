@@ -510,15 +510,14 @@ def test_the_real_steps_read_files_that_exist_or_are_made_before(monkeypatch, ba
 @pytest.mark.slow
 def test_the_shipped_checkpoint_answers_the_question_of_the_readme():
     """It knows few wordings: a padlock that it is asked about in another one finds itself, not the key."""
-    asked = re.search(
-        r'encode_query\("([^"]+)", images="padlock', (ROOT / "README.md").read_text(encoding="utf-8")
-    )
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    [question] = re.findall(r'^question = "(.+)"$', readme, flags=re.MULTILINE)
     padlock, key = (
         f"{find_shipped('data_prep/demo/data/test/corpus.parquet')}#fluent-emoji-flat/{code}"
         for code in ("1F512", "1F511")
     )
     embedder = Embedder.from_pretrained("demo")
-    query, rationale = embedder.encode_query(asked[1], images=padlock, return_rationales=True)
+    query, rationale = embedder.encode_query(question, images=padlock, return_rationales=True)
     assert rationale == "This is a padlock; it is opened with a key."
     of_key, of_padlock = embedder.similarity(query, embedder.encode_document(images=[key, padlock]))
     assert of_key > of_padlock

@@ -51,7 +51,7 @@ class EmbedOptions(Reading):
     side: Literal["document", "query"] = "document"
     """Whether the items are documents or queries; determines the wording of the prompt."""
     mode: Mode | None = None
-    """Whether a rationale is written first; null: for queries as in training, for documents not."""
+    """Whether a rationale is written first; null: as in training for queries, not for documents."""
     instruction: str | None = None
     """Instruction before every query; null: the one that most training queries had; '' (quoted): none."""
 

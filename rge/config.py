@@ -463,6 +463,9 @@ class OptimConfig:
     """Decoupled weight decay: each step shrinks every weight by this share times the learning rate."""
     max_grad_norm: NotNegative = 1.0
     """Maximum global norm of the gradient (clipping), the same on every back end; 0: no clipping."""
+    skip_nonfinite: Count = 0
+    """Successive steps without an update that a stage survives because their loss or gradient is not finite, e.g. after a
+    single bad batch; one more ends it. `skipped_steps` in metrics.jsonl shows them. May be raised when a run is resumed."""
 
 
 @dataclass

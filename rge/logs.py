@@ -125,8 +125,13 @@ class Logs:
         """Whether a step is logged; `step` counts from one."""
         return step % self.log_every == 0 or step in (1, self.num_steps)
 
+    def skipped(self, step: int, reason: FloatingPointError) -> None:
+        """Say that a step does not update the weights."""
+        if self.accelerator.is_main_process:
+            self.bar.write(f"{self.stage}: step {step} is skipped (optim.skip_nonfinite): {reason}")
+
     def step(self, step: int, report: dict[str, float]) -> None:
-        """Report a finished step; `step` counts from one. Validated steps are always logged."""
+        """Report a finished step; `step` counts from one. Validated and skipped steps are always logged."""
         if (num_cut := report.get("cut_prompts", 0)) and self._warns_of_truncation:
             self._warns_of_truncation = False  # once
             self.bar.write(
@@ -139,7 +144,7 @@ class Logs:
         shown = {name: f"{report[name]:.3g}" for name in SHOWN if name in report}
         self.bar.update(1)
         self.bar.set_postfix(shown, refresh=False)
-        if self.is_due(step) or "val_loss" in report:
+        if self.is_due(step) or {"val_loss", "skipped_steps"} & report.keys():
             self._write(step, report)
 
     def _write(self, step: int, report: dict[str, float]) -> None:

@@ -71,7 +71,7 @@ class TrainingStep:
             too long and lost the end of their text.
 
         Raises:
-            FloatingPointError: the loss is not finite; names the records of this rank.
+            FloatingPointError, on all ranks: the loss is not finite; names the records of the ranks where it is not.
             ValueError: prompts are encoded in other parts than the step's chunks.
         """
         objective = self.objective
@@ -365,12 +365,14 @@ class _Share:
         # Wait for the device once instead of for each value.
         scalars = [*self.totals, *self.nlls, *(value for value, _ in figures.values())]
         values = torch.stack([scalar.double() for scalar in scalars]).tolist()
-        for value in values[: len(self.totals)]:
-            if not math.isfinite(value):
-                raise FloatingPointError(f"the loss is {value}; records of this batch: {record_ids}")
+        wrong = [value for value in values[: len(self.totals)] if not math.isfinite(value)]
         values = values[len(self.totals) :]
-        local = [sum(values[: len(self.nlls)]), *counts, *values[len(self.nlls) :]]
-        nll, negatives, labelled, *sums = dist.sum_over_ranks(local, self.totals[0].device)
+        local = [len(wrong), sum(values[: len(self.nlls)]), *counts, *values[len(self.nlls) :]]
+        num_wrong, nll, negatives, labelled, *sums = dist.sum_over_ranks(local, self.totals[0].device)
+        if num_wrong:
+            found = [pair for pair in dist.gather_objects((wrong, record_ids)) if pair[0]]
+            ids = [one for _, of_rank in found for one in of_rank]
+            raise FloatingPointError(f"the loss is {found[0][0][0]}; records of this batch: {ids}")
         report = {"cut_prompts": self.cut_prompts}
         if self.lm_tokens:
             report["loss_lm"] = nll / self.lm_tokens

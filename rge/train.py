@@ -121,6 +121,7 @@ def train_stage(
     bad_records = BadRecords(recipe.data, batches.files, folder, first_step, batches.mixture)
     loader = Loader(batches, range(first_step, num_steps), recipe.data, embedder.device)
     logs = Logs(accelerator, folder, name, first_step, num_steps, recipe.train.log_every)
+    skipped = 0  # steps in a row
     waited = time.perf_counter()
     for step, batch in enumerate(loader, start=first_step):
         began = time.perf_counter()
@@ -139,17 +140,26 @@ def train_stage(
         rolled_out = time.perf_counter()
 
         report: dict[str, float] = {}
-        for update in range(objective.num_updates):  # several only in the stage rl
-            if update:
-                rollout = rollout.after_update()
-            # 2. All losses from one forward over prompt, own rationales and oracle rationale; backward.
-            report |= training_step(batch, rollout, credit)
+        try:
+            for update in range(objective.num_updates):  # several only in the stage rl
+                if update:
+                    rollout = rollout.after_update()
+                # 2. All losses from one forward over prompt, own rationales and oracle rationale; backward.
+                report |= training_step(batch, rollout, credit)
 
-            # 3. Clip and step, the same on every back end.
-            source = f"step {step + 1}, records of this batch: {batch.record_ids}"
-            report["grad_norm"] = dist.optimizer_step(
-                accelerator, model, optimizer, recipe.optim.max_grad_norm, source
-            )
+                # 3. Clip and step, the same on every back end.
+                source = f"step {step + 1}, records of this batch: {batch.record_ids}"
+                report["grad_norm"] = dist.optimizer_step(
+                    accelerator, model, optimizer, recipe.optim.max_grad_norm, source
+                )
+            skipped = 0
+        except FloatingPointError as error:  # on all processes; the weights are unchanged
+            skipped += 1
+            if skipped > recipe.optim.skip_nonfinite:
+                raise
+            optimizer.zero_grad()
+            logs.skipped(step + 1, error)
+            report = {"skipped_steps": skipped}
 
         took = time.perf_counter() - began
         report |= {"lr": lr, "wait_s": began - waited, "rollout_s": rolled_out - began, "step_s": took}

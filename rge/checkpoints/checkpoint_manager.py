@@ -47,9 +47,9 @@ def divergence_explained(name: str, folder: Path) -> Iterator[None]:
             if damage(path, contents=False) is None:
                 last = f"The last good state is of step {int(path.name.removeprefix('step_'))}: {path}"
         raise DivergedError(
-            f"{name} has diverged: {error}. {last}. The same command would diverge again: start with another out= and a "
-            f"lower {name}.lr, more {name}.warmup_steps or a smaller optim.max_grad_norm; if it always happens with the same "
-            "records, inspect them"
+            f"{name} has diverged: {error}. {last}. The same command would diverge again. If it is a single batch, inspect its "
+            "records, or continue without its update: the same command with optim.skip_nonfinite=1. Otherwise start with another "
+            f"out= and a lower {name}.lr, more {name}.warmup_steps or a smaller optim.max_grad_norm"
         ) from error
 
 

@@ -22,7 +22,7 @@ from rge.rl.pool import pool_path
 
 MAY_DIFFER = ("out", "stage", "recipe", "log.", "train.save_every", "train.keep_last", "train.log_every", "data.num_workers",
               "data.prefetch_mb", "data.on_bad", "data.max_bad_share",
-              "train.num_processes", "train.back_end", "train.silence_s", "train.background_save", "validation.")  # fmt: skip
+              "train.num_processes", "train.back_end", "train.silence_s", "train.background_save", "optim.skip_nonfinite", "validation.")  # fmt: skip
 """Keys that do not affect the result and may change on resume."""
 
 ROUNDING = ("train.micro_batch_size", "train.keep_activations", "train.deterministic", "model.gradient_checkpointing", "model.attn_implementation",

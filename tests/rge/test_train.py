@@ -483,6 +483,18 @@ def test_a_gradient_that_is_not_finite_ends_the_run_before_a_state_is_saved(whol
     assert done.returncode != 0
     assert "the loss is finite, but the norm of its gradient is nan; step 4, records of this" in done.stderr
     assert [path.name for path in (home / "broken/joint/state").iterdir()] == ["step_00000002"]
+    assert "the same command with optim.skip_nonfinite=1" in done.stderr
+
+    done = forked.run(*words, "optim.skip_nonfinite=1", PYTHONPATH=f"{home}{os.pathsep}{ROOT}")
+    assert done.returncode == 0, done.stderr
+    assert "joint: step 6 is skipped (optim.skip_nonfinite): the loss is finite, but the norm" in done.stdout
+    lines = [json.loads(line) for line in (home / "broken/joint/metrics.jsonl").read_text().splitlines()]
+    assert [(line.get("skipped_steps"), "loss" in line) for line in lines] == [(None, True)] * 5 + [
+        (1, False),
+        (None, True),
+    ]
+    weights = load_file(home / "broken/joint/final/model.safetensors")
+    assert all(weight.isfinite().all() for weight in weights.values())
 
 
 def accelerate(*words: str) -> tuple[str, ...]:

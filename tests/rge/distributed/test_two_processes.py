@@ -234,6 +234,13 @@ def test_a_step_on_two_processes_equals_one(cases, lively_path, backbone_of, nam
     assert first["rollout"] == second["rollout"] == pytest.approx(expected)
 
 
+@pytest.mark.slow
+def test_a_loss_that_is_not_finite_on_one_process_ends_both_and_names_its_records(cases):
+    ids = cases["cases"]["cold start-2"]["batches"][1].record_ids
+    messages = [found["broken"] for found in cases["found"]]
+    assert messages == [f"the loss is nan; records of this batch: {ids}"] * 2
+
+
 @pytest.mark.parametrize("value", ["nan", "inf"])
 def test_a_gradient_that_is_not_finite_never_reaches_the_weights(value):
     """As after a finite loss: each of these would make every weight NaN, and the next state too."""

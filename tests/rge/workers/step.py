@@ -66,6 +66,17 @@ for name, case in torch.load(folder / "cases.pt", weights_only=False).items():
     norm = dist.optimizer_step(accelerator, model, optimizer, max_grad_norm=0.0)
     assert all(parameter.grad is None for parameter in embedder.parameters())
     found[name] = {"report": report, "gradients": gradients, "rollout": rollout, "norm": norm}
+
+# A loss that is not finite on one process is an error on both.
+if rank:
+    with torch.no_grad():
+        next(embedder.parameters()).fill_(torch.nan)
+case = torch.load(folder / "cases.pt", weights_only=False)["cold start-2"]
+step = TrainingStep(model, embedder, case["objective"], 2, no_sync=lambda: dist.no_sync(accelerator, model))
+try:
+    step(case["batches"][rank], Rollout(case["rationales"][rank]))
+except FloatingPointError as error:
+    found["broken"] = str(error)
 torch.save(found, folder / f"found_{rank}.pt")
 assert dist.full_weights(accelerator, model, embedder) is None  # DDP shares nothing out
 dist.close()

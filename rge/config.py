@@ -118,7 +118,7 @@ class ModelConfig:
     gradient_checkpointing: bool = True
     """Recompute activations in the backward pass: about a third more compute, memory per layer instead of per op."""
     freeze_vision: bool = False
-    """Do not train the vision tower."""
+    """Do not train the vision tower and its merger."""
     lora: LoraConfig | None = None
     """Train adapters only; null trains all weights."""
     think_tokens: Count = 0

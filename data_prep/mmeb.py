@@ -146,15 +146,17 @@ class _Import:
         if lacking := [column for column in COLUMNS if column not in row]:
             raise UserError(f"{where}: column {lacking[0]!r} is missing; found: {', '.join(row)}")
         counts["read"] += 1
-        [query] = _parts(row, "qry", "qry_image_path", where)
+        queries = _parts(row, "qry", "qry_image_path", where)
+        if len(queries) != 1:
+            raise UserError(f"{where}: {len(queries)} queries; one is needed")
+        [(whole, path)] = queries
+        instruction, text = split_instruction(name, whole)
         positives = [part for part in _parts(row, "pos_text", "pos_image_path", where) if any(part)]
         negatives = _parts(row, *NEGATIVES, where) if row.keys() >= {*NEGATIVES} else []
-        if reason := self._unusable(query, positives):
+        if reason := self._unusable((text, path), positives):
             counts[f"left out: {reason}"] += 1
             return None
         negatives = self._usable_negatives(positives, negatives)
-        text, path = query
-        instruction, text = split_instruction(name, text)
         if instruction is None:
             text = self._worded(text, "query")
         else:
@@ -163,7 +165,7 @@ class _Import:
         counts["with negatives"] += bool(negatives)
         return Record(
             id=f"{name}-{number:07d}",
-            group=hashlib.sha256((path or query[0]).encode()).hexdigest()[:16],
+            group=hashlib.sha256((path or whole).encode()).hexdigest()[:16],
             source=f"{SOURCE}{name}",
             split="train" if split == "original" else split,
             category=SETS[name]["meta_task"],
@@ -212,7 +214,7 @@ class _Import:
 
 def _parts(row: dict[str, Any], text: str, image: str, where: str) -> list[Part]:
     """(text without picture placeholders, picture path) pairs of two parallel columns."""
-    texts, paths = _cells(row[text]), _cells(row[image])
+    texts, paths = (_cells(row[column], f"{where}: {column}") for column in (text, image))
     size = max(len(texts), len(paths), 1)
     texts, paths = texts or [""] * size, paths or [""] * size
     if len(texts) != len(paths):
@@ -220,10 +222,14 @@ def _parts(row: dict[str, Any], text: str, image: str, where: str) -> list[Part]
     return list(zip(map(plain, texts), paths, strict=True))
 
 
-def _cells(value: Any) -> list[str]:
+def _cells(value: Any, name: str) -> list[str]:
+    """The texts of a cell, "" for missing ones. Raises `UserError`: it holds anything else."""
     if value is None:
         return []
-    return [one or "" for one in value] if isinstance(value, (list, tuple)) else [value]
+    found = list(value) if isinstance(value, (list, tuple)) else [value]
+    if wrong := [one for one in found if not isinstance(one, str | None)]:
+        raise UserError(f"{name} must be a text, got {wrong[0]!r}")
+    return [one or "" for one in found]
 
 
 def _id(part: Part) -> str:

@@ -239,3 +239,29 @@ def test_a_column_that_is_missing_is_named(release, tmp_path):
     pq.write_table(pa.Table.from_pylist(rows), release / "OK-VQA" / "original-00000-of-00001.parquet")
     with pytest.raises(UserError, match="OK-VQA, row 1: column 'pos_text' is missing; found: qry"):
         convert(release, tmp_path / "out", sets=["OK-VQA"])
+
+
+def test_a_query_that_is_only_its_instruction_is_empty(release, tmp_path):
+    wording = "Represent the given image for classification"
+    rows = [row(f"{PLACE}{wording}", pos="cat"), row(f"{PLACE}{wording}", "images/I/0.png", "cat")]
+    pq.write_table(pa.Table.from_pylist(rows), release / "ImageNet_1K" / "original-00000-of-00001.parquet")
+    report = convert(release, tmp_path / "out", sets=["ImageNet-1K"])
+    assert report["sets"]["ImageNet-1K"]["left out: empty query"] == 1
+    assert len(records(tmp_path / "out", "ImageNet-1K")) == 1
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"qry": 5}, "OK-VQA, row 1: qry must be a text, got 5"),
+        ({"pos_image_path": [7]}, "OK-VQA, row 1: pos_image_path must be a text, got 7"),
+        ({"qry": ["a", "b"]}, "OK-VQA, row 1: 2 values in qry, 1 in qry_image_path"),
+        ({"qry": ["a", "b"], "qry_image_path": ["", ""]}, "OK-VQA, row 1: 2 queries; one is needed"),
+    ],
+)
+def test_a_row_that_does_not_fit_is_named(release, tmp_path, changed, message):
+    folder = release / "OK-VQA"
+    (folder / "original-00000-of-00001.parquet").unlink()
+    (folder / "original.jsonl").write_text(json.dumps(row("What is it?", pos="cat") | changed) + "\n")
+    with pytest.raises(UserError, match=message):
+        convert(release, tmp_path / "out", sets=["OK-VQA"])

@@ -147,11 +147,17 @@ class Study:
             except UserError as error:  # a key or a recipe that is gone
                 return [str(error)]
         (out,) = (word[4:] for word in then["command"] if word.startswith("out="))
-        # The study's folder may have been moved.
+        # The study's folder may have been moved, and its recipe may name files in its usual place.
         before = out.removesuffix(self.run_name(arm, seed)).rstrip("/")
-        recipe = json.dumps(then["recipe"], ensure_ascii=False).replace(f"{before}/", f"{self.out}/")
-        theirs = given(json.loads(recipe), arm.stage)
-        ours = given(to_dict(load_recipe(self.words(arm, seed))), arm.stage)
+        places = sorted({before, str(self.out)}, key=len, reverse=True)  # one may be in the other
+
+        def in_folder(recipe: Mapping[str, Any]) -> dict[str, Any]:
+            text = json.dumps(recipe, ensure_ascii=False)
+            for place in filter(None, places):
+                text = text.replace(f"{place}/", "")
+            return given(json.loads(text), arm.stage)
+
+        theirs, ours = in_folder(then["recipe"]), in_folder(to_dict(load_recipe(self.words(arm, seed))))
         free = f"{arm.stage}.steps" if arm.flops_of else None
         return [
             f"{key} (there {theirs.get(key, 'the default')!r}, now {ours.get(key, 'the default')!r})"

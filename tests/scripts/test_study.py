@@ -273,6 +273,19 @@ def test_results_of_other_settings_are_not_used(study, tmp_path):
     assert found("") == (False, {"self/seed_0"})
 
 
+@pytest.mark.parametrize("place", ["moved", "a study/moved"])
+def test_a_study_may_be_moved_if_its_recipe_names_files_in_its_usual_folder(study, tmp_path, place):
+    text = f"joint:\n  sources: [{{path: {study.folder}/data/train.jsonl}}]\n"
+    given = recipe_study(study, tmp_path, text)
+    study.arms.run_all(given, [(given.arms[1], 0)])
+    moved = replace(recipe_study(study, tmp_path, text), out=study.folder.parent / place)
+    shutil.copytree(study.folder / "self", tmp_path / "copy")
+    shutil.copytree(tmp_path / "copy", moved.out / "self")
+    assert moved.changed(moved.arms[1], 0) == []
+    other = replace(recipe_study(study, tmp_path, text.replace("data", "more")), out=moved.out)
+    assert [found.partition(" ")[0] for found in other.changed(other.arms[1], 0)] == ["joint.sources"]
+
+
 def test_settings_include_earlier_stages_and_whatever_limits_the_steps(study, tmp_path):
     arms = (
         study.Arm("cold", "cold_start"),

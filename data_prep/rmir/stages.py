@@ -13,7 +13,14 @@ import pyarrow as pa
 
 from data_prep.rmir import arithmetic as maths
 from data_prep.rmir import decisions, frames, prompts
-from data_prep.rmir.pictures.encoders import Index, caption_index, embed_captions, image_index, load_encoder
+from data_prep.rmir.pictures.encoders import (
+    NO_CAPTIONS,
+    Index,
+    caption_index,
+    embed_captions,
+    image_index,
+    load_encoder,
+)
 from data_prep.rmir.results.audit import audit
 from data_prep.rmir.results.export import export
 from data_prep.rmir.run import Asking, Row, Run, reasons
@@ -24,6 +31,7 @@ from rge.calls.failures import Rejection
 from rge.calls.model_config import cache_names
 from rge.calls.request import Request
 from rge.calls.wire.replies import Refused, Reply, ReplyError
+from rge.common.errors import UserError
 
 Rows = list[Row]
 
@@ -59,6 +67,11 @@ def caption(run: Run) -> dict[str, Any]:
 def generate(run: Run) -> dict[str, Any]:
     """Write one question of each category about each input picture, with a description of its target (3.1.1)."""
     config, codes_of = run.config.generate, wording(run.config.prompts).codes
+    encoders = (run.config.image_encoder, *(spec.encoder for spec in run.config.retrieve.more))
+    if any(encoder.kind == "pixels" for encoder in encoders) and not any(
+        image["caption"] for image in run.images()
+    ):
+        raise UserError(NO_CAPTIONS)  # else `retrieve` would say so, after all questions are paid
     images, limits = drawn(run, config.max_inputs), (config.max_query_words, config.max_target_words)
 
     def ask(image: Row) -> Iterator[Request]:

@@ -19,6 +19,11 @@ from rge.common.schema import ImageRef, Item
 if TYPE_CHECKING:
     from rge.embedder import Embedder  # imports torch
 
+NO_CAPTIONS = (
+    "the pixels encoder needs some pictures with captions (library.caption_column) to embed texts, but none has any: use "
+    "image_encoder.kind=siglip or checkpoint, or write captions with caption.model=writer"
+)
+
 
 class TextEncoder(Protocol):
     """Embeds texts."""
@@ -103,10 +108,7 @@ class PixelEncoder:
     def texts(self, texts: Sequence[str], *, query: bool = True) -> np.ndarray:
         """(N, D) float32, unit norm."""
         if not len(self._captions):
-            raise UserError(
-                "the pixels encoder needs some pictures with captions (library.caption_column) to embed texts, but none has "
-                "any: use image_encoder.kind=siglip or checkpoint, or write captions with caption.model=writer"
-            )
+            raise UserError(NO_CAPTIONS)
         alike = np.clip(HashingEncoder().texts(texts) @ self._captions.T, 0, None) ** 4
         if alike.shape[1] > self.num_neighbours:
             smallest = np.sort(alike, axis=1)[:, -self.num_neighbours, None]

@@ -183,9 +183,11 @@ def test_without_captions_the_image_index_alone_finds_candidates(checkpoint, pic
 
 
 def test_thumbnails_without_captions_are_refused_by_name(pictures, tmp_path):
+    """Before questions are paid for, too."""
     run = library_run(tmp_path, pictures, "image_encoder={kind: pixels}")
     stages.seed(run)
-    asked_about(run)
-    with pytest.raises(UserError, match="the pixels encoder needs some pictures with captions"):
-        stages.retrieve(run)
+    for stage in (stages.generate, stages.retrieve):
+        with pytest.raises(UserError, match="the pixels encoder needs some pictures with captions"):
+            stage(run)
+        asked_about(run)
     run.close()

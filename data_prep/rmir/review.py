@@ -75,7 +75,7 @@ class AgreementOptions:
 
     run: Path
     """Folder of the run."""
-    verdicts: tuple[Path, ...]
+    verdicts: Annotated[tuple[Path, ...], Field(min_length=1)]
     """Files saved by the page, one per person."""
 
 

@@ -520,6 +520,8 @@ def test_a_run_that_is_not_finished(tmp_path):
         main(["review", f"run={tmp_path}", f"out={tmp_path / 'x.html'}"])
     with pytest.raises(UserError, match="missing run=..."):
         main(["agreement", "verdicts=x"])
+    with pytest.raises(UserError, match="verdicts: .* at least 1"):
+        main(["agreement", f"run={tmp_path}", "verdicts=[]"])
 
 
 def test_a_family_is_a_setting_of_a_model():

@@ -17,7 +17,7 @@ from pydantic import (
     ValidationInfo,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticKnownError
 
 ImageRef = str | bytes
 """Encoded picture bytes, a path to a picture file, or ``library.parquet#row-id``."""
@@ -32,8 +32,11 @@ def safe_id(name: str) -> str:
 
 def _picture(value: object, info: ValidationInfo) -> ImageRef:
     """Check a reference, and join it to the folder of the context, if there is one."""
-    if not isinstance(value, (str, bytes)) or not value:
-        raise PydanticCustomError("picture", "Input should be a path or encoded bytes")
+    # The errors are those of `Text`, since the fingerprint of a data set contains its problems.
+    if not isinstance(value, str) and not (isinstance(value, bytes) and value):
+        raise PydanticKnownError("string_type")
+    if not value:
+        raise PydanticKnownError("string_too_short", {"min_length": 1})
     folder = (info.context or {}).get("folder")
     return value if folder is None or isinstance(value, bytes) else str(folder / value)
 

@@ -251,6 +251,7 @@ class RowRecords(Reopened, StoredRecords):
                     record, problems = parsed(columns, row, number)
                     if record is not None and PRESENT in (*texts_of(record), *names_of(record)):
                         problems = ["a text is stored as bytes: cast its column to text"]
+                    # Problems too, so a message with other words refuses the resume of runs that left such rows out.
                     sha256.update(repr(record or problems).encode(errors="backslashreplace"))
                     yield Scanned(number, number, record, problems)
                 bar.update(len(numbers))

@@ -866,6 +866,22 @@ def test_what_a_registered_source_does_wrong_is_named(registered, source, messag
         open_records(RecordsConfig(**source))
 
 
+def test_rows_left_out_keep_their_fingerprint():
+    """Their problems are a part of it: with other words, runs over such a source would no longer resume."""
+    pictures = [[], [""], [5], [b""]]
+
+    @register_data_source("gaps")
+    def gaps():
+        return [{"query": {"text": "q", "images": some}, "positives": [{"text": "a"}]} for some in pictures]
+
+    try:
+        found = open_records(RecordsConfig(type="gaps"), on_bad="skip")
+    finally:
+        del DATA_SOURCES._entries["gaps"]
+    assert [bad.place for bad in found.bad] == [1, 2, 3]
+    assert found.content["sha256"] == "bbd0b28113a8396085f03bc7effa3538fa72f070553b221587b181026a8ff777"
+
+
 @pytest.mark.slow
 def test_the_library_is_not_loaded_for_files(tmp_path):
     """It takes a second and a hundred megabytes."""

@@ -11,7 +11,7 @@ from rge.common.files import find_shipped, visible_files
 from rge.common.registry import Registry
 from rge.common.schema import Record
 from rge.config import RecordsConfig, SourceConfig
-from rge.data.rows import ArrowRows, Columns, Opened, RowRecords, drop_image_bytes, parsed
+from rge.data.rows import ArrowRows, Columns, Opened, RowRecords, drop_image_bytes, parsed, rows_of
 from rge.data.sources import Checks, RecordError, RecordFile, Records, parsed_line, strip_bom
 from rge.data.streams import Stream
 
@@ -94,7 +94,7 @@ def _open_rows(config: RecordsConfig, first: int | None = None, *, without_pictu
     found: list[Mapping[str, Any]] = []
     for table in stream.iter(batch_size=min(first, 64)):
         kept = table.slice(0, first - len(found))
-        found += (drop_image_bytes(kept) if without_pictures else kept).to_pylist()
+        found += rows_of(drop_image_bytes(kept) if without_pictures else kept)
         if len(found) == first:
             break
     return found, columns, folder

@@ -3,6 +3,7 @@
 A data set is Arrow tables; rows are read without decoding pictures, and checking does not even read the pictures' bytes.
 """
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -53,11 +54,33 @@ class ArrowRows:
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
-        return self._dataset[index].to_pylist()[0]
+        return rows_of(self._dataset[index])[0]
 
     def without_pictures(self, start: int, stop: int) -> list[dict[str, Any]]:
         """Rows with `PRESENT` in place of pictures' bytes."""
-        return drop_image_bytes(self._dataset[start:stop]).to_pylist()
+        return rows_of(drop_image_bytes(self._dataset[start:stop]))
+
+
+def rows_of(table: pa.Table) -> list[dict[str, Any]]:
+    """The rows of a table; JSON in them is parsed, since the library keeps objects with different fields as such."""
+    rows: list[dict[str, Any]] = table.to_pylist()
+    for column in table.schema:
+        if "arrow.json" in str(column.type):
+            for row in rows:
+                row[column.name] = _parsed_json(row[column.name], column.type)
+    return rows
+
+
+def _parsed_json(value: Any, kind: pa.DataType) -> Any:
+    if value is None:
+        return None
+    if isinstance(kind, pa.JsonType):
+        return json.loads(value)
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return [_parsed_json(one, kind.value_type) for one in value]
+    if pa.types.is_struct(kind):
+        return {field.name: _parsed_json(value[field.name], field.type) for field in kind}
+    return value
 
 
 def drop_image_bytes(table: pa.Table) -> pa.Table:

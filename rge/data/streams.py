@@ -20,7 +20,7 @@ import numpy as np
 from rge.common.files import read_json_lines
 from rge.common.schema import Record
 from rge.config import RecordsConfig, SourceConfig
-from rge.data.rows import Opened, Reopened, parsed
+from rge.data.rows import Opened, Reopened, parsed, rows_of
 from rge.data.sources import BrokenRecord, Checks, RecordError, Records, faults_of
 
 BATCH = 64
@@ -54,7 +54,7 @@ class Stream(Reopened):
         self.content = {"read": "while training, so its content is unknown"}
         self.need_rationale, self.seed, self.notes = checks.get("need_rationale", False), seed, notes
         stream, columns, folder = self.opened
-        row = next((table.to_pylist()[0] for table in stream.iter(batch_size=1)), None)
+        row = next((rows_of(table)[0] for table in stream.iter(batch_size=1)), None)
         if row is None:
             raise RecordError(f"training records {self.name}: the stream is empty")
         record, problems = parsed(columns, row, "0:0")
@@ -168,7 +168,7 @@ class Reader(Records):
             for table in self._tables(shard):
                 while next_one < begins + row + table.num_rows:
                     place = next_one - begins - row
-                    yield f"{shard}:{row + place}", table.slice(place, 1).to_pylist()[0]
+                    yield f"{shard}:{row + place}", rows_of(table.slice(place, 1))[0]
                     next_one += self._turns
                 row += table.num_rows
             self._note(shard, row)

@@ -582,9 +582,7 @@ def _margin(logit_BV: Tensor, temperature: float, uniform_B: Tensor | None, toke
         best_B2 = logit_BV.topk(2, dim=-1).values
         return best_B2[:, 0] - best_B2[:, 1]
     cumulative_BV, threshold_B1 = _drawn(logit_BV, temperature, uniform_B)
-    bound_BV, token_B1 = (
-        F.pad(cumulative_BV, (1, 0)),
-        token_B[:, None],
-    )  # a token's range ends where the next begins
+    bound_BV = F.pad(cumulative_BV, (1, 0))  # a token's range ends where the next begins
+    token_B1 = token_B[:, None]
     below_B1, above_B1 = bound_BV.gather(1, token_B1), bound_BV.gather(1, token_B1 + 1)
     return torch.minimum(above_B1 - threshold_B1, threshold_B1 - below_B1)[:, 0].float()

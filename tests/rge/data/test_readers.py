@@ -61,7 +61,8 @@ def record(number: int, chance: random.Random) -> dict:
         "id": f"r{number}", "group": f"g{number // 2}", "source": "shop", "split": "train", "category": "ü" * (number % 2),
         "instruction": "Find it." if number % 2 else None,
         "query": {"text": " ".join(chance.choices(WORDS, k=5)), "images": shown},
-        "positives": [{"id": f"t{number % 12}", "image": f"pictures/{number % 7}.png", "text": "thing" if number % 2 else None,
+        # Objects with different fields, which the library reads as JSON.
+        "positives": [{"id": f"t{number % 12}", "image": f"pictures/{number % 7}.png", **({"text": "thing"} if number % 2 else {}),
                        "rationale": " ".join(chance.choices(WORDS, k=chance.randint(2, 6)))}],
         "negatives": [{"id": f"n{number}", "text": "not this"}][: number % 4 // 2],
     }  # fmt: skip

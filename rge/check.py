@@ -140,8 +140,15 @@ def examine(
         if model is not None:
             run.check_model(model)
     if lock is not None and not run.problems and run.found.stages:
-        run.attempt(lock.enter_context, held(run.out))
+        run.attempt(_hold, lock, run.out)
     return run.problems, run.found
+
+
+def _hold(lock: ExitStack, out: Path) -> None:
+    try:
+        lock.enter_context(held(out))
+    except OSError as error:
+        raise UserError(f"out={out} cannot be written ({error.strerror}): give another out=") from error
 
 
 class Preflight:

@@ -8,6 +8,7 @@ import re
 import resource
 import shutil
 from collections import namedtuple
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -98,6 +99,14 @@ def test_a_learning_rate_that_is_never_reached_is_said(home, accelerator):
     said = "joint.warmup_steps=5 is more than the stage's 4 steps, so the learning rate never reaches joint.lr=2e-05"
     assert said in "\n".join(found.summary)
     assert "\n".join(found.summary).count("never reaches") == 1
+
+
+def test_an_output_folder_that_cannot_be_made_is_named_with_the_fix(home, accelerator):
+    (home / "taken").write_text("")
+    for place, why in (("taken", "File exists"), ("taken/run", "Not a directory")):
+        with ExitStack() as lock:
+            problems = problems_of(home, accelerator, f"out={home / place}", lock=lock)
+        assert problems == [f"out={home / place} cannot be written ({why}): give another out="]
 
 
 def test_records_that_include_their_wording_are_refused_where_the_profile_adds_another(home, accelerator):

@@ -182,6 +182,8 @@ def make_config(
     )
     _check_keys("text", text, type(config.text_config), smollm2.MODEL_TYPE)
     _check_keys("vision", vision, type(config.vision_config), efficientnet.EfficientNetConfig.model_type)
+    if (layers := config.get_text_config().num_hidden_layers) < 1:
+        raise UserError(f"model.scratch.text.num_hidden_layers must be >= 1, got {layers}")
     return config
 
 

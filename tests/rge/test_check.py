@@ -349,6 +349,7 @@ def test_sources_that_give_one_id_to_different_things_are_named(home, accelerato
         ("text.model_type=llama", "model.scratch.text.model_type must be one of smollm2, got 'llama'"),
         ("vision.model_type=siglip", "model.scratch.vision.model_type must be one of efficientnet_lite0, got 'siglip'"),
         ("text.hidden_size=many", "model.scratch makes no model: "),
+        ("text.num_hidden_layers=0", "model.scratch.text.num_hidden_layers must be >= 1, got 0"),
         ("text.hidden_size=33", "model.scratch makes no model: hidden_size must be divisible by num_heads"),
     ],
 )  # fmt: skip

@@ -212,9 +212,10 @@ class BatchJobs:
                 return False
             if isinstance(error, StopCalls):
                 raise
-            raise StopCalls(
-                f"{self.model.name}: the endpoint does not accept the batch; {error}. {_fix(is_full)}"
-            ) from None
+            what, fix = "the endpoint does not accept the batch", _fix(is_full)
+            if isinstance(error, AttemptFailed) and not is_full:
+                what, fix = "the batch cannot be submitted", "Run the same command again later"
+            raise StopCalls(f"{self.model.name}: {what}; {error}. {fix}") from None
         return True
 
     async def _attempt(self, row: BatchRow, lines: bytes) -> None:

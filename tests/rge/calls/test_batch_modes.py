@@ -300,6 +300,18 @@ def test_a_batch_that_is_rejected_stops_with_the_providers_words(provider, store
 
 
 @pytest.mark.parametrize(
+    "fault", [Answer("<html>", 502), Answer({}, 503, headers={"retry-after": "3600"})], ids=["down", "wait"]
+)
+def test_a_batch_that_cannot_be_submitted_now_says_to_try_again(provider, store, fault):
+    """No setting of the model is to blame."""
+    provider.faults = {"create before": [fault] * 9}
+    with pytest.raises(StopCalls, match=r"cannot be submitted; .*HTTP 50[23].*again later") as caught:
+        Caller(model(provider, max_retries=1), store).run(ask(*TEXTS))
+    assert "settings" not in str(caught.value)
+    assert store.spent(model(provider)["m"].endpoint) == 0
+
+
+@pytest.mark.parametrize(
     "answers",
     [[Answer("<html>", 502)] * 3, [Answer({}, 404)], [Answer({"error": {"message": "who?"}}, 401)]],
     ids=["down", "no list", "key"],

@@ -75,9 +75,9 @@ def embed(options: EmbedOptions, source: Source, parts: Path) -> int:
 
 
 def _check_same_settings(parts: Path, about: dict[str, Any]) -> None:
-    """Refuse to continue a command that was started with other settings."""
+    """Refuse to continue a command that has embedded something with other settings."""
     before = read_json(parts / ABOUT)
-    if before is None:
+    if before is None or not any(parts.glob("*.parquet")):
         write_json(parts / ABOUT, about)
         return
     differs = [key for key, value in about.items() if before.get(key) != value and key != "checkpoint"]

@@ -737,6 +737,14 @@ def test_embed_writes_what_the_embedder_says(photos, demo, capsys):
     np.testing.assert_allclose(row["vector"], expected, atol=1e-5)
 
 
+def test_a_command_that_embedded_nothing_may_be_corrected(photos, capsys):
+    """A refused mode, for example, must not count as the settings of what is there."""
+    with pytest.raises(UserError, match="mode=latent needs a checkpoint with think tokens"):
+        embed(["src=pho tos", "out=x.parquet", "checkpoint=demo", "mode=latent"])
+    assert embed(["src=pho tos", "out=x.parquet", "checkpoint=demo", "mode=direct"]) == 0
+    assert "7 vectors" in capsys.readouterr().out
+
+
 def test_embed_goes_on_where_it_was_and_says_when_it_was_begun_otherwise(photos, demo, capsys, monkeypatch):
     calls = []
     real = Embedder.encode_prompts

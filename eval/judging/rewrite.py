@@ -13,7 +13,7 @@ from typing import Any
 from eval.sets.contents import content_digest, picture_digests
 from eval.sets.retrieval_set import RetrievalSet
 from rge.calls.caller import Caller, Outcome
-from rge.calls.model_config import ModelConfig
+from rge.calls.model_config import ModelConfig, check_model
 from rge.calls.request import Picture, Request
 from rge.calls.store import AnswerStore, value_key
 from rge.calls.wire.bodies import served_model
@@ -55,10 +55,10 @@ class Rewriter:
     ``kind``: key of `PROMPTS`. ``key_env``: environment variable with the API key; None: no key. ``answers``: stores the texts.
 
     Attributes:
-        served: see `rge.calls.wire.served_model`; part of the cache keys.
+        served: see `rge.calls.wire.bodies.served_model`; part of the cache keys.
 
     Raises:
-        UserError: the variable is not set, or the endpoint cannot be reached.
+        UserError: the address is none, the variable is not set, or the endpoint cannot be reached.
     """
 
     def __init__(self, kind: str, url: str, model: str, key_env: str | None, answers: AnswerStore):
@@ -66,6 +66,7 @@ class Rewriter:
         config = ModelConfig(
             name=model, base_url=url, key_env=key_env, concurrency=CONCURRENCY, send_seed=False, reasks=0
         )
+        check_model("rewriter", config)
         self.served = served_model(config)
         self._shown = f"{model} at {url}"
         self._caller = Caller({model: config}, AnswerStore(None))  # only texts are stored, in `answers`

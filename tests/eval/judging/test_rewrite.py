@@ -119,6 +119,15 @@ def test_a_query_that_gets_nothing_stays_as_it_was_and_is_counted(content, tmp_p
             rewriter.answers.close()
 
 
+@pytest.mark.parametrize(
+    "address", ["http://host:x/v1", "http://me:secret-word@127.0.0.1:9/v1", "127.0.0.1:9"]
+)
+def test_an_address_that_is_none_is_refused_before_it_is_used(tmp_path, address):
+    with pytest.raises(UserError, match=r"^rewriter\.base_url must") as caught:
+        load_rewriter("caption", address, "m", tmp_path / "cache")
+    assert "secret-word" not in str(caught.value)
+
+
 @pytest.mark.slow
 def test_an_embedder_sees_what_was_added(content, server, tmp_path):
     data = write_tables(tmp_path / "set", content)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from contextvars import Context
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -104,7 +105,8 @@ class Batches:
         self._waiting += rows
         self._arrived.set()
         if self._working is None or self._working.done():
-            self._working = asyncio.create_task(self._work())
+            # Its log lines are not this request's alone, so without its X-Request-ID.
+            self._working = asyncio.create_task(self._work(), context=Context())
         try:
             return await asyncio.gather(*(row.answer for row in rows))
         finally:

@@ -26,6 +26,7 @@ import numpy as np
 import openai
 import pytest
 import uvicorn
+from asgi_correlation_id import CorrelationIdFilter, correlation_id
 from paths import ROOT
 from PIL import Image
 
@@ -903,6 +904,24 @@ def test_a_batch_takes_the_oldest_and_those_nearest_to_it_in_length():
         {"direct"},
         {"direct"},
     ]
+
+
+def test_a_batch_that_fails_is_not_logged_as_the_request_that_woke_the_queue(caplog):
+    """It may hold inputs of others, and that request may have been answered long ago."""
+
+    def fails(prompts, mode):
+        raise RuntimeError("out of memory")
+
+    async def ask():
+        correlation_id.set("who-asked")
+        batches = Batches(fails, batch_size=3, wait_s=0, max_queue=9)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            await batches.answers(["a", "b"], "direct")
+        batches.stop()
+
+    caplog.handler.addFilter(CorrelationIdFilter(default_value="-"))
+    asyncio.run(ask())
+    assert [record.correlation_id for record in caplog.records if "retrying" in record.message] == ["-"]
 
 
 # ----------------------------------------------------------------------------------------------------------------- web

@@ -150,10 +150,6 @@ def expand(directory: Path) -> list[Path]:
 def read_evaluation(directory: Path) -> Evaluation:
     """Read one evaluation directory; a UserError if it is incomplete or inconsistent."""
     results = read_results(directory)
-    missing = [key for key in ("set", "micro") if not results.get(key)]
-    missing += [f"set.{key}" for key in ("name", "fingerprint") if not (results.get("set") or {}).get(key)]
-    if missing:
-        raise UserError(f"{directory / RESULTS} lacks {', '.join(missing)}: evaluate again")
     mode = results.get("query_mode")
     order, label, note = _FOREIGN_ORDER, str(results.get("tag") or directory.name), "external ranking"
     if mode is not None:

@@ -46,6 +46,8 @@ ASSUMED = {"benchmark": "generic", "profile": "clean", "seed": 0, "depth": DEPTH
 """Values assumed for keys that older results did not record; others are null."""
 NOT_ALWAYS_RECORDED = ("dtype", "exact", "set.content", "set.report_by")
 """Keys that older results did not record and that may have had any value."""
+ALWAYS_RECORDED = ("micro", "set.name", "set.fingerprint")
+"""Keys of the results of all versions."""
 MADE_WITH = (
     "instructions", "verbatim", "image_policy", "query_images", "task", "keys", "gains", "layout", "pool",
     "exclude_query_image",
@@ -308,9 +310,9 @@ def read_results(directory: Path) -> dict[str, Any]:
     """Read ``results.json`` of a finished output directory; a `UserError` if it is missing or invalid."""
     path = directory / RESULTS
     try:
-        results = json.loads(path.read_text(encoding="utf-8"), parse_constant=_not_finite)
-        if not isinstance(results, dict):
-            raise ValueError("it is not the results of an evaluation")
+        results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"), parse_constant=_not_finite)
+        if missing := [key for key in ALWAYS_RECORDED if not value_at(results, key.split("."))]:
+            raise ValueError(f"it lacks {', '.join(missing)}")
         return results
     except FileNotFoundError:
         inner = sorted(child.parent.name for child in directory.glob(f"*/{RESULTS}"))
@@ -318,12 +320,14 @@ def read_results(directory: Path) -> dict[str, Any]:
         if inner:
             words = f"holds {len(inner)} evaluations: pass one of {', '.join(inner)}"
         raise UserError(f"{directory} {words}") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise UserError(f"{path} is damaged ({error}): evaluate again with overwrite=true") from None
 
 
 def _not_finite(name: str) -> None:
-    raise ValueError(f"it contains {name} instead of a number; evaluate again")
+    raise ValueError(f"it contains {name} instead of a number")
 
 
 def invalidate(out: Path) -> None:

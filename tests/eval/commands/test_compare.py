@@ -215,7 +215,7 @@ def test_profiles_must_agree(dirs, tmp_path):
     ):
         compare(CompareOptions(dirs / "b", tmp_path))
     (tmp_path / "results.json").write_text("{")
-    with pytest.raises(UserError, match="results.json cannot be read"):
+    with pytest.raises(UserError, match="results.json is damaged"):
         compare(CompareOptions(dirs / "b", tmp_path))
 
 

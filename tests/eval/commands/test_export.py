@@ -13,6 +13,7 @@ from huggingface_hub import ModelCard
 from eval.__main__ import main
 from eval.commands.export import ExportOptions, export, with_evaluation
 from eval.commands.run import RunOptions, run
+from eval.commands.score import ScoreOptions, score
 from eval.pages.boards.rows import note_of
 from eval.pages.evaluations import read_evaluation
 from rge.checkpoints.export import checkpoint_hash
@@ -88,8 +89,8 @@ def test_a_latex_table_has_no_empty_column_for_a_metric_that_was_not_measured(do
 def test_mmeb_needs_all_sets(done, tmp_path):
     with pytest.raises(UserError, match="needs an evaluation of all 36 sets .* has benchmark=generic"):
         export(ExportOptions("mmeb", done, tmp_path / "x.json"))
-    few = {"num_members": 36, "num_queries": 108}
-    results = {"benchmark": "mmeb", "profile": "clean", "set": few}
+    results = json.loads((done / "results.json").read_text()) | {"benchmark": "mmeb", "suite": "set"}
+    results["set"] |= {"num_members": 36, "num_queries": 108}
     results["by_category"] = {name: {"hit@1": {"value": 0.5, "low": 0.4, "high": 0.6}} for name in SETS}
     (tmp_path / "results.json").write_text(json.dumps(results))
     with pytest.raises(UserError, match="not the published one: it has 108 of 36,000 queries"):
@@ -222,3 +223,18 @@ def test_a_partial_run_is_not_exported(done, tmp_path):
         UserError, match="has only 23 of 24 queries; evaluate.py would silently leave the others out"
     ):
         export(ExportOptions("pinpoint", tmp_path, tmp_path / "p.json"))
+
+
+@pytest.mark.parametrize(
+    "content", ["[]", "{}", '{"set": null, "micro": {}}', '{"set": "s"}', "{", '{"a": NaN}']
+)
+def test_other_json_is_not_taken_for_results(done, tmp_path, content):
+    (tmp_path / "results.json").write_text(content)
+    with pytest.raises(UserError, match="results.json is damaged .*: evaluate again with overwrite=true"):
+        export(ExportOptions("csv", tmp_path, tmp_path / "table.csv"))
+    asked = {"run": done / "run.trec", "set": done.parent / "set", "out": tmp_path}
+    with pytest.raises(UserError, match="results.json is damaged"):
+        score(ScoreOptions(**asked))
+    assert (tmp_path / "results.json").read_text() == content
+    score(ScoreOptions(**asked, overwrite=True))
+    export(ExportOptions("csv", tmp_path, tmp_path / "table.csv"))

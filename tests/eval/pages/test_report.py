@@ -18,7 +18,6 @@ from eval.pages.evaluations import RANK_COLUMN
 from eval.pages.examples import choose_examples
 from eval.pages.report import ReportOptions, curves_of, read_training_logs, report
 from eval.pages.wording import LONG_QUESTION, number
-from eval.scoring.output_files import read_results
 from rge.common.errors import UserError
 from rge.common.options import parse_options
 from rge.identity.set_fingerprint import set_fingerprint
@@ -881,11 +880,11 @@ def test_a_moved_set_is_found_where_it_is_said_to_be(world):
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        (("micro", "mrr", "low"), float("nan"), "cannot be read: it contains NaN"),
-        (("by_pair", "seen", "recall@1", "value"), float("inf"), "cannot be read: it contains Infinity"),
+        (("micro", "mrr", "low"), float("nan"), "is damaged .it contains NaN"),
+        (("by_pair", "seen", "recall@1", "value"), float("inf"), "is damaged .it contains Infinity"),
         (("ties", "recall@1", "best"), "0.3", "ties.recall@1.best must be a number, got {'value': '0.3'}"),
         (("micro", "recall@1"), {}, "micro.recall@1 must be a number, got {}"),
-        (("set", "fingerprint"), None, "lacks set.fingerprint: evaluate again"),
+        (("set", "fingerprint"), None, "lacks set.fingerprint.: evaluate again"),
     ],
 )
 def test_figures_that_are_no_numbers_are_named(world, path, value, message):
@@ -897,14 +896,6 @@ def test_figures_that_are_no_numbers_are_named(world, path, value, message):
     edit(world / "out/reasoning-both", change)
     with pytest.raises(UserError, match=f"results.json:? .*{message}"):
         written(world)
-
-
-def test_other_json_is_not_taken_for_results(tmp_path):
-    (tmp_path / "results.json").write_text("[]")
-    with pytest.raises(
-        UserError, match="results.json cannot be read: it is not the results of an evaluation"
-    ):
-        read_results(tmp_path)
 
 
 def test_a_ranking_without_chance_has_no_floor(world):

@@ -41,9 +41,17 @@ class Pairs:
 def read_pairs(path: str | Path, limit: int, seed: int = 0) -> Pairs:
     """Draw at most `limit` queries from training records (see `open_data`), whose targets are the candidates, or a retrieval set."""
     path = Path(path)
-    if (path / "queries.parquet").is_file():
-        return _from_set(path, limit, seed)
-    return _from_records(open_data(path), limit, seed)
+    if not (path / "queries.parquet").is_file():
+        return _from_records(open_data(path), limit, seed)
+    invalid = f"{path} is not a valid retrieval set: `rge eval check set={path}` says why"
+    try:
+        pairs = _from_set(path, limit, seed)
+    except (KeyError, TypeError) as error:  # a column is missing or of another type
+        raise RecordError(invalid) from error
+    items = (*pairs.queries, *pairs.candidates)
+    if not (pairs.queries and pairs.candidates and all(item.text or item.images for item in items)):
+        raise RecordError(invalid)
+    return pairs
 
 
 def open_data(path: str | Path, *, need_rationale: bool = False) -> Records:

@@ -137,6 +137,39 @@ def test_pictures_of_a_set_are_those_that_an_evaluation_reads(tmp_path, single):
     assert [item.images for item in pairs.candidates] == [(path,), ()]
 
 
+@pytest.mark.parametrize(
+    ("table", "column", "cells"),
+    [
+        ("qrels", "score", ["1"]),
+        ("qrels", "score", [None]),
+        ("qrels", "query-id", None),
+        ("corpus", "id", None),
+        ("corpus", "text", None),
+        ("corpus", "text", []),
+        ("corpus", "image", [3]),
+        ("queries", "text", [""]),
+        ("queries", "image", [{"url": "p.png"}]),
+        ("queries", "id", []),
+    ],
+)
+def test_a_set_that_no_evaluation_would_take_is_refused(tmp_path, table, column, cells):
+    tables = {
+        "queries": {"id": ["a"], "text": ["x"]},
+        "corpus": {"id": ["c"], "text": ["x"]},
+        "qrels": {"query-id": ["a"], "corpus-id": ["c"], "score": [1]},
+    }
+    tables[table][column] = cells
+    if cells == []:
+        tables |= {"qrels": {"query-id": [], "corpus-id": []}, table: dict.fromkeys(tables[table], [])}
+    for name, columns in tables.items():
+        kept = {key: values for key, values in columns.items() if values is not None}
+        pq.write_table(pa.table(kept), tmp_path / f"{name}.parquet")
+    with pytest.raises(
+        RecordError, match=f"is not a valid retrieval set: `rge eval check set={tmp_path}` says"
+    ):
+        read_pairs(tmp_path, 10)
+
+
 def test_partners_come_from_elsewhere():
     groups = ["a"] * 3 + ["b"] * 2 + ["c"] * 4 + ["d"]
     for seed in range(20):

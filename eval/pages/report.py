@@ -183,9 +183,7 @@ def read_training_logs(paths: Sequence[Path]) -> pd.DataFrame:
         with reading(str(path)):
             rows = read_json_lines(path)
         for row in rows:
-            for key in filter(_is_curve, row):
-                if row[key] is not None and not math.isfinite(row[key]):
-                    raise UserError(f"training log {path}: {key} of step {row.get('step')} is {row[key]}")
+            _check_row(path, row)
         table = pd.DataFrame(rows)
         if not {"stage", "step"} <= set(table):
             raise UserError(f"training log {path} does not exist, or has no lines with stage and step")
@@ -197,6 +195,17 @@ def read_training_logs(paths: Sequence[Path]) -> pd.DataFrame:
         tables[stage] = table.assign(step=table["step"] + end, stage=stage.replace("_", " "))
         end = tables[stage]["step"].max()
     return pd.concat(tables.values(), ignore_index=True)
+
+
+def _check_row(path: Path, row: Any) -> None:
+    if not isinstance(row, dict):
+        raise UserError(f"training log {path} has a line that is no JSON object: {row!r}")
+    for key in ("step", *filter(_is_curve, row)):
+        value = row.get(key)
+        if value is not None and not (isinstance(value, int | float) and math.isfinite(value)):
+            raise UserError(
+                f"training log {path}: {key} of step {row.get('step')} is {value!r}, not a number"
+            )
 
 
 def _is_curve(key: str) -> bool:

@@ -794,6 +794,21 @@ def test_curves_without_values_are_left_out_and_others_must_be_finite(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"stage": "a", "step": 2, "loss": "x"}', "loss of step 2 is 'x', not a number"),
+        ('{"stage": "a", "step": 2, "loss_lm": [1]}', r"loss_lm of step 2 is \[1\], not a number"),
+        ('{"stage": "a", "step": "two", "loss": 1}', "step of step two is 'two', not a number"),
+        ("[1]", r"has a line that is no JSON object: \[1\]"),
+    ],
+)
+def test_a_log_with_other_values_than_numbers_is_named(tmp_path, line, message):
+    (tmp_path / "m.jsonl").write_text('{"stage": "a", "step": 1, "loss": 1}\n' + line + "\n")
+    with pytest.raises(UserError, match=rf"m\.jsonl.* {message}"):
+        curves_of([tmp_path / "m.jsonl"])
+
+
+@pytest.mark.parametrize(
     ("value", "text"),
     [(0, "0"), (1000, "1,000"), (0.25, "0.25"), (12.345, "12.3"), (0.00012, "0.00012"), (-2.5, "-2.5")],
 )

@@ -83,6 +83,9 @@ class Embedder:
         device: str | Sequence[str] | None = None,
         dtype: str | None = None,
         quantization: Literal["8bit", "4bit"] | None = None,
+        max_prompt_tokens: int | None = None,
+        min_pixels: int | None = None,
+        max_pixels: int | None = None,
         max_new_tokens: int | None = None,
         temperature: float | None = None,
         engine: Literal["own", "vllm"] = "own",
@@ -102,6 +105,9 @@ class Embedder:
             dtype: of the weights, one of `DTYPES`; None: float32 on CPU, the recipe's on GPU.
             quantization: quantize the text model with bitsandbytes (extra ``quantization``). Embeddings then differ from the
                 checkpoint's own.
+            max_prompt_tokens: overrides the checkpoint's cap on a prompt, for items with more pictures than in training.
+            min_pixels: overrides the checkpoint's smallest picture, width times height after scaling.
+            max_pixels: overrides its largest one.
             max_new_tokens: overrides the checkpoint's cap on a rationale.
             temperature: overrides the checkpoint's greedy decoding.
             engine: ``vllm``: vLLM writes the rationales (docs/serving.md), on one device, together with the model.
@@ -112,6 +118,7 @@ class Embedder:
             CheckpointError: not a checkpoint of rge, or the hub cannot be reached.
             BackboneError: weights or processor cannot be loaded, or have no ``<emb>``.
             AdapterError: the base of the adapters does not exist, or has other weights.
+            UserError: an option's value is not allowed.
         """
         import torch
 
@@ -132,6 +139,8 @@ class Embedder:
         settings = settings.asking(max_new_tokens=max_new_tokens, temperature=temperature).but(
             dtype=dtype or ("float32" if devices[0] == "cpu" else settings.recipe["model"]["dtype"]),
             quantization=quantization,
+            max_prompt_tokens=max_prompt_tokens,
+            pixels=settings.pixels.between(min_pixels, max_pixels),
         )
         vllm = {"memory": vllm_memory, "batch_size": vllm_rows} if engine == "vllm" else None
         if vllm and (len(devices) > 1 or quantization is not None):
@@ -383,8 +392,8 @@ class Embedder:
         empty where the model answered directly. `on_progress` is called with the number of items just finished.
 
         Raises:
-            UserError: the checkpoint was not trained for the mode.
-            ValueError: an unknown mode, or an item that cannot be embedded.
+            UserError: the checkpoint was not trained for the mode, or an item is empty or too long.
+            ValueError: an unknown mode.
             ImageError: a picture cannot be read.
         """
         if mode not in get_args(Mode):

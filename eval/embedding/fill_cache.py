@@ -80,7 +80,7 @@ def fill(
     ``items``: those of the cache, iterated over once; pictures may be read lazily. ``batch_size``: the same in all
     processes. ``seed``: of sampled rationales (None: greedy); each item's seed is derived from it and the item's id, so
     that neither batch size nor resuming changes the samples. The first process shows the progress of all. A `UserError`
-    if an embedding is not finite or not of unit norm, or a picture cannot be decoded.
+    if an embedding is not finite or not of unit norm, a picture cannot be decoded, or an item is empty or too long.
     """
     # The first process decides what is missing, so that a shard just written by another does not shift the assignment.
     done = process_group.once(lambda: covered(cache))

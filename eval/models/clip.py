@@ -16,6 +16,7 @@ from transformers import AutoImageProcessor, AutoModel, AutoTokenizer, PreTraine
 
 from eval.models.common import BARE, DirectEncoder, check_family, direct, loading, whole
 from eval.models.registry import Facts
+from rge.common.errors import UserError
 from rge.common.images import load_image
 from rge.common.schema import Item
 from rge.model.prompts import user_text
@@ -44,7 +45,7 @@ class TwoTowers(DirectEncoder[Content]):
         """Text and decoded pictures; sorted by the text's length in characters."""
         text, images = user_text(item, side, self.wording), [load_image(ref) for ref in item.images]
         if not text and not images:
-            raise ValueError(f"item {item.id!r} has neither text nor images")
+            raise UserError(f"item {item.id!r} has neither text nor images")
         return len(text), (text, images)
 
     def embed(self, batch: Sequence[Content]) -> Tensor:

@@ -149,6 +149,9 @@ def load_model(
     dtype: str | None = None,
     max_new_tokens: int | None = None,
     temperature: float | None = None,
+    max_prompt_tokens: int | None = None,
+    min_pixels: int | None = None,
+    max_pixels: int | None = None,
     as_released: bool = False,
     base: str | None = None,
     engine: str = "own",
@@ -171,6 +174,9 @@ def load_model(
         ("rge", f"engine={engine}"): {} if engine == "own" else {"engine": engine, **of_engine},
         ("rge", f"base={base}"): {} if base is None or facts.base is not None else {"base": base},
     }
+    prompts = {"max_prompt_tokens": max_prompt_tokens, "min_pixels": min_pixels, "max_pixels": max_pixels}
+    given = {key: value for key, value in prompts.items() if value is not None}
+    further |= {("rge", f"{key}={value}"): {key: value} for key, value in given.items()}
     for (only, word), of_one in further.items():
         if of_one and chosen.name != only:
             raise UserError(f"{word} is for adapter={only}, but {model} is loaded as {chosen.name}")
@@ -213,6 +219,13 @@ class ModelOptions:
     """What writes the rationales of a checkpoint of rge: the model itself, or vLLM (docs/serving.md)."""
     vllm_memory: float = 0.5
     """Share of a GPU's memory for vLLM, which holds a second copy of the language model and its cache."""
+    max_prompt_tokens: AtLeastOne | None = None
+    """Cap on a prompt in tokens; null: that of its training. Raise it for queries with several pictures
+    (docs/evaluation.md)."""
+    min_pixels: AtLeastOne | None = None
+    """Smallest picture, width times height after scaling; null: that of its training."""
+    max_pixels: AtLeastOne | None = None
+    """Largest picture, which determines its number of tokens; null: that of its training."""
     max_new_tokens: AtLeastOne | None = None
     """Cap on a rationale in tokens; null: the checkpoint's."""
     temperature: NotNegative | None = None
@@ -235,7 +248,10 @@ class ModelOptions:
         if self.checkpoint is not None and self.adapter is None:
             read_settings(checkpoint_folder(self.checkpoint))
         name = self.model if self.checkpoint is None else checkpoint_folder(self.checkpoint)
-        keys = ("device", "dtype", "max_new_tokens", "temperature", "adapter", "revision", "base", "engine")
+        keys = (
+            "device", "dtype", "max_new_tokens", "temperature", "max_prompt_tokens", "min_pixels", "max_pixels", "adapter",
+            "revision", "base", "engine",
+        )  # fmt: skip
         chosen = {key: getattr(self, key) for key in keys}
         if self.engine != "own":
             chosen |= {"vllm_memory": self.vllm_memory, "vllm_rows": self.batch_size}

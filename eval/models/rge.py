@@ -150,10 +150,10 @@ class Released(ThirdParty):
         return self.processor.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
 
     def inputs(self, item: Item, side: str, mode: str) -> dict[str, Tensor]:
-        """Token ids and pixels, one row; a ValueError if the numbers of placeholders and pictures differ."""
+        """Token ids and pixels, one row; a UserError if the numbers of placeholders and pictures differ."""
         text = self.prompt(item, side) + (EMB_TOKEN if mode == "direct" else "")
         if (places := text.count(PICTURE)) != len(item.images):
-            raise ValueError(f"{side} {item.id!r} has {len(item.images)} pictures but {places} placeholders")
+            raise UserError(f"{side} {item.id!r} has {len(item.images)} pictures but {places} placeholders")
         pictures = [small_sides(opened(ref)).convert("RGB") for ref in item.images]
         fields = self.processor(text=[text], images=pictures or None, return_tensors="pt")
         return {key: value.to(self.model.device) for key, value in fields.items()}

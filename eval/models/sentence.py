@@ -56,7 +56,7 @@ class Sentences(DirectEncoder[Shown]):
             raise UserError(f"{where} has {len(pictures)} pictures, but {name} reads only one")
         parts = [TEXT] * bool(text) + [IMAGE] * bool(pictures)
         if not parts:
-            raise ValueError(f"item {item.id!r} has neither text nor images")
+            raise UserError(f"item {item.id!r} has neither text nor images")
         kind = parts[0] if len(parts) == 1 else BOTH
         if kind not in self.reads:
             has, reads = " and ".join(parts), " or ".join(self.reads)

@@ -39,6 +39,13 @@ class Pixels(_Frozen):
     min: int
     max: int
 
+    def between(self, least: int | None, most: int | None) -> dict[str, int]:
+        """With another minimum or maximum, see `but`; a UserError if they contradict each other."""
+        changed = self.but(min=least, max=most)
+        if changed.min > changed.max:
+            raise UserError(f"min_pixels={changed.min} is more than max_pixels={changed.max}: give both")
+        return changed.content()
+
 
 class Generation(_Frozen):
     """Generation settings of rationales, see `rge.rollout.generate.generate`."""

@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from rge.common.errors import UserError
 from rge.common.images import ImageError, load_image
 from rge.common.prompt_profiles import EMB_TOKEN, PROFILES, Profile
 from rge.common.schema import Item
@@ -22,6 +23,10 @@ from rge.model.families import family_of_processor
 
 _TEXT = "\ufffc"
 """Placeholder of the text in a wording: Unicode's object replacement character."""
+
+MAKE_ROOM = (
+    "raise max_prompt_tokens or lower max_pixels (in a recipe: data.max_prompt_tokens, model.max_pixels)"
+)
 
 KNOWN_PROMPTS = 16_384
 """Texts whose token ids a builder caches; some 10 MB."""
@@ -133,7 +138,7 @@ class PromptBuilder:
         or a picture's placeholders. `images` are decoded pictures to use instead of loading ``item.images``, e.g. augmented ones.
 
         Raises:
-            ValueError: an empty item, or one that is too long even without its text. Interleaved text and
+            UserError: an empty item, or one that is too long even without its text. Interleaved text and
                 pictures (`Item.parts`) are never cut.
             ImageError: a picture cannot be read.
         """
@@ -143,7 +148,8 @@ class PromptBuilder:
             images = [self.family.scaled(image, self.processor.image_processor) for image in images]
         if item.parts:
             return self._interleaved(item, side, images)
-        return self._fitted(item, side, len(images), partial(self._encode, item.id, images))
+        sizes = [image.size for image in images]
+        return self._fitted(item, side, sizes, partial(self._encode, item.id, images))
 
     def measure(self, item: Item, side: str, sizes: Sequence[tuple[int, int]]) -> Measured:
         """The size of `build`'s prompt of an item that is not interleaved, with these widths and heights; errors as there."""
@@ -154,15 +160,17 @@ class PromptBuilder:
             num_tokens = self._tokens_of_text(text, len(sizes)) - len(sizes) + for_pictures
             return Measured(num_tokens, for_pictures, num_cut)
 
-        return self._fitted(item, side, len(sizes), counted)
+        return self._fitted(item, side, sizes, counted)
 
-    def _fitted(self, item: Item, side: str, num_images: int, encode: Callable[[str, int], P]) -> P:
+    def _fitted(
+        self, item: Item, side: str, sizes: Sequence[tuple[int, int]], encode: Callable[[str, int], P]
+    ) -> P:
         """A prompt within `max_tokens`: `encode` gets less text, and how many of its tokens are missing, until it fits."""
         text = self._plain(user_text(item, side, self.profile))
         # A benchmark's candidate may be empty; its wording alone is embedded. A query's instruction asks nothing.
         own = (item.text or "").strip() if side == "query" else text
-        if not num_images and not own:
-            raise ValueError(f"item {item.id!r} has neither text nor images")
+        if not sizes and not own:
+            raise UserError(f"item {item.id!r} has neither text nor images")
         prompt = encode(text, 0)
         if len(prompt) <= self.max_tokens:
             return prompt
@@ -172,15 +180,19 @@ class PromptBuilder:
         # Decoding a prefix of the ids and encoding it again may give other ids, a few more than before, hence a loop.
         while (excess := len(prompt) - self.max_tokens) > 0:
             if kept == 0:
-                raise ValueError(
-                    f"item {item.id!r}: pictures and template alone exceed max_prompt_tokens={self.max_tokens}; "
-                    "raise it or lower model.max_pixels"
+                raise UserError(
+                    f"item {item.id!r}: pictures and template alone exceed max_prompt_tokens={self.max_tokens} "
+                    f"({self._pictures(sizes)}); {MAKE_ROOM}"
                 )
             kept = max(0, kept - excess)
             # A cut inside a character of several tokens decodes to a replacement character.
             shorter = self.tokenizer.decode(text_ids[:kept]).rstrip("\ufffd")
             prompt = encode(shorter + after, len(text_ids) - kept)
         return prompt
+
+    def _pictures(self, sizes: Sequence[tuple[int, int]]) -> str:
+        plural = "s" * (len(sizes) != 1)
+        return f"{len(sizes)} picture{plural}, {sum(map(self._tokens_of_picture, sizes))} tokens"
 
     def _around(self, item: Item, side: str) -> tuple[str, str]:
         """The wording before and after an item's text."""
@@ -202,9 +214,10 @@ class PromptBuilder:
             content.append({"type": "image"} if piece is None else text)
         prompt = self._prompt(item.id, *self._processed(item.id, self._turn(content), images), 0)
         if len(prompt) > self.max_tokens:
-            raise ValueError(
+            raise UserError(
                 f"item {item.id!r} has {len(prompt)} tokens, more than max_prompt_tokens={self.max_tokens}: shorten it, or "
-                "put its pictures first, then the end of the text is cut"
+                "put its pictures first, then the end of the text is cut "
+                f"({self._pictures([image.size for image in images])}); or {MAKE_ROOM}"
             )
         return prompt
 
@@ -293,7 +306,7 @@ class PromptBuilder:
             text.encode()
         except UnicodeEncodeError as error:
             place = ascii(text[max(0, error.start - 20) : error.start + 20])
-            raise ValueError(f"the text {place} contains half a character (a lone surrogate)") from None
+            raise UserError(f"the text {place} contains half a character (a lone surrogate)") from None
         for token in self._control_tokens:
             if token in text:
                 text = text.replace(token, token[:1] + "\u2060" + token[1:])

@@ -45,6 +45,12 @@ class ServeOptions(PluginOptions):
     """Device, such as cuda:0; null: a GPU if there is one."""
     dtype: str | None = None
     """Dtype of the weights; null: float32 on CPU, the recipe's on GPU."""
+    max_prompt_tokens: AtLeastOne | None = None
+    """Cap on a prompt in tokens; null: that of its training."""
+    min_pixels: AtLeastOne | None = None
+    """Smallest picture, width times height after scaling; null: that of its training."""
+    max_pixels: AtLeastOne | None = None
+    """Largest picture, which determines its number of tokens; null: that of its training."""
     max_new_tokens: AtLeastOne | None = None
     """Cap on a rationale in tokens; null: the checkpoint's."""
     exact: bool = False

@@ -133,6 +133,26 @@ def test_progress_adds_up(encoder, items, mode):
     assert max(seen) == 2
 
 
+def test_overrides_of_the_checkpoints_prompts(encoder, picture):
+    """An item too long for the checkpoint names the keys that make room for it; what is not given stays as it was."""
+    pictures = [picture(200, 200, seed) for seed in range(9)]
+    (prompt,) = encoder._prompts([Item("0", None, tuple(pictures))], "candidate")
+    load = partial(Embedder.from_pretrained, encoder.checkpoint, max_prompt_tokens=120)
+    with pytest.raises(
+        UserError, match=r"'0': .* exceed max_prompt_tokens=120 \(9 pictures, 81 tokens\); raise"
+    ):
+        load().encode_document(images=[pictures])
+    smaller = load(max_pixels=784)
+    (scaled,) = smaller._prompts([Item("0", None, tuple(pictures))], "candidate")
+    assert (len(scaled), int(scaled.type_ids.sum())) == (len(prompt) - 72, 9)
+    before, after = encoder.settings.content(), smaller.settings.content()
+    changed = {"max_prompt_tokens": 120, "pixels": {"min": 784, "max": 784}}
+    assert {key: value for key, value in after.items() if before[key] != value} == changed
+    for given in ({"max_pixels": 500}, {"min_pixels": 8000}):
+        with pytest.raises(UserError, match="min_pixels=.* is more than max_pixels=.*: give both"):
+            Embedder.from_pretrained(encoder.checkpoint, **given)
+
+
 @pytest.mark.slow
 def test_overrides_of_the_checkpoints_generation(encoder, items):
     short = Embedder.from_pretrained(encoder.checkpoint, max_new_tokens=2)

@@ -6,12 +6,16 @@ import json
 import numpy as np
 import pandas as pd
 import pytest
-from eval_fakes import FakeEncoder, write_set
+from eval_fakes import FakeEncoder, tables, write_set, write_tables
 
+from eval.__main__ import main
 from eval.commands.run import RunOptions, run
 from eval.embedding.fill_cache import Embeds
+from eval.embedding.identity import differences
 from rge.checkpoints.export import export, settings_of
+from rge.common.schema import Item
 from rge.embedder import Embedder
+from rge.model.prompts import PromptBuilder
 
 
 @pytest.fixture
@@ -60,6 +64,40 @@ def test_another_prompt_profile_words_candidates_otherwise(checkpoint, tmp_path)
     results = json.loads((out / "results.json").read_text())
     assert (results["prompts"]["profile"], results["settings"]["profile"]) == ("plain", "plain")
     assert np.abs(scores[None] - scores["plain"]).max() > 1e-4
+
+
+@pytest.mark.slow
+def test_queries_with_more_pictures_than_a_prompt_holds(lively, checkpoint, tmp_path, capsys):
+    """The command names the query and what makes room; only then is anything but ``rge.json`` recorded."""
+    content = tables(num_queries=3, num_candidates=6)
+    content["queries"]["image"] = [pictures * 3 for pictures in content["queries"]["image"]]
+    data = write_tables(tmp_path / "set", content)
+    words = ["run", f"checkpoint={checkpoint}", f"set={data}", "query_mode=direct", "report=false"]
+    one = Item("", None, tuple(content["queries"]["image"][0][:1]))
+    room = (
+        len(PromptBuilder(lively.processor, "plain").build(one, "query")) + 2
+    )  # for one picture, not for three
+    rge_json = json.loads((checkpoint / "rge.json").read_text())
+    (checkpoint / "rge.json").write_text(json.dumps(rge_json | {"max_prompt_tokens": room}))
+    assert main([*words, f"out={tmp_path / 'a'}"]) == 2
+    [message] = [line for line in capsys.readouterr().err.splitlines() if "max_prompt_tokens" in line]
+    assert "item 'q" in message
+    assert f"exceed max_prompt_tokens={room} (3 pictures, " in message
+    given = {"b": ["max_prompt_tokens=200"], "c": ["max_prompt_tokens=200", "max_pixels=784"]}
+    found: dict = {}
+    for out, more in given.items():
+        assert main([*words, *more, f"out={tmp_path / out}"]) == 0
+        found[out] = json.loads((tmp_path / out / "results.json").read_text())
+    assert found["b"]["settings"]["pixels"] == rge_json["pixels"]
+    assert found["b"]["settings"]["max_prompt_tokens"] == 200
+    assert found["b"]["again"]["options"]["max_prompt_tokens"] == 200
+    assert set(differences(found["b"], found["c"])) == {"settings.pixels.max"}
+    (checkpoint / "rge.json").write_text(json.dumps(rge_json))
+    assert main([*words, f"out={tmp_path / 'd'}"]) == 0
+    usual = json.loads((tmp_path / "d/results.json").read_text())["settings"]
+    assert {key: usual[key] for key in ("max_prompt_tokens", "pixels")} == {
+        key: rge_json[key] for key in ("max_prompt_tokens", "pixels")
+    }
 
 
 def test_the_fake_and_the_protocol_have_the_real_signatures():

@@ -104,6 +104,8 @@ def test_without_the_library_it_is_named(tmp_path, monkeypatch):
         load_model(tmp_path)
     with pytest.raises(UserError, match="max_new_tokens=4: .* writes no rationale"):
         load_model(tmp_path, max_new_tokens=4)
+    with pytest.raises(UserError, match="max_pixels=784 is for adapter=rge, but .* sentence-transformers"):
+        load_model(tmp_path, max_pixels=784)
 
 
 @pytest.fixture(scope="module")

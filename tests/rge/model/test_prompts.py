@@ -6,6 +6,7 @@ import pytest
 import torch
 from family_models import every_family
 
+from rge.common.errors import UserError
 from rge.common.images import ImageError, load_image
 from rge.common.prompt_profiles import EMB_TOKEN, PROFILES, Profile
 from rge.common.schema import Item
@@ -224,8 +225,15 @@ def test_a_text_that_fits_is_not_cut(embedder):
 
 def test_pictures_that_leave_no_room_are_an_error(embedder, picture):
     builder = PromptBuilder(embedder.processor, max_tokens=40)
-    with pytest.raises(ValueError, match="item 'q': pictures and template alone exceed max_prompt_tokens=40"):
-        builder.build(Item("q", LONG), "query", [picture(56, 84)])
+    item, sizes = Item("q", LONG), [(56, 84), (28, 28)]
+    message = (
+        r"item 'q': pictures and template alone exceed max_prompt_tokens=40 \(2 pictures, 7 tokens\); raise "
+        r"max_prompt_tokens or lower max_pixels \(in a recipe: data.max_prompt_tokens, model.max_pixels\)"
+    )
+    with pytest.raises(UserError, match=message):
+        builder.build(item, "query", [picture(*size) for size in sizes])
+    with pytest.raises(UserError, match=message):
+        builder.measure(item, "query", sizes)
     # With exactly enough room for picture and template the text goes, all of it.
     bare = len(PromptBuilder(embedder.processor, "plain").build(Item("q"), "query", [picture(56, 84)]))
     tight = PromptBuilder(embedder.processor, max_tokens=bare).build(

@@ -30,6 +30,7 @@ from arms import (
     markdown,
     refuse_launcher,
     run_all,
+    too_narrow,
 )
 
 from eval.benchmarks.suite import is_suite, load_suite
@@ -285,7 +286,7 @@ def write_tables(study: Study, key: str, values: list[str], options: Options) ->
         cells, found, _ = in_table(results, Table(metric, rows, shown, metric), "")
         cells = cells.rename(columns={"arm": key})
         lines += [f"{metric}, %; 95 % intervals over seeds and groups of queries", ""]
-        lines += [*markdown(cells.columns, cells.to_numpy().tolist()), ""]
+        lines += [*markdown(cells.columns, cells.to_numpy().tolist()), "", *too_narrow(found)]
         tex.append(latex(cells))
         data += found + in_table(results, Table(metric, rows, hidden, metric), "")[1]
     out, text = Path(options.out), "\n".join(lines)

@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,8 @@ TRAINED = "as trained"
 KEPT, DIAGNOSES = "kept.json", "diagnoses"
 NOTE = "arm.json"
 """What a finished training was made with, in its folder: its command, and the recipe, whose file may be edited between two runs."""
+SEEDS_APART = 2.0
+"""Standard deviation of seeds, in standard errors of groups, above which a page says that its interval is too narrow."""
 COUNTED_STEPS = 3
 """Steps over which FLOPs are counted."""
 
@@ -610,6 +613,26 @@ def in_table(results: Results, table: Table, on: str) -> tuple[pd.DataFrame, lis
     frame = pd.DataFrame(shown, columns=["arm", "the paper", *table.slices, "seeds", "verdict"])
     unused = [name for name in ("the paper", "verdict") if (frame[name] == "").all()]
     return frame.drop(columns=unused), data, missing
+
+
+def too_narrow(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """A line for a page that names the rows of `in_table` whose seeds differ by more than `SEEDS_APART`; see `over_seeds`."""
+
+    def is_apart(row: Mapping[str, Any]) -> bool:
+        low, high = row["of_groups"]
+        if low is None or len(row["seeds"]) < 2:
+            return False
+        return bool(
+            np.std(row["seeds"], ddof=1) > SEEDS_APART * (high - low) / (2 * NormalDist().inv_cdf(0.975))
+        )
+
+    if not (names := dict.fromkeys(row["row"] for row in rows if is_apart(row))):
+        return []
+    return [
+        f"Seeds differ by more than {SEEDS_APART:g} standard errors of groups, so these intervals cover less than 95 % "
+        f"(`rge.stats.intervals.over_seeds` says how much): {'; '.join(names)}.",
+        "",
+    ]
 
 
 def percent(mean: float | None, low: float | None, high: float | None, *, sign: str = "") -> str:

@@ -44,6 +44,7 @@ from arms import (
     run,
     run_all,
     steps_of,
+    too_narrow,
 )
 from demo import judge_words
 
@@ -785,7 +786,7 @@ def write_page(name: str, finding: Finding, options: Options) -> str:
     for table in finding.tables:
         shown, rows, missing = in_table(results, table, options.on)
         lines += [f"{table.title}; 95 % intervals over seeds and groups of queries", ""]
-        lines += [*markdown(shown.columns, shown.to_numpy().tolist()), ""]
+        lines += [*markdown(shown.columns, shown.to_numpy().tolist()), "", *too_narrow(rows)]
         lines += [f"Not run yet: {'; '.join(missing)}.", ""] if missing else []
         data += rows
     lines += finding.extra(results)

@@ -89,9 +89,15 @@ def over_seeds(bootstrap: Bootstrap, num_seeds: int) -> Bootstrap:
     """The mean over training runs that differ in their seed, with seeds and groups resampled together.
 
     S - 1 of S seeds are drawn, with replacement, which adds the variance of a mean of S seeds (Rao and Wu 1988); drawing S would
-    make it a third too small for three seeds. Simulated with 100 groups and seeds that add 0 to 1.3 times the standard error of
-    groups, nominal 95 % covered 0.94 to 0.98 with three seeds and 0.92 to 0.97 with five, where intervals over groups alone
-    covered 0.95 down to 0.75.
+    make it a third too small for three seeds. But few seeds say little about that variance, and the interval does not allow for it:
+    if seeds differ by more than the groups' standard error, it is too narrow. Simulated with 100 groups, nominal 95 % covered, by the
+    standard deviation of seeds in standard errors of groups (``pytest -m slow tests/eval/scoring/test_stats.py -k over_seeds``):
+
+        seeds     0    1.3      3      5     10
+        2       .94    .93    .82    .72    .63
+        3       .93    .92    .83    .80    .76
+        4       .94    .95    .94    .91    .88
+        6       .95    .93    .92    .90    .89
 
     `bootstrap` has S x M columns, all metrics of the first seed, then those of the second, from one `cluster_bootstrap`. With one
     seed, only groups are resampled.

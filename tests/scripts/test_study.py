@@ -339,6 +339,23 @@ def test_an_evaluation_of_a_checkpoint_that_was_trained_again_is_refused(study):
     study.main(given)
 
 
+def test_rows_whose_seeds_differ_more_than_their_groups_are_named(study):
+    """Means over 3 and 2 seeds with half an interval over groups of 4 points, which is 2.04 standard errors."""
+    rows = [
+        {"row": "apart", "seeds": [0.1, 0.2, 0.3], "of_groups": [0.16, 0.24]},
+        {"row": "close", "seeds": [0.18, 0.22], "of_groups": [0.16, 0.24]},
+        {"row": "one seed", "seeds": [0.2], "of_groups": [0.16, 0.24]},
+        {"row": "no interval", "seeds": [0.1, 0.3], "of_groups": [None, None]},
+        {"row": "apart", "seeds": [0.1, 0.3], "of_groups": [0.16, 0.24]},
+    ]
+    line, _ = study.arms.too_narrow(rows)
+    assert line.startswith(
+        "Seeds differ by more than 2 standard errors of groups, so these intervals cover less"
+    )
+    assert line.endswith("): apart.")
+    assert study.arms.too_narrow(rows[1:-1]) == []
+
+
 INTERVAL = re.compile(r"\[([-+]?[\d.]+), ([-+]?[\d.]+)\]")
 COLLECTED = (
     "a seeds=7", "a seeds=11", "a", "b seeds=4", "c seeds=4", "d", "e seeds=4", "f", "f seeds=6", "f seeds=9", "g", "h", "i", "i seeds=7", "rl", "smol", "smol_long seeds=4", "smol_words seeds=1",

@@ -286,6 +286,34 @@ def test_seeds_are_resampled_with_the_groups():
     assert one == given
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("num_seeds", "covered"),
+    [
+        (2, (0.94, 0.93, 0.82, 0.72, 0.63)),
+        (3, (0.93, 0.92, 0.83, 0.80, 0.76)),
+        (4, (0.94, 0.95, 0.94, 0.91, 0.88)),
+        (6, (0.95, 0.93, 0.92, 0.90, 0.89)),
+    ],
+)
+def test_coverage_over_seeds_is_what_the_docstring_says(num_seeds, covered):
+    """100 groups and a true mean of 0; seeds differ by 0 to 10 standard errors of the groups."""
+    num_groups, trials = 100, 400
+    found = []
+    for ratio in (0, 1.3, 3, 5, 10):
+        rng, inside = np.random.default_rng(0), 0
+        for trial in range(trials):
+            group_G1 = rng.normal(0, 0.5, (num_groups, 1))
+            seed_1S = rng.normal(0, ratio * 0.5 / math.sqrt(num_groups), (1, num_seeds))
+            drawn = cluster_bootstrap(
+                group_G1 + seed_1S, np.arange(num_groups), num_resamples=2000, seed=trial
+            )
+            low, high = interval(over_seeds(drawn, num_seeds))
+            inside += low[0] <= 0 <= high[0]
+        found.append(inside / trials)
+    np.testing.assert_allclose(found, covered, atol=0.011)
+
+
 def test_the_variance_of_few_seeds_is_not_made_smaller():
     """Of groups that are all alike, what is left is the standard error of the mean of the seeds."""
     seeds = np.array([0.1, 0.2, 0.6])

@@ -45,6 +45,7 @@ UNTRAINED = (
     "query_mode=reasoning, but according to rge.json this checkpoint was trained without rationales (reasons: none): "
     "use query_mode={mode}"
 )
+UNREASONED = "candidate_mode=reasoning, but training embeds candidates without a rationale: no checkpoint has learned this mode"
 UNINSTRUCTED = (
     "{missing} of {all} queries have no instruction; the most frequent one in this checkpoint's training was {default!r}. Without it, "
     "figures can be much lower: give it to the set, e.g. with instruction= of `rge eval import folder` or `rge eval mine`"
@@ -245,6 +246,8 @@ class Session:
         warnings = list(wanted.meta.get("notes", []))
         if mode == "reasoning" and settings.reasons == "none":
             warnings.append(UNTRAINED.format(mode="latent" if settings.think_tokens else "direct"))
+        if self.embeddings.candidate_mode == "reasoning" and settings.recipe:  # trained here
+            warnings.append(UNREASONED)
         default = settings.instructions and settings.instructions.default
         missing = sum(not item.instruction for item in wanted.queries)
         # benchmarks are asked as they were published

@@ -366,6 +366,7 @@ def test_self_retrieval_counts_a_query_that_finds_its_own_picture(tmp_path):
 def test_candidates_may_reason_too(set_dir, tmp_path):
     encoder = FakeEncoder()
     run(options(set_dir, tmp_path / "a", candidate_mode="reasoning"), loader(encoder))
+    assert not any("candidate_mode" in warning for warning in results_of(tmp_path / "a")["warnings"])
     assert {(side, mode) for side, mode, _ in encoder.calls} == {
         ("candidate", "reasoning"),
         ("query", "reasoning"),
@@ -373,6 +374,15 @@ def test_candidates_may_reason_too(set_dir, tmp_path):
     assert results_of(tmp_path / "a")["candidate_mode"] == "reasoning"
     with pytest.raises(UserError, match="candidate_mode = 'reasoning', this one has 'direct'"):
         run(options(set_dir, tmp_path / "a"), loader(FakeEncoder()))
+
+
+def test_no_checkpoint_is_trained_for_candidates_that_reason(set_dir, tmp_path, capsys):
+    for mode in ("reasoning", "direct"):
+        asked = options(set_dir, tmp_path / mode, query_mode=("direct",), candidate_mode=mode)
+        run(asked, loader(FakeEncoder(recipe={"stage": "joint"})))
+        warned = "candidate_mode=reasoning, but training embeds candidates without a rationale"
+        assert (warned in capsys.readouterr().err) == (mode == "reasoning")
+        assert any(warned in one for one in results_of(tmp_path / mode)["warnings"]) == (mode == "reasoning")
 
 
 def test_limit(set_dir, tmp_path):

@@ -44,7 +44,7 @@ KEPT, DIAGNOSES = "kept.json", "diagnoses"
 NOTE = "arm.json"
 """What a finished training was made with, in its folder: its command, and the recipe, whose file may be edited between two runs."""
 SEEDS_APART = 2.0
-"""Standard deviation of seeds, in standard errors of groups, above which a page says that its interval is too narrow."""
+"""Standard deviation of seeds, in standard errors of groups, above which a page says that its interval may be too narrow."""
 COUNTED_STEPS = 3
 """Steps over which FLOPs are counted."""
 
@@ -629,7 +629,7 @@ def too_narrow(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     if not (names := dict.fromkeys(row["row"] for row in rows if is_apart(row))):
         return []
     return [
-        f"Seeds differ by more than {SEEDS_APART:g} standard errors of groups, so these intervals cover less than 95 % "
+        f"Seeds differ by more than {SEEDS_APART:g} standard errors of groups, so these intervals can cover less than 95 % "
         f"(`rge.stats.intervals.over_seeds` says how much): {'; '.join(names)}.",
         "",
     ]

@@ -350,7 +350,7 @@ def test_rows_whose_seeds_differ_more_than_their_groups_are_named(study):
     ]
     line, _ = study.arms.too_narrow(rows)
     assert line.startswith(
-        "Seeds differ by more than 2 standard errors of groups, so these intervals cover less"
+        "Seeds differ by more than 2 standard errors of groups, so these intervals can cover less"
     )
     assert line.endswith("): apart.")
     assert study.arms.too_narrow(rows[1:-1]) == []

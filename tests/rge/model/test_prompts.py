@@ -124,7 +124,7 @@ def test_a_picture_without_text_is_a_prompt_and_nothing_at_all_is_not(embedder, 
     builder = PromptBuilder(embedder.processor, "plain")
     prompt = builder.build(Item("c", None), "candidate", [picture(28, 28)])
     assert prompt.type_ids.sum() == 1
-    with pytest.raises(ValueError, match="item 'c' has neither text nor images"):
+    with pytest.raises(UserError, match="item 'c' has neither text nor images"):
         builder.build(Item("c", "  "), "candidate")
 
 

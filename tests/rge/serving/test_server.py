@@ -241,6 +241,15 @@ def test_what_is_not_as_in_training_is_said(ask, embedder):
     assert "tokens of the text were cut" in answer.json()["warnings"][0]
 
 
+def test_limits_of_prompts_and_pictures_reach_the_embedder(checkpoint):
+    limits = {"max_prompt_tokens": 99, "min_pixels": 784, "max_pixels": 1568}
+    service = load(ServeOptions(checkpoint=str(checkpoint), **limits))
+    service.stop()
+    settings = service.embedder.settings
+    assert (settings.max_prompt_tokens, settings.pixels.content()) == (99, {"min": 784, "max": 1568})
+    assert service.embedder.builder.max_tokens == 99
+
+
 @pytest.mark.slow
 def test_an_index_is_searched_with_the_rationale_beside_the_hits(embedder, checkpoint, tmp_path, picture):
     pytest.importorskip("lancedb")

@@ -1,4 +1,4 @@
-"""Validation during training: retrieval on a small held-out set, after greedy rationales.
+"""Validation during training: retrieval on a small held-out set, as the checkpoint will be used: after greedy rationales of its own.
 
 All targets are candidates for every query, so that hit@1 is comparable between steps. Without gradients, augmentation or random
 numbers, so that training is not affected.
@@ -69,7 +69,9 @@ class Validation:
     """Held-out records of one stage."""
 
     def __init__(self, collator: Collator, objective: Objective, recipe: Recipe):
-        self.collator, self.objective = collator, replace(objective, adaptive=None)
+        # Also if training embeds after oracle rationales: these may name the answer, and a checkpoint is used without them.
+        anchor = "self" if objective.anchor in ("oracle", "mix") else objective.anchor
+        self.collator, self.objective = collator, replace(objective, adaptive=None, anchor=anchor)
         self.micro_batch_size = micro_batch_size = recipe.train.micro_batch_size
         self.max_new_tokens = recipe.rollout.max_new_tokens
         count, world_size = num_records(collator.files[0], recipe), dist.world_size()

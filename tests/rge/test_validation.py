@@ -142,6 +142,25 @@ def test_queries_are_compared_in_float32_under_autocast(lively, records, monkeyp
     assert found[1] == found[0]
 
 
+@pytest.mark.parametrize("anchor", ["oracle", "mix"])
+@pytest.mark.parametrize("states", [{}, {"direct": 0.5}])
+def test_queries_never_see_the_oracle_rationale(lively, records, anchor, states):
+    """It may name the answer. Checkpoints trained after it are used after their own rationales, too."""
+    own = make(records, lively, Objective(0.3, 0.7, 0.1, states=states)).measure(lively)
+    assert make(records, lively, Objective(0.3, 0.7, 0.1, anchor, states=states)).measure(lively) == own
+    # Not even if the oracle is no LM target.
+    figures = make(records, lively, Objective(0.0, 1.0, 0.1, anchor, states=states)).measure(lively)
+    assert figures["val_hit_at_1"] == own["val_hit_at_1"]
+    assert figures["val_forced_rate"] == own["val_forced_rate"]
+
+
+@pytest.mark.parametrize("anchor", ["none", "latent"])
+def test_nothing_is_written_for_checkpoints_without_rationales(lively, records, anchor, monkeypatch):
+    monkeypatch.setattr(lively, "given", {**lively.given, "latent": (7,)})
+    monkeypatch.setattr("rge.validation.generate", None)
+    assert "val_forced_rate" not in make(records, lively, Objective(0.3, 0.7, 0.1, anchor)).measure(lively)
+
+
 def test_the_cold_start_has_only_the_lm_loss(lively, records):
     found = make(records, lively, Objective(1.0, 0.0)).measure(lively)
     assert found.keys() == {"val_loss_lm", "val_loss"}
@@ -149,8 +168,9 @@ def test_the_cold_start_has_only_the_lm_loss(lively, records):
     assert without.measure(lively)["val_loss_lm"] != found["val_loss_lm"]
 
 
-def test_measuring_leaves_no_trace(lively, records):
-    validation = make(records, lively, Objective(0.5, 0.5, 0.1))
+@pytest.mark.parametrize("anchor", ["self", "oracle"])
+def test_measuring_leaves_no_trace(lively, records, anchor):
+    validation = make(records, lively, Objective(0.5, 0.5, 0.1, anchor))
     lively.train()
     torch.manual_seed(3)
     expected = torch.rand(3)

@@ -26,7 +26,7 @@ from rge.common.errors import USER, UserError
 from rge.common.files import checkpoint_folder, find_shipped, raise_descriptor_limit
 from rge.common.schema import Target
 from rge.config import CheckOptions, Recipe, RecordsConfig, StageConfig, load_options
-from rge.data import collate, layout
+from rge.data import collate, conflicts, layout
 from rge.data.layout import Layout
 from rge.data.readers import open_records
 from rge.data.sources import MAX_REPORTED, Records, check_wording
@@ -299,11 +299,23 @@ class Preflight:
             laid = [self.layouts[key] for key in keys if key in self.layouts]
             if recipe.data.on_bad == "skip" and all(file.size is not None for file in files):
                 self._check_share_of_bad(name, files, laid)
-            alone = stage.batch_size == 1 and Objective.of(recipe, name).alpha_con > 0
-            if alone and len(laid) == len(keys) and not any(each.column("negatives").any() for each in laid):
-                self.problems.append(
-                    f"{name}.batch_size=1, and no record has a labelled negative, so its contrastive loss is always 0: raise "
-                    f"{name}.batch_size"
+            if Objective.of(recipe, name).alpha_con > 0 and len(laid) == len(keys):
+                self.problems += self._uncompared(name, stage, laid)
+
+    def _uncompared(self, name: str, stage: StageConfig, laid: Sequence[Layout]) -> Iterator[str]:
+        """Why the contrastive loss is always 0, if it is; `laid` are all of the stage's sources."""
+        if stage.batch_size == 1 and not any(each.column("negatives").any() for each in laid):
+            yield (
+                f"{name}.batch_size=1, and no record has a labelled negative, so its contrastive loss is always 0: raise "
+                f"{name}.batch_size"
+            )
+        for where, together in self._in_batches(name):
+            if conflicts.compares_nothing(together):
+                answer = together[0][0][0].positives[0]
+                yield (
+                    f"all records of {where} have the same right answers (id or identity {answer.identity or answer.id!r}), and "
+                    "none has a labelled negative: no query has a negative, and the contrastive loss is always 0. Give "
+                    "different targets different ids"
                 )
 
     def _check_share_of_bad(self, name: str, files: Sequence[Records], laid: Sequence[Layout]) -> None:
@@ -337,9 +349,35 @@ class Preflight:
             assert plans is not None
             found.kept = {name: plans.kept(name) for name in found.stages}
             found.summary += banner(plans)
-            trained = [key for key in self.layouts if not self.wanted[key].held_out]
-            sources = [(found.records[key], self.layouts[key]) for key in trained]
+            sources = self._laid(key for key in self.layouts if not self.wanted[key].held_out)
             found.summary += layout.summary(sources, recipe) + layout.clashes(sources)
+            self._warn_of_conflicts()
+
+    def _laid(self, keys: Iterable[str | None]) -> list[tuple[Records, Layout]]:
+        return [(self.found.records[key], self.layouts[key]) for key in keys if key in self.layouts]
+
+    def _in_batches(self, name: str) -> list[tuple[str, list[tuple[Records, Layout]]]]:
+        """Sources of a stage whose records meet in a batch, with a name for each group: all of them, or each one."""
+        laid = self._laid(source.key for source in getattr(self.recipe, name).sources)
+        if self.recipe.data.batches == "homogeneous":
+            return [(f"{file.name} ({name})", [(file, each)]) for file, each in laid]
+        return [(name, laid)] if laid else []
+
+    def _warn_of_conflicts(self) -> None:
+        """Warn of records that train against each other, and of held-out queries that are trained on."""
+        stages = self.found.stages
+        seen = []
+        for name in stages:
+            for where, laid in self._in_batches(name) if Objective.of(self.recipe, name).compares else ():
+                if (
+                    files := {file.name for file, _ in laid}
+                ) not in seen:  # another stage may have the same sources
+                    seen.append(files)
+                    self.found.summary += conflicts.conflicts(laid, where)
+        trained = {source.key for name in stages for source in getattr(self.recipe, name).sources}
+        most = self.recipe.validation.max_records
+        for held_out in self._laid([self.recipe.validation.key]):
+            self.warn(conflicts.trained_on(held_out, most, self._laid(sorted(filter(None, trained)))))
 
 
 def wanted_sources(recipe: Recipe, stages: Sequence[str]) -> dict[str, Wanted]:

@@ -14,7 +14,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import Field
+from pydantic import Field, GetPydanticSchema
+from pydantic_core import PydanticCustomError, core_schema
 
 from rge.common.errors import UserError
 from rge.common.files import RECIPES
@@ -185,12 +186,30 @@ class RecordsConfig:
         return Path(self.label).name if local else self.label
 
 
+def _number_or_size(value: Any, number: Callable[[Any], float]) -> float | Literal["size"]:
+    if value == "size":
+        return "size"
+    if isinstance(value, str):
+        raise PydanticCustomError("weight", "Input should be a number above 0, or size")
+    return number(value)
+
+
+# Not a union, whose errors would name both members.
+Weight = Annotated[
+    float | Literal["size"],
+    GetPydanticSchema(
+        lambda _, handler: core_schema.no_info_wrap_validator_function(_number_or_size, handler(Positive))
+    ),
+]
+
+
 @dataclass
 class SourceConfig(RecordsConfig):
     """Training records, and their share of every batch."""
 
-    weight: Positive = 1.0
-    """Share of the batch relative to the other sources' weights."""
+    weight: Weight = 1.0
+    """Share of the batch relative to the other sources' weights. size, for all sources of the stage: their numbers of
+    records, so that `epochs` are passes over each of them."""
     shuffle_buffer: AtLeastOne = 1000
     """With `streaming`: number of records that each data worker shuffles at a time; 1 keeps the stream's order."""
 
@@ -350,7 +369,8 @@ class StageConfig:
     steps: AtLeastOne | None = None
     """Optimizer steps; null: as many as `epochs` needs."""
     epochs: Positive = 1.0
-    """Passes over the sources' records, used if `steps` is null; the last batch is whole."""
+    """Passes over the sources' records, all together, used if `steps` is null; the last batch is whole. Each source gets
+    as many only with `weight: size`."""
     batch_size: AtLeastOne = 512
     """Queries per optimizer step, over all ranks; also determines the number of in-batch negatives."""
     lr: Positive = 2e-5
@@ -363,6 +383,13 @@ class StageConfig:
     """The schedule ends at this share of `lr`."""
     sources: list[SourceConfig] = field(default_factory=list)
     """Training records and their shares."""
+
+    def weights(self, sizes: Sequence[int | None]) -> list[float]:
+        """Weights of the sources; `sizes` are their numbers of records, None if unknown."""
+        pairs = zip(self.sources, sizes, strict=True)
+        return [
+            float(size or 0) if isinstance(source.weight, str) else source.weight for source, size in pairs
+        ]
 
     def num_steps(self, num_records: int) -> int:
         """Optimizer steps, at least one; `num_records` are those of all sources but streams."""
@@ -807,6 +834,11 @@ def _check_stage(recipe: Recipe, name: str, stage: StageConfig) -> Iterator[str]
             f"{name}.batch_size=1 with data.max_negatives=0 leaves nothing to compare a query with, so its contrastive "
             "loss is always 0: raise one of them"
         )
+    if len({source.weight == "size" for source in stage.sources}) > 1:
+        yield (
+            f"{name}.sources mixes weight: size with numbers, and a number of records is no share: set weight: size for all "
+            "of them, or for none"
+        )
     for number, source in enumerate(stage.sources):
         yield from _check_records(f"{name}.sources[{number}]", source)
         if source.streaming:
@@ -886,6 +918,11 @@ def _check_records(key: str, config: RecordsConfig) -> Iterator[str]:
 
 def _check_stream(recipe: Recipe, name: str, stage: StageConfig, source: SourceConfig) -> Iterator[str]:
     """Refuse settings that need the number of records."""
+    if source.weight == "size":
+        yield (
+            f"{name}.sources: weight: size needs the number of records, which is unknown for the stream {source.label}: give "
+            "numbers as weights, or set streaming: false"
+        )
     if stage.steps is None:
         yield (
             f"{name}.epochs needs the number of records, which is unknown for the stream {source.label}: set {name}.steps, "

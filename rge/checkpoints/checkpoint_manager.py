@@ -21,7 +21,7 @@ from rge.checkpoints.resume import check_same_recipe, check_same_run
 from rge.checkpoints.settings import RGE_JSON, CheckpointError
 from rge.checkpoints.training_state import States, complete_states, step_name
 from rge.common.errors import UserError
-from rge.config import Recipe, to_dict
+from rge.config import Recipe, StageConfig, to_dict
 from rge.distributed import collectives as dist
 from rge.distributed import launch
 from rge.distributed.stop_signals import exit_after, received_by_any, stop_after_this_step_at_signals
@@ -83,7 +83,10 @@ class CheckpointManager:
         # Read now: at the end of the stage, an unreachable hub would cost the training.
         self._data: dict[str, Any] = {}
         if accelerator.is_main_process:
-            self._data["instructions"] = instructions_of(getattr(recipe, name).sources)
+            stage: StageConfig = getattr(recipe, name)
+            contents = [identity.get("records", {}).get(source.key, {}) for source in stage.sources]
+            weights = stage.weights([content.get("records") for content in contents])
+            self._data["instructions"] = instructions_of(stage.sources, weights)
             self._data["trained_on"] = trained_on(start, recipe, name)
         if recipe.export.adapters_only and accelerator.is_main_process:
             commit, rows = getattr(embedder.model.config, "_commit_hash", None), embedder.rows_of_base

@@ -13,7 +13,7 @@ import jinja2
 
 from rge.checkpoints.settings import EYES, RGE_JSON, CheckpointSettings, read_settings
 from rge.common.files import read_json
-from rge.config import Recipe, SourceConfig, to_dict
+from rge.config import Recipe, SourceConfig, StageConfig, to_dict
 from rge.data.readers import some_records
 from rge.model.adapter_files import is_hub_id
 
@@ -42,7 +42,9 @@ SENTENCE_TRANSFORMERS = {
 """Without these files, sentence-transformers would silently average the token states."""
 
 
-def instructions_of(sources: Sequence[SourceConfig]) -> dict[str, Any]:
+def instructions_of(
+    sources: Sequence[SourceConfig], weights: Sequence[float] | None = None
+) -> dict[str, Any]:
     """Instructions of the training queries: ``rge.json``'s ``instructions``.
 
     ``default``: the most frequent one, weighted like the sources in training (None if most queries had none); ``known``: up to
@@ -50,11 +52,12 @@ def instructions_of(sources: Sequence[SourceConfig]) -> dict[str, Any]:
     """
     total: defaultdict[str | None, float] = defaultdict(float)
     tasks: dict[tuple[str, str], Counter[str | None]] = defaultdict(Counter)
-    for source in sources:
+    weights = StageConfig(sources=[*sources]).weights([None] * len(sources)) if weights is None else weights
+    for source, weight in zip(sources, weights, strict=True):
         records = list(some_records(source, RECORDS_READ))
         for record in records:
             instruction = record.instruction or None
-            total[instruction] += source.weight / len(records)
+            total[instruction] += weight / len(records)
             tasks[record.source, record.category][instruction] += 1
     ranked = sorted(total, key=total.__getitem__, reverse=True)  # stable: of equals the first
     by_task: dict[str, str | None] = {}

@@ -91,6 +91,17 @@ def target_item(target: Target) -> Item:
     return Item(target.id, target.text, (target.image,) if target.image else ())
 
 
+def check_targets(record: Record) -> None:
+    """Refuse (ValueError) a negative with the content of one of the record's positives: its label would push the answer away."""
+    for negative in record.negatives:
+        for positive in record.positives:
+            if (negative.text, negative.image) == (positive.text, positive.image):
+                raise ValueError(
+                    f"negative {negative.id!r} has the same content as positive {positive.id!r}, and no answer is both wrong and "
+                    "right: remove one of them"
+                )
+
+
 @dataclass(frozen=True, slots=True)
 class _Row:
     """One record's contribution to a batch."""
@@ -169,6 +180,7 @@ class Collator:
 
     def _row(self, draw: Draw, record: Record) -> _Row:
         generator = np.random.default_rng(draw.seed)
+        check_targets(record)
         drawn = int(generator.integers(len(record.positives)))
         rationale = record.positives[drawn].rationale or ""
         query = self._prompt(query_item(record), "query", generator)
@@ -319,18 +331,19 @@ def prompt_builder(processor: Any, recipe: Recipe) -> PromptBuilder:
     return PromptBuilder(processor, data.profile, data.max_prompt_tokens, max_rationale_tokens=most)
 
 
+def mixture_of(recipe: Recipe, stage: StageConfig, files: Sequence[Records]) -> Mixture:
+    """The draws of a stage from its open sources."""
+    sizes = [file.size for file in files]
+    homogeneous = recipe.data.batches == "homogeneous"
+    return Mixture(sizes, stage.weights(sizes), stage.batch_size, recipe.train.seed, homogeneous=homogeneous)
+
+
 def make_batches(
     recipe: Recipe, stage: StageConfig, processor: Any, records: Mapping[str, Records], **needs: bool
 ) -> StepBatches:
     """Sources of a stage, their mixture and this rank's share of every step; `needs` are the objective's."""
     files = [records[source.key] for source in stage.sources if source.key]
-    mixture = Mixture(
-        [file.size for file in files],
-        [source.weight for source in stage.sources],
-        stage.batch_size,
-        recipe.train.seed,
-        homogeneous=recipe.data.batches == "homogeneous",
-    )
+    mixture = mixture_of(recipe, stage, files)
     builder, rank, world_size = prompt_builder(processor, recipe), dist.rank(), dist.world_size()
     return StepBatches(files, mixture, builder, recipe.data, rank=rank, world_size=world_size, **needs)
 

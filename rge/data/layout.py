@@ -21,10 +21,10 @@ import numpy as np
 
 from rge.common.commands import progress_bar
 from rge.common.images import picture_size
-from rge.common.schema import ImageRef, Item, Record
+from rge.common.schema import ImageRef, Item, Record, Target
 from rge.config import Recipe
-from rge.data.collate import query_item, target_item
-from rge.data.sources import Records, number_of
+from rge.data.collate import check_targets, query_item, target_item
+from rge.data.sources import Records, identity, number_of, on_disk
 from rge.data.verdicts import Verdicts, forked
 from rge.identity.run_identity import version_of
 from rge.model import backbone, families, prompts
@@ -39,11 +39,11 @@ LONGEST = 10
 """Number of longest records in the summary."""
 
 COLUMNS = tuple(
-    "query query_pictures candidate candidate_pictures pictures rationale cut prompts negatives id asks target shows".split()
+    "query query_pictures candidate candidate_pictures pictures rationale cut prompts negatives id asks rights".split()
 )
 """Per record: tokens of its query and its longest candidate, and of their pictures; most pictures of a prompt; tokens of its
-longest rationale, `<emb>` included; number of cut prompts and of all; labelled negatives; hashes of its id, of its query's content,
-of its first positive's id and of that one's content."""
+longest rationale, `<emb>` included; number of cut prompts and of all; labelled negatives; hashes of its id, of its query with the
+instruction, and of the identities of its right answers."""
 
 
 @dataclass
@@ -53,6 +53,9 @@ class Layout:
     sizes_NK: np.ndarray  # int64, a row per usable record; see `COLUMNS`
     numbers_N: np.ndarray  # of these records in the source
     faults: dict[int, str] = field(default_factory=dict)  # by record number, why it cannot be trained on
+    # int64, a row per target if these are needed, record after record: hashes of identity and content, and whether an
+    # identity is given.
+    targets_T3: np.ndarray = field(default_factory=lambda: np.zeros((0, 3), np.int64))
 
     def column(self, name: str) -> np.ndarray:
         """One of `COLUMNS`."""
@@ -62,16 +65,17 @@ class Layout:
 def lay_out(file: Records, builder: PromptBuilder, *, need_oracle: bool, need_candidates: bool) -> Layout:
     """Lay out every record of a source of known length."""
     measure = partial(_sizes, file, builder, need_oracle, need_candidates)
-    rows, numbers = array("q"), array("q")
+    rows, numbers, targets = array("q"), array("q"), array("q")
     faults: dict[int, str] = {}
     for number, found in enumerate(on_all_cores(measure, range(len(file)))):
         if isinstance(found, str):
             faults[number] = found
         else:
-            rows.extend(found)
+            rows.extend(found[: len(COLUMNS)])
+            targets.extend(found[len(COLUMNS) :])
             numbers.append(number)
     sizes_NK = np.array(rows, dtype=np.int64).reshape(-1, len(COLUMNS))
-    return Layout(sizes_NK, np.array(numbers, dtype=np.int64), faults)
+    return Layout(sizes_NK, np.array(numbers, dtype=np.int64), faults, on_disk(targets).reshape(-1, 3))
 
 
 def on_all_cores(measure: Callable[[Any], T], items: Sequence[Any]) -> Iterator[T]:
@@ -112,10 +116,15 @@ def lay_out_once(
     """`lay_out`, cached for the same records and settings if it found no problem."""
     asked = settings_of(builder, need_oracle, need_candidates)
     if (known := verdicts.numbers(file, asked)) is not None:
-        return Layout(sizes_NK := known.reshape(-1, len(COLUMNS)), np.arange(len(sizes_NK)))
+        end = 1 + int(known[0]) * len(COLUMNS)
+        sizes_NK, targets = known[1:end].reshape(-1, len(COLUMNS)), on_disk(known[end:])
+        return Layout(sizes_NK, np.arange(len(sizes_NK)), targets_T3=targets.reshape(-1, 3))
     laid = lay_out(file, builder, need_oracle=need_oracle, need_candidates=need_candidates)
     if not laid.faults:
-        verdicts.keep_numbers(file, asked, laid.sizes_NK.ravel())
+        count = np.array([len(laid.sizes_NK)])
+        verdicts.keep_numbers(
+            file, asked, np.concatenate([count, laid.sizes_NK.ravel(), laid.targets_T3.ravel()])
+        )
     return laid
 
 
@@ -138,6 +147,7 @@ def measured(builder: PromptBuilder, item: Item, side: str) -> Measured:
 
 
 def _measured(record: Record, builder: PromptBuilder, need_oracle: bool, need_candidates: bool) -> list[int]:
+    check_targets(record)
     measure = partial(measured, builder)
     query = measure(query_item(record), "query")
     targets = (*record.positives, *record.negatives) if need_candidates else ()
@@ -154,50 +164,51 @@ def _measured(record: Record, builder: PromptBuilder, need_oracle: bool, need_ca
         sum(one.num_cut_tokens > 0 for one in (query, *candidates)),
         1 + len(candidates),
         len(record.negatives),
-        *_names(record),
-    ]
-
-
-def _names(record: Record) -> list[int]:
-    """Columns "id" to "shows" of `COLUMNS`; targets with equal ``identity`` may differ in content, which is 0 for them."""
-
-    def content(text: str | None, images: Sequence[ImageRef]) -> int:
-        return number_of("\0".join([text or "", *map(_picture_name, images)]))
-
-    first = record.positives[0]
-    return [
         number_of(record.id),
-        content(record.query.text, record.query.images),
-        number_of(first.identity or first.id),
-        0 if first.identity else content(first.text, [] if first.image is None else [first.image]),
+        _content(record.query.text, record.query.images, record.instruction or ""),
+        number_of(json.dumps(sorted({identity(target) for target in record.positives}))),
+        *(number for target in targets for number in _names(target)),
     ]
+
+
+def _names(target: Target) -> tuple[int, int, int]:
+    """A row of `Layout.targets_T3`."""
+    content = _content(target.text, [] if target.image is None else [target.image])
+    return identity(target), content, int(target.identity is not None)
+
+
+def _content(text: str | None, images: Sequence[ImageRef], *more: str) -> int:
+    return number_of("\0".join([*more, text or "", *map(_picture_name, images)]))
 
 
 def _picture_name(ref: ImageRef) -> str:
-    """Of bytes their hash; of a file name and size, since the same file may be in another folder."""
+    """Of bytes their hash; of a file its name, size and beginning, since the same file may be in another folder."""
     if isinstance(ref, bytes):
         return hashlib.sha256(ref).hexdigest()
-    return f"{Path(ref).name} {os.path.getsize(ref) if os.path.isfile(ref) else ''}"
+    if not os.path.isfile(ref):
+        return Path(ref).name  # of a row of a library
+    found = os.stat(ref)
+    return f"{Path(ref).name} {found.st_size} {_beginning(ref, found.st_size, found.st_mtime_ns)}"
+
+
+@lru_cache(maxsize=1 << 16)
+def _beginning(path: str, *_: int) -> str:
+    with open(path, "rb") as file:
+        return hashlib.sha256(file.read(4096)).hexdigest()
 
 
 def clashes(laid: Sequence[tuple[Records, Layout]]) -> list[str]:
-    """Warnings of sources with equal ids of different records or targets (only first positives are compared)."""
+    """Warnings of sources with equal ids of different records."""
     lines = []
     for (one, layout), (other, theirs) in combinations(laid, 2):
-        for what, name, content, meaning in (
-            ("records", "id", "asks", "logs cannot tell them apart"),
-            ("targets", "target", "shows", "such targets are never negatives of each other's queries"),
-        ):
-            _, at, there = np.intersect1d(layout.column(name), theirs.column(name), return_indices=True)
-            shown, there_shown = layout.column(content)[at], theirs.column(content)[there]
-            apart = (shown != there_shown) & (shown != 0) & (there_shown != 0)
-            if apart.any():
-                record = one[int(layout.numbers_N[at[apart].min()])]
-                called = record.id if name == "id" else record.positives[0].id
-                lines.append(
-                    f"warning: {apart.sum():,} {what} of {one.name} and {other.name} have the same id and different content, "
-                    f"such as {called!r}: {meaning}"
-                )
+        _, at, there = np.intersect1d(layout.column("id"), theirs.column("id"), return_indices=True)
+        apart = layout.column("asks")[at] != theirs.column("asks")[there]
+        if apart.any():
+            record = one[int(layout.numbers_N[at[apart].min()])]
+            lines.append(
+                f"warning: {apart.sum():,} records of {one.name} and {other.name} have the same id and different queries, such as "
+                f"{record.id!r}: logs cannot tell them apart"
+            )
     return lines
 
 

@@ -10,7 +10,9 @@ import torch
 from accelerate import Accelerator
 
 from rge.config import Recipe, StageConfig
+from rge.data.collate import mixture_of
 from rge.data.layout import Layout
+from rge.data.mixture import Mixture
 from rge.data.sources import Records
 from rge.distributed import launch
 from rge.model.embedding_model import Kept
@@ -95,7 +97,9 @@ def banner(plans: Plans) -> Iterator[str]:
     )
     for name, steps in plans.num_steps.items():
         stage: StageConfig = getattr(recipe, name)
-        yield from _trained_on(name, stage, steps, [plans.records[it.key] for it in stage.sources if it.key])
+        files = [plans.records[it.key] for it in stage.sources if it.key]
+        yield from _trained_on(name, stage, steps, files)
+        yield from _passes(name, stage, mixture_of(recipe, stage, files), steps)
         figures = plans.found[name]
         if isinstance(figures, str):
             yield f"  warning: memory and time are not estimated: {figures}"
@@ -117,6 +121,32 @@ def _trained_on(name: str, stage: StageConfig, steps: int, files: Sequence[Recor
             f"  warning: {name}.warmup_steps={stage.warmup_steps} is more than the stage's {steps} steps, so the "
             f"learning rate never reaches {name}.lr={stage.lr:g}: lower it, or train longer"
         )
+
+
+def _passes(name: str, stage: StageConfig, mixture: Mixture, steps: int) -> Iterator[str]:
+    """Passes over each source but streams, and a warning if `epochs` of all of them are something else for some."""
+    drawn = zip(stage.sources, mixture.drawn_before(steps), mixture.sizes, strict=True)
+    known = [(source.label, count, size) for source, count, size in drawn if size is not None]
+    if known:
+        each = ", ".join(f"{_times(count / size)} of {label}" for label, count, size in known)
+        yield f"  passes over the records: {each}"
+    if stage.steps is not None:
+        return
+    whole = steps * stage.batch_size / mixture.num_records  # more than `epochs` if there are few records
+    least = stage.batch_size if mixture.homogeneous else 1  # drawn at once
+    few = [label for label, count, size in known if count + least < 0.9 * stage.epochs * size]
+    many = [label for label, count, size in known if count - least > 3 * whole * size]
+    if few or many:
+        much = [f"fewer passes over {', '.join(few)}"] * bool(few)
+        much += [f"more than three times as many over {', '.join(many)}"] * bool(many)
+        yield (
+            f"  warning: {name}.epochs={stage.epochs:g} counts the records of all sources together, and their weights lead to "
+            f"{' and '.join(much)}: with weight: size in each source, all get equally many, or set {name}.steps"
+        )
+
+
+def _times(passes: float) -> str:
+    return f"{passes:,.1f}" if passes >= 1 else f"{passes:.2g}"
 
 
 def _time(plans: Plans, name: str, figures: Plan) -> str:

@@ -326,7 +326,8 @@ def test_lengths_are_remembered_until_something_changes(home, accelerator, monke
     assert len(looked) == 3
 
 
-def test_sources_that_give_one_id_to_different_things_are_named(home, accelerator):
+def test_records_that_train_against_each_other_are_named(home, accelerator):
+    """Within a source and across sources, on every kind of target."""
     target = {"id": "ta", "text": "a hen", "rationale": "it is a hen"}
     others = [record("a", positives=[target]), record("b", query={"text": "and this", "images": ["egg.png"]})]
     same = record("c", positives=[{"id": "tc", "text": "an egg", "rationale": "in other words"}])
@@ -334,11 +335,96 @@ def test_sources_that_give_one_id_to_different_things_are_named(home, accelerato
     listed = ", ".join(f"{{path: {path}}}" for path in paths)
     problems, found = check.examine(recipe_of(home, f"joint.sources=[{listed}]"), accelerator)
     assert problems == []
-    said = f"of {paths[0]} and {paths[1]} have the same id and different content, such as"
-    assert [line for line in found.summary if "the same id" in line] == [
-        f"warning: 1 records {said} 'b': logs cannot tell them apart",
-        f"warning: 1 targets {said} 'ta': such targets are never negatives of each other's queries",
+    clash = f"warning: 1 records of {paths[0]} and {paths[1]} have the same id and different queries, such as 'b': "
+    assert [line for line in found.summary if line.startswith("warning: ")] == [
+        f"{clash}logs cannot tell them apart",
+        "warning: 5 of 6 records of joint have the same query as others with other right answers, such as 'a' and 'b': each "
+        "one's answer is a negative of the other. Put all right answers of a query into its record's positives",
+        "warning: 5 of 6 records of joint have a target that also occurs under another id, such as 'a' and 'b': a right answer "
+        "gets negatives with the same content. Give equal targets one id, or one identity",
+        "warning: 2 of 6 records of joint have a target whose id also stands for other content, such as 'a' and 'a': such targets "
+        "are never negatives of each other's queries. Give different targets different ids",
     ]
+    _, alone = check.examine(
+        recipe_of(home, f"joint.sources=[{listed}]", "data.batches=homogeneous"), accelerator
+    )
+    about = [line.split(" have ")[0] for line in alone.summary if line.startswith("warning: ")]
+    assert about[1:3] == [f"warning: 3 of 3 records of {paths[0]} (joint)"] * 2
+    cold_start = [f"cold_start.sources=[{listed}]", "stage=cold_start"]  # compares nothing
+    _, none = check.examine(recipe_of(home, *cold_start), accelerator)
+    assert [line for line in none.summary if line.startswith("warning: ")] == [
+        f"{clash}logs cannot tell them apart"
+    ]
+
+
+def test_a_negative_that_is_a_right_answer_is_a_problem(home, accelerator):
+    wrong = [record(name, negatives=[{"id": "n", "text": "an egg"}]) for name in "ab"]
+    path = write(home / "wrong.jsonl", *wrong, *map(record, "cd"))
+    here = [f"joint.sources=[{{path: {path}}}]", "stage=joint"]
+    said = "negative 'n' has the same content as positive 't{}', and no answer is both wrong and right: remove one of them"
+    assert problems_of(home, accelerator, *here) == [
+        f"record {name!r} of {path}: {said.format(name)}" for name in "ab"
+    ]
+    problems, found = check.examine(
+        recipe_of(home, *here, "data.on_bad=skip", "data.max_bad_share=0.5"), accelerator
+    )
+    assert problems == []
+    assert f"will be left out (data.on_bad=skip): record 'a' of {path}" in "\n".join(found.summary)
+
+
+def test_one_id_for_all_targets_is_a_problem(home, accelerator):
+    """Every candidate would be masked, and the contrastive loss 0."""
+    records = [record(name, positives=[{"id": "pos", "text": name, "rationale": "so"}]) for name in "abc"]
+    path = write(home / "one.jsonl", *records)
+    [problem] = problems_of(home, accelerator, f"joint.sources=[{{path: {path}}}]")
+    assert problem.startswith(
+        "all records of joint have the same right answers (id or identity 'pos'), and none has a"
+    )
+    both = f"joint.sources=[{{path: {path}}}, {{path: {home / 'records.jsonl'}}}]"
+    assert problems_of(home, accelerator, both) == []
+    [problem] = problems_of(home, accelerator, both, "data.batches=homogeneous")
+    assert problem.startswith(f"all records of {path} (joint) have the same right answers")
+
+
+def test_held_out_queries_that_are_trained_on_are_counted(home, accelerator):
+    """Under any id, and only among those that are used."""
+    others = [record(name, query={"text": name, "images": ["egg.png"]}) for name in "xyz"]
+    held_out = write(home / "held_out.jsonl", others[0], record("h"), others[1], record("i"))
+    given = [f"validation.path={held_out}", "validation.max_records=3"]
+    problems, found = check.examine(recipe_of(home, *given), accelerator)
+    assert problems == []
+    [line] = [line for line in found.summary if "held-out queries" in line]
+    assert line.startswith(
+        f"warning: 1 of 3 held-out queries of {held_out} are also in the training sources, such as that of 'h'"
+    )
+    held_out = write(home / "held_out.jsonl", *others)
+    assert "held-out queries" not in "\n".join(check.examine(recipe_of(home, *given), accelerator)[1].summary)
+
+
+def test_passes_over_each_source_are_said(home, accelerator):
+    names = [f"r{number}" for number in range(40)]
+    large = [record(name, query={"text": name, "images": ["egg.png"]}) for name in names]
+    paths = [write(home / "large.jsonl", *large), write(home / "small.jsonl", *map(record, "abcd"))]
+
+    def said(*more: str, weight: str = "1") -> str:
+        listed = ", ".join(f"{{path: {path}, weight: {weight}}}" for path in paths)
+        words = [f"joint.sources=[{listed}]", "stage=joint", *more]
+        problems, found = check.examine(recipe_of(home, *words), accelerator)
+        assert problems == []
+        return "\n".join(found.summary)
+
+    text = said("joint.steps=null")  # 22 steps of 2
+    assert f"  passes over the records: 0.55 of {paths[0]}, 5.5 of {paths[1]}\n" in text
+    assert (
+        "  warning: joint.epochs=1 counts the records of all sources together, and their weights lead to fewer passes over "
+        f"{paths[0]} and more than three times as many over {paths[1]}: with weight: size in each source, all get equally many"
+    ) in text
+    text = said("joint.steps=null", "joint.epochs=2", weight="size")
+    assert f"  passes over the records: 2.0 of {paths[0]}, 2.0 of {paths[1]}\n" in text
+    assert "joint.epochs" not in text
+    text = said("joint.steps=44")  # as chosen
+    assert f"  passes over the records: 1.1 of {paths[0]}, 11.0 of {paths[1]}\n" in text
+    assert "joint.epochs" not in text
 
 
 @pytest.mark.parametrize(
@@ -371,7 +457,7 @@ def test_pictures_of_one_name_in_two_folders_are_told_apart(home, accelerator, p
     (home / "other").mkdir()
     paths = []
     for folder in (home, home / "other"):
-        records = [record("a", positives=[{"image": "egg.png", "rationale": "an egg"}])]
+        records = [record("a", positives=[{"image": "egg.png", "rationale": "an egg"}]), record("z")]
         paths.append(write(folder / f"{folder.name}.jsonl", *records))
     override = f"joint.sources=[{', '.join(f'{{path: {path}}}' for path in paths)}]"
     for side, said in ((30, 0), (31, 1)):  # the same file, and another
@@ -610,7 +696,7 @@ def test_a_stage_of_hours_on_a_cpu_is_given_them_at_its_measured_speed(home, acc
     def said(steps):
         found = check.examine(recipe_of(home, f"joint.steps={steps}", "cold_start.steps=4"), accelerator)[1]
         assert found.kept["joint"].where == "none"
-        return found.summary[[line.startswith("joint: ") for line in found.summary].index(True) + 1 :][:2]
+        return found.summary[[line.startswith("joint: ") for line in found.summary].index(True) + 2 :][:2]
 
     assert "not worth measuring the CPU's speed (`rge plan cpu=true` does)" in said(4)[1]
     of_step, estimated = said(2_000_000)

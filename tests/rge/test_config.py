@@ -209,6 +209,19 @@ def test_a_value_of_the_wrong_type_names_its_key(load, override, message):
         ("validation.metric=mrr", "validation.metric must be one of hit_at_1, loss, .*, got 'mrr'"),
         ("joint.sources=[]", "joint.sources is empty: name at least one file"),
         ("joint.sources=[{path: a, weight: 0}]", "joint.sources.0..weight must be > 0, got 0"),
+        (
+            "joint.sources=[{path: a, weight: siez}]",
+            "joint.sources.0..weight: Input should be a number above 0, or size, got 'siez'",
+        ),
+        ("joint.sources=[{path: a, weight: true}]", "joint.sources.0..weight must be a number, got true"),
+        (
+            "joint.sources=[{path: a, weight: size}, {path: b}]",
+            "joint.sources mixes weight: size with numbers",
+        ),
+        (
+            "joint.sources=[{dataset: a, streaming: true, weight: size}]",
+            "weight: size needs the number of records, which is unknown for",
+        ),
         ("rollout.max_new_tokens=0", "rollout.max_new_tokens must be >= 1, got 0"),
         ("rollout.batch_size=0", "rollout.batch_size must be >= 1, got 0"),
         ("rollout.temperature=-1", "rollout.temperature must be >= 0, got -1"),
@@ -246,6 +259,12 @@ def test_only_the_stages_of_a_run_are_checked(load):
     assert load().stages() == ["cold_start", "joint"]
     with pytest.raises(RecipeError, match=r"cold_start\.sources is empty"):
         load("stage=cold_start", "cold_start.sources=[]")
+
+
+def test_weights_may_be_numbers_of_records(load):
+    joint = load("joint.sources=[{path: x, weight: size}, {path: y, weight: size}]").joint
+    assert joint.weights([30, 10]) == [30.0, 10.0]
+    assert load("joint.sources=[{path: x, weight: 2}, {path: y}]").joint.weights([30, 10]) == [2.0, 1.0]
 
 
 @pytest.mark.parametrize(

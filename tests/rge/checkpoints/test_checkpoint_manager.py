@@ -382,6 +382,9 @@ def test_instructions_are_counted_by_weight_and_task(tmp_path):
         [SourceConfig(path=str(first), weight=0.3), SourceConfig(path=str(second), weight=0.7)]
     )
     assert heavier["default"] is None
+    by_size = [SourceConfig(path=str(path), weight="size") for path in (first, second)]
+    assert instructions_of(by_size, [3, 1])["default"] == "Find it."
+    assert instructions_of(by_size, [1, 3])["default"] is None
 
 
 def test_a_checkpoint_names_the_sources_of_all_its_stages(tmp_path):

@@ -103,12 +103,12 @@ def demo_setting() -> Setting:
     assert config is not None
     texts = list(dict.fromkeys(text for source in stage.sources for text in open_records(source).texts()))
     pixels = {"min_pixels": recipe.model.min_pixels, "max_pixels": recipe.model.max_pixels}
-    sizes = {"vocab_size": config.vocab_size, "text": config.text, "vision": config.vision}
-    embedder = EmbeddingModel(random_backbone(texts, sizes, **pixels)).eval()
+    shape = {"vocab_size": config.vocab_size, "text": config.text, "vision": config.vision}
+    embedder = EmbeddingModel(random_backbone(texts, shape, **pixels)).eval()
     files = [open_records(source, need_rationale=True) for source in stage.sources]
-    weights = [source.weight for source in stage.sources]
     builder = PromptBuilder(embedder.processor, recipe.data.profile, recipe.data.max_prompt_tokens)
-    mixture = Mixture([len(file) for file in files], weights, stage.batch_size, seed=0)
+    sizes = [len(file) for file in files]
+    mixture = Mixture(sizes, stage.weights(sizes), stage.batch_size, seed=0)
     batch = StepBatches(files, mixture, builder, recipe.data, rank=0, world_size=1)[0]
     cap = recipe.rollout.max_new_tokens
     # Own rationales as long as other records' oracles: the lengths that a trained model writes.

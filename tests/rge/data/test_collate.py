@@ -56,7 +56,9 @@ def records(tmp_path, picture):
                     "instruction": "find it" if number % 2 else None,
                     "query": {"text": text, "images": images},
                     "positives": [target(number + p, rationale=f"a key {p}") for p in range(1 + number % 3)],
-                    "negatives": [target(20 + number + n) for n in range(number % 4)],
+                    "negatives": [
+                        target(20 + number + n, text=f"not {number + n}") for n in range(number % 4)
+                    ],
                 }
             )
         path = folder / f"{source}.jsonl"

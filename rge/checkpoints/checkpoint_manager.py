@@ -181,7 +181,10 @@ class CheckpointManager:
         best = (self.folder / "best").glob(f"step_*/{RGE_JSON}")
         for path in best if self.accelerator.is_main_process else ():
             settings = json.loads(path.read_text())
-            is_alike = self._measured_alike(settings, path.parent)
+            # With other figures, it was measured in another way, by another version.
+            is_alike = settings["validation"].keys() >= figures.keys() and self._measured_alike(
+                settings, path.parent
+            )
             saved[settings["step"]] = sign * settings["validation"][self.metric] if is_alike else math.inf
         values = dist.from_main(saved) | {step: sign * figures[self.metric]}
         values = {at: math.inf if math.isnan(value) else value for at, value in values.items()}

@@ -73,6 +73,22 @@ def test_only_the_best_checkpoints_are_left(tmp_path, monkeypatch, keep, step, l
     assert {one["step"]: one["validation"]["val_loss"] for one in found} == left
 
 
+def test_a_best_checkpoint_that_was_measured_otherwise_is_replaced(tmp_path, monkeypatch):
+    """Of an older version with `loss.anchor=oracle`, whose queries were embedded after the oracle's rationales."""
+    folder = tmp_path / "best" / "step_00000002"
+    folder.mkdir(parents=True)
+    (folder / "rge.json").write_text(json.dumps({"step": 2, "validation": {"val_hit_at_1": 1.0}}))
+    manager = CheckpointManager.__new__(CheckpointManager)
+    manager.folder, manager.metric, manager.accelerator = tmp_path, "val_hit_at_1", Accelerator()
+    manager.recipe = load_recipe(["recipe=demo", "validation.keep_best=1"])
+    monkeypatch.setattr(manager, "_measured_alike", lambda settings, path: True)
+    exported = []
+    monkeypatch.setattr(manager, "_export", lambda path, number: exported.append(number))
+    manager._keep_if_best(4, {"val_hit_at_1": 0.5, "val_forced_rate": 0.0})
+    assert exported == [4]
+    assert not folder.exists()
+
+
 # 2 kB stops a config or the weights, 150 kB lets those pass and stops rge.json's neighbours or nothing.
 @pytest.mark.parametrize("limit", [0, 2_000, 50_000])
 def test_a_full_disk_leaves_an_earlier_checkpoint(lively, settings, tmp_path, limit, files_of_at_most):

@@ -369,9 +369,8 @@ class Preflight:
         seen = []
         for name in stages:
             for where, laid in self._in_batches(name) if Objective.of(self.recipe, name).compares else ():
-                if (
-                    files := {file.name for file, _ in laid}
-                ) not in seen:  # another stage may have the same sources
+                files = {file.name for file, _ in laid}
+                if files not in seen:  # another stage may have the same sources
                     seen.append(files)
                     self.found.summary += conflicts.conflicts(laid, where)
         trained = {source.key for name in stages for source in getattr(self.recipe, name).sources}

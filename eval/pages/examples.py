@@ -20,7 +20,7 @@ from eval.pages.evaluations import RANK_COLUMN, TOP_COLUMN, Evaluation
 from eval.pages.wording import slice_order, tag
 from eval.sets.retrieval_set import UNCATEGORISED, RetrievalSet, given_rationales
 from rge.common.errors import UserError
-from rge.common.images import ImageError, load_image, picture_bytes
+from rge.common.images import ImageError, load_image, open_picture, picture_bytes
 from rge.common.schema import ImageRef
 
 MAX_SIDE_PX = 360  # longest side of an embedded picture, the size of the enlarged view
@@ -110,7 +110,7 @@ class Gallery:
 def _embed(name: str, data: bytes) -> Picture:
     image = load_image(data)
     small = max(image.size) <= MAX_SIDE_PX and len(data) <= MAX_PICTURE_BYTES
-    with Image.open(io.BytesIO(data)) as original:
+    with open_picture(data) as original:
         kind = Image.MIME.get(original.format or "")
         upright = original.size == image.size and not original.getexif()
     if not (small and upright and kind in ("image/webp", "image/png", "image/jpeg")):

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 from unicodedata import normalize
 
 import numpy as np
@@ -25,6 +25,14 @@ FETCH_S, FETCH_BYTES = 30, 64 << 20
 """Limits of a download from the web."""
 UNKNOWN_RANGE = ("I", "F")
 """Modes of 32-bit pixels."""
+FORMATS = frozenset(
+    ("AVIF", "BMP", "CUR", "DDS", "DIB", "GIF", "HEIF", "ICNS", "ICO", "JPEG", "JPEG2000", "PCX", "PNG", "PPM", "PSD", "QOI",
+     "SGI", "TGA", "TIFF", "WEBP", "XBM", "XPM")
+)  # fmt: skip
+"""Formats that are read. Pillow passes PostScript (EPS) to Ghostscript, a program that a picture from elsewhere must not start, and
+has no decoder of its own for the rest (WMF, GRIB, ...)."""
+UPLOAD_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
+"""Formats of pictures that clients send. Pillow's readers of the many rare ones have hardly been audited."""
 
 
 class ImageError(UserError):
@@ -243,6 +251,32 @@ def load_image(
         return _decoded(image, title)
 
 
+class Header(NamedTuple):
+    """What the header of a picture says, and the bytes of memory that `load_image` needs for it."""
+
+    width: int
+    height: int
+    num_bytes: int
+
+
+def upload_header(data: bytes) -> Header:
+    """The header of a client's picture; `ImageError` unless its format is one of `UPLOAD_FORMATS`."""
+    name = f"<{len(data)} bytes>"
+    try:
+        with Image.open(io.BytesIO(data), formats=UPLOAD_FORMATS) as image:
+            is_plain = image.mode in ("1", "L", "P", "RGB") and "transparency" not in image.info
+            # Pillow stores RGB as 4 bytes a pixel, and there are up to two copies, with transparency four. libjpeg buffers a
+            # progressive picture, and libwebp two canvases. (Peaks measured by `tests/rge/common/test_images.py`.)
+            pixel_bytes = (10 if is_plain else 16) + (8 if image.format == "WEBP" else 0)
+            return Header(*image.size, image.width * image.height * pixel_bytes)
+    except UnidentifiedImageError:
+        raise ImageError(
+            f"picture {name} cannot be decoded: it is none of {', '.join(UPLOAD_FORMATS)}"
+        ) from None
+    except Exception as error:  # noqa: BLE001 - Pillow's readers raise anything on damaged files
+        raise ImageError(f"picture {name} cannot be decoded: {error}") from None
+
+
 def picture_size(ref: ImageRef) -> tuple[int, int]:
     """Width and height of `load_image`'s result, from the picture's header alone; errors as far as that shows them."""
     if isinstance(ref, bytes) or ".parquet#" in ref or not Path(ref).is_file():
@@ -295,7 +329,9 @@ def _explained(name: str) -> Iterator[None]:
     except ImageError:
         raise
     except UnidentifiedImageError:  # its message contains a memory address
-        reason = "Pillow does not recognise it as a picture"
+        reason = (
+            f"Pillow does not recognise it as a picture of a supported format ({', '.join(sorted(FORMATS))})"
+        )
         if find_spec("pillow_heif") is None:
             reason += "; HEIC needs pillow-heif: pip install -e '.[search]'"
         raise ImageError(f"picture {name} cannot be decoded: {reason}") from None
@@ -304,18 +340,22 @@ def _explained(name: str) -> Iterator[None]:
 
 
 def open_picture(data: bytes | BinaryIO) -> Image.Image:
-    """Open a picture without decoding it, from encoded bytes or an open file; HEIC needs pillow-heif."""
+    """Open a picture of one of `FORMATS` without decoding it, from encoded bytes or an open file; HEIC needs pillow-heif."""
     source = io.BytesIO(data) if isinstance(data, bytes) else data
     try:
-        return Image.open(source)
+        return _of_formats(source)
     except UnidentifiedImageError:
         if find_spec("pillow_heif") is None:
             raise
         import pillow_heif
 
         pillow_heif.register_heif_opener()
-        source.seek(0)
-        return Image.open(source)
+        return _of_formats(source)
+
+
+def _of_formats(source: BinaryIO) -> Image.Image:
+    Image.init()
+    return Image.open(source, formats=[name for name in Image.ID if name in FORMATS])
 
 
 def _decoded(image: Image.Image, name: str) -> Image.Image:
@@ -323,7 +363,7 @@ def _decoded(image: Image.Image, name: str) -> Image.Image:
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    return image.convert("RGB")
+    return image if image.mode == "RGB" else image.convert("RGB")  # `exif_transpose` has made a copy
 
 
 def _eight_bits(image: Image.Image, name: str) -> Image.Image:

@@ -13,7 +13,7 @@ from starlette.staticfiles import StaticFiles
 
 from rge.common.errors import UserError
 from rge.common.files import DEMO_CHECKPOINT
-from rge.common.images import fetch_picture
+from rge.common.images import fetch_picture, upload_header
 from rge.explore.address import is_local
 from rge.explore.explorer import Explorer, Picture, Query, StoppedError
 from rge.index.sources import thumbnail
@@ -129,7 +129,9 @@ def _picture(explorer: Explorer, asked: Picture) -> bytes:
     if asked.data is not None:
         if not asked.data.startswith("data:"):  # `fetch_picture` would fetch an address
             raise UserError("the picture cannot be read: a data URL in base64 is needed")
-        return fetch_picture(asked.data)
+        data = fetch_picture(asked.data)
+        upload_header(data)
+        return data
     if asked.example is not None:
         if asked.example >= len(explorer.examples):
             raise UserError(f"there is no example {asked.example}")

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from PIL import Image
 
 from rge.calls.request import Picture, Request
-from rge.common.images import known_bytes, load_image
+from rge.common.images import known_bytes, load_image, open_picture
 from rge.common.picture_metadata import without_metadata
 
 EncodedPictures = Mapping[Picture, str]
@@ -68,7 +68,7 @@ def data_url(picture: Picture) -> str:
 def _sendable(data: bytes, max_side_px: int) -> str | None:
     """The format of a picture that can be sent as it is; None: it must be re-encoded, which is slow, or `load_image` refuses it."""
     try:
-        with Image.open(io.BytesIO(data)) as header:
+        with open_picture(data) as header:
             kind, mode, longest = header.format, header.mode, max(header.size)
             plain = header.getexif().get(0x0112, 1) in (0, 1) and not getattr(header, "is_animated", False)
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):

@@ -7,15 +7,25 @@ import threading
 import time
 import warnings
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from PIL import ExifTags, Image
+from PIL import EpsImagePlugin, ExifTags, Image
 
 from rge.common import images
-from rge.common.images import ImageError, PictureIndex, is_there, load_image, picture_bytes, picture_size
+from rge.common.images import (
+    ImageError,
+    PictureIndex,
+    is_there,
+    load_image,
+    open_picture,
+    picture_bytes,
+    picture_size,
+    upload_header,
+)
 
 
 def encode(image: Image.Image, kind: str = "PNG", **options) -> bytes:
@@ -121,6 +131,70 @@ def test_a_phones_heic_is_read(picture, monkeypatch):
     monkeypatch.setattr(Image, "ID", [name for name in Image.ID if name != "HEIF"])
     with pytest.raises(ImageError, match=r"HEIC needs pillow-heif: pip install -e '\.\[search\]'"):
         load_image(held.getvalue())
+
+
+@pytest.mark.parametrize(
+    "kind", "AVIF BMP DDS DIB GIF ICO JPEG JPEG2000 PCX PNG PPM SGI TGA TIFF WEBP".split()
+)
+def test_a_format_that_pillow_decodes_itself_is_read(picture, kind):
+    assert load_image(encode(picture(32, 32), kind)).size == (32, 32)
+
+
+@pytest.mark.parametrize("kind", ["EPS", "GRIB"])
+def test_a_format_for_which_a_program_would_be_started_is_refused(picture, tmp_path, monkeypatch, kind):
+    """Pillow passes PostScript, a programming language, to Ghostscript."""
+    ran = []
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *given, **_: ran.append(given))
+    eps = encode(picture(8, 8), "EPS") if kind == "EPS" else b"GRIB\0\0\0\1" + bytes(100)
+    (tmp_path / "a.png").write_bytes(eps)
+    for ref in (eps, str(tmp_path / "a.png")):
+        for look in (load_image, picture_size):
+            with pytest.raises(
+                ImageError, match=r"picture of a supported format \(AVIF, BMP, .*WEBP, XBM, XPM\)"
+            ):
+                look(ref)
+    with pytest.raises(Image.UnidentifiedImageError):
+        open_picture(eps)
+    assert not ran
+
+
+def peak_bytes(data: bytes) -> int:
+    """Memory that `load_image` takes at most beyond what this process has."""
+
+    def of_process(name):
+        [line] = [
+            line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name)
+        ]
+        return int(line.split()[1]) << 10
+
+    load_image(data)  # the plugin is imported
+    Path("/proc/self/clear_refs").write_text("5")
+    before = of_process("VmRSS")
+    load_image(data)
+    return of_process("VmHWM") - before
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak from Linux' /proc")
+@pytest.mark.parametrize(
+    ("kind", "mode", "options"),
+    [
+        ("PNG", "RGB", {}), ("PNG", "RGBA", {}), ("PNG", "LA", {}), ("PNG", "P", {}), ("PNG", "I;16", {}), ("JPEG", "RGB", {}),
+        ("JPEG", "RGB", {"progressive": True, "subsampling": 0}), ("JPEG", "CMYK", {"progressive": True}),
+        ("WEBP", "RGB", {"lossless": True}), ("WEBP", "RGBA", {"lossless": True}), ("GIF", "P", {"transparency": 0}),
+        ("BMP", "RGB", {}),
+    ],
+)  # fmt: skip
+def test_a_header_says_how_much_memory_decoding_takes(kind, mode, options):
+    data = encode(Image.new(mode, (1500, 1500)), kind, **options)
+    header = upload_header(data)
+    assert header[:2] == (1500, 1500)
+    assert peak_bytes(data) <= header.num_bytes + (2 << 20)
+
+
+@pytest.mark.parametrize("kind", ["TIFF", "ICO", "AVIF"])
+def test_a_client_may_send_common_formats_only(picture, kind):
+    with pytest.raises(ImageError, match="it is none of JPEG, PNG, WEBP, GIF, BMP"):
+        upload_header(encode(picture(32, 32), kind))
 
 
 def test_a_truncated_picture_of_pillows_is_refused(picture):

@@ -1,5 +1,7 @@
 """The explorer: its routes, and the page itself in a headless Chromium: typed into, uploaded to, clicked."""
 
+import base64
+import io
 import json
 import re
 import shutil
@@ -285,6 +287,12 @@ def server(tmp_path_factory):
     assert "Traceback" not in done.stderr
 
 
+def uploaded(kind):
+    data = io.BytesIO()
+    Image.new("RGB", (32, 32)).save(data, kind)
+    return f"data:image/png;base64,{base64.b64encode(data.getvalue()).decode()}"
+
+
 @pytest.mark.slow
 def test_the_routes(server):
     with httpx.Client(base_url=server, timeout=60) as client:
@@ -306,7 +314,19 @@ def test_the_routes(server):
             ("/api/ask", '{"picture": {"example": 24}}', 400, "no example 24"),
             ("/api/ask", '{"picture": {"id": "x"}}', 400, "named by source and id"),
             ("/api/ask", '{"picture": {"data": "data:image/png;base64,%%"}}', 400, "cannot be read"),
-            ("/api/ask", '{"picture": {"data": "data:image/png;base64,AAAA"}}', 200, "cannot be decoded"),
+            ("/api/ask", '{"picture": {"data": "data:image/png;base64,AAAA"}}', 400, "cannot be decoded"),
+            (
+                "/api/ask",
+                json.dumps({"picture": {"data": uploaded("ICO")}}),
+                400,
+                "none of JPEG, PNG, WEBP, GIF, BMP",
+            ),
+            (
+                "/api/ask",
+                json.dumps({"picture": {"data": uploaded("EPS")}}),
+                400,
+                "none of JPEG, PNG, WEBP, GIF, BMP",
+            ),
             ("/api/ask", '{"picture": {"source": "/etc", "id": "passwd"}}', 400, "holds no 'passwd'"),
             ("/api/ask", b"x" * ((32 << 20) + 1), 400, "larger than 32 MB"),
         ):

@@ -467,7 +467,7 @@ class Embedder:
         )  # fmt: skip
         return replace(encoded, embed_ms=encoded.embed_ms + prepare_ms)
 
-    def prompt(self, item: Item, side: "Side", images: Sequence[Image.Image]) -> "Prompt":
+    def prompt(self, item: Item, side: "Side", images: Iterable[Image.Image]) -> "Prompt":
         """The prompt of an item with its decoded pictures, for `encode_prompts`; see `rge.model.prompts.PromptBuilder.build`."""
         return self._inference.prompt(item, side, images)
 

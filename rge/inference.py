@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -134,10 +134,11 @@ class Inference:
         """Number of components of an embedding."""
         return self.model.model.config.get_text_config().hidden_size
 
-    def prompt(self, item: Item, side: Side, images: Sequence[Image.Image]) -> Prompt:
+    def prompt(self, item: Item, side: Side, images: Iterable[Image.Image]) -> Prompt:
         """The prompt of an item, see `rge.model.prompts.PromptBuilder.build`; safe to call from several threads."""
+        scaled = self.builder.scaled(item.id, images)
         with self._tokenizing:
-            return self.builder.build(item, side, images)
+            return self.builder.build_scaled(item, side, scaled)
 
     @torch.no_grad()
     def embed(

@@ -5,7 +5,7 @@ newline inside one user turn). The chat template, the expansion of picture place
 the backbone's own processor.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -131,7 +131,7 @@ class PromptBuilder:
         self.__dict__.update(state)
         self._remember()
 
-    def build(self, item: Item, side: str, images: Sequence[Image.Image] | None = None) -> Prompt:
+    def build(self, item: Item, side: str, images: Iterable[Image.Image] | None = None) -> Prompt:
         """Token ids and pictures of one prompt.
 
         A prompt over `max_tokens` loses only the end of the user's text: cutting the ids would remove the assistant header,
@@ -142,10 +142,19 @@ class PromptBuilder:
                 pictures (`Item.parts`) are never cut.
             ImageError: a picture cannot be read.
         """
-        if images is None:
-            images = [load_image(ref) for ref in item.images]
-        with _of_pictures(item.id):
-            images = [self.family.scaled(image, self.processor.image_processor) for image in images]
+        images = map(load_image, item.images) if images is None else images
+        return self.build_scaled(item, side, self.scaled(item.id, images))
+
+    def scaled(self, name: str, images: Iterable[Image.Image]) -> list[Image.Image]:
+        """An item's pictures for `build_scaled`. Of an iterator that decodes them, one at a time is held at its full size."""
+        scale = partial(self.family.scaled, image_processor=self.processor.image_processor)
+        with _of_pictures(name):
+            return list(
+                map(scale, images)
+            )  # a comprehension would keep the last one while the next is decoded
+
+    def build_scaled(self, item: Item, side: str, images: Sequence[Image.Image]) -> Prompt:
+        """`build`, after `scaled`."""
         if item.parts:
             return self._interleaved(item, side, images)
         sizes = [image.size for image in images]
@@ -318,5 +327,7 @@ def _of_pictures(name: str) -> Iterator[None]:
     """Report the processor's errors, such as a side 200 times as long as the other, as errors of the item's pictures."""
     try:
         yield
+    except ImageError:
+        raise
     except ValueError as error:
         raise ImageError(f"pictures of item {name!r} cannot be processed: {error}") from error

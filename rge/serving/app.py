@@ -23,10 +23,11 @@ from rge.common.images import WEB, data_url
 from rge.common.modes import SILENT, Mode
 from rge.embedder import Embedder
 from rge.index.store import ConditionError, Index
+from rge.model.prompts import Prompt
 from rge.serving.batches import Batches, Result
 from rge.serving.errors import BadInput, Refusal, error_response
 from rge.serving.guard import Guard, MemoryBudget, Metrics, guarded
-from rge.serving.inputs import Raw, check_limits, fetch_pictures, make_prompt
+from rge.serving.inputs import Allowance, Raw, check_limits, fetch_pictures, make_prompt
 from rge.serving.options import ServeOptions
 from rge.serving.protocols import (
     Asked,
@@ -105,7 +106,7 @@ class Service:
     def start(self) -> None:
         """Warm up, so that a broken set-up fails at startup and the first client does not wait."""
         raw = Raw("start", "a key")
-        prompt = make_prompt(self.embedder, raw, [], "query", None, self.options.max_picture_mp)
+        prompt = self._prompt(raw, [], "query", None)
         for mode in ("direct", "reasoning"):
             self.embedder.encode_prompts([prompt], mode=mode)
 
@@ -128,6 +129,7 @@ class Service:
         *,
         may_cut: bool = True,
         max_tokens: int | None = None,
+        allowance: Allowance | None = None,
     ) -> _Answered:
         """Embed the inputs of a request. A text that is too long is truncated, or an error unless `may_cut`."""
         longest = self.embedder.builder.max_tokens
@@ -138,8 +140,9 @@ class Service:
             raise BadInput("a document has no instruction", "instruction")
         mode = self._mode(asked, side)
         notes: list[str] = []
-        instruction, num_bytes = None, 0
-        try:
+        instruction = None
+        allowance = allowance or Allowance(self.options)
+        with self.held.loan() as loan:
             check_limits(inputs, asked.instruction, self.options)
             if side == "query":
                 instruction, note = self.embedder.instruction_for(asked.instruction)
@@ -147,15 +150,11 @@ class Service:
             with self.batches.reserve(len(inputs)):
                 prompts = []
                 for raw in inputs:
-                    prompt = await self._prepare(raw, side, instruction)
-                    size = 0 if prompt.pixels is None else prompt.pixels.nbytes
-                    self.held.take(size)
-                    num_bytes += size
+                    prompt = await self._prepare(raw, side, instruction, allowance)
+                    loan.take(0 if prompt.pixels is None else prompt.pixels.nbytes)
                     prompts.append(prompt)
                     notes += _cut_notes(raw, prompt.num_cut_tokens, longest, may_cut)
             results = await self.batches.answers(prompts, mode)
-        finally:
-            self.held.now -= num_bytes
         if mode not in SILENT:
             for result in results:
                 self.metrics.tokens.observe(result.num_tokens)
@@ -176,19 +175,24 @@ class Service:
             raise BadInput(str(error), "mode") from None
         return mode
 
-    async def _prepare(self, raw: Raw, side: Side, instruction: str | None) -> Any:
+    async def _prepare(self, raw: Raw, side: Side, instruction: str | None, allowance: Allowance) -> Prompt:
         """The prompt of one input. A cancelled request ends between two of its inputs."""
-        pictures = await fetch_pictures(raw, self.options)
-        self.num_preparing += 1
-        try:
-            return await asyncio.get_running_loop().run_in_executor(
-                self._threads,
-                partial(
-                    make_prompt, self.embedder, raw, pictures, side, instruction, self.options.max_picture_mp
-                ),
-            )
-        finally:
-            self.num_preparing -= 1
+        with self.held.loan() as loan:
+            pictures = await fetch_pictures(raw, allowance, loan)
+            self.num_preparing += 1
+            try:
+                return await asyncio.get_running_loop().run_in_executor(
+                    self._threads, self._prompt, raw, pictures, side, instruction
+                )
+            finally:
+                self.num_preparing -= 1
+
+    def _prompt(
+        self, raw: Raw, pictures: Sequence[bytes | str], side: Side, instruction: str | None
+    ) -> Prompt:
+        return make_prompt(
+            self.embedder, raw, pictures, side, instruction, self.options.max_picture_mp, self.held
+        )
 
     def _check_dimensions(self, dimensions: int | None, param: str) -> None:
         sizes = self.embedder.sizes
@@ -239,7 +243,9 @@ class Service:
 
     async def _rerank(self, body: RerankAsked) -> JSONResponse:
         """Rank documents by their cosine to the query after its rationale."""
-        options: dict[str, Any] = {"may_cut": body.truncate, "max_tokens": body.max_tokens_per_doc}
+        options: dict[str, Any] = {
+            "may_cut": body.truncate, "max_tokens": body.max_tokens_per_doc, "allowance": Allowance(self.options),
+        }  # fmt: skip
         query = await self._answer(body, [body.asked()], "query", **options)
         plain = Asked(model=body.model)  # documents are embedded as in training
         documents = await self._answer(plain, body.inputs(), "document", **options)

@@ -3,9 +3,10 @@
 import asyncio
 import hmac
 import ipaddress
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from urllib.parse import urlsplit
 
@@ -97,17 +98,55 @@ class Metrics:
 
 
 class MemoryBudget:
-    """Memory budget for requests in progress, in bytes."""
+    """Memory budget for requests in progress, in bytes; used by the event loop and the threads that decode pictures."""
 
     def __init__(self, limit: int):
         self.limit, self.now = limit, 0
+        self._lock = threading.Lock()
 
     def take(self, count: int) -> None:
-        """Take memory from the budget; lowering `now` returns it. Raises `Refusal`: the budget is used up."""
-        if self.now + count > self.limit:
-            message = "the server is at its memory limit (max_waiting_mb); try again"
-            raise Refusal(503, message, "overloaded", retry_after_s=2)
+        """Take memory from the budget, until `give`. Raises `Refusal`: the budget is used up, or smaller than that."""
+        if count > self.limit:
+            message = (
+                f"{count / (1 << 20):.0f} MB of memory are needed, but max_waiting_mb={self.limit >> 20}"
+            )
+            raise Refusal(413, f"{message}; send smaller pictures", "too_large")
+        with self._lock:
+            if self.now + count > self.limit:
+                message = "the server is at its memory limit (max_waiting_mb); try again"
+                raise Refusal(503, message, "overloaded", retry_after_s=2)
+            self.now += count
+
+    def give(self, count: int) -> None:
+        """Return memory to the budget."""
+        with self._lock:
+            self.now -= count
+
+    @contextmanager
+    def loan(self) -> Iterator["Loan"]:
+        """What is taken through it, and not given back, is returned at its end."""
+        loan = Loan(self)
+        try:
+            yield loan
+        finally:
+            loan.give(loan.now)
+
+
+class Loan:
+    """Part of a `MemoryBudget` that one piece of work has taken; made by `MemoryBudget.loan`."""
+
+    def __init__(self, budget: MemoryBudget):
+        self._budget, self.now = budget, 0
+
+    def take(self, count: int) -> None:
+        """See `MemoryBudget.take`."""
+        self._budget.take(count)
         self.now += count
+
+    def give(self, count: int) -> None:
+        """Return a part early."""
+        self._budget.give(count)
+        self.now -= count
 
 
 class Guard:
@@ -160,7 +199,7 @@ class Guard:
                     await self._run(scope, body, receive, send_noting_code)
                 finally:
                     self._limits.discard(time_limit)
-                    self._held.now -= len(body.data)
+                    self._held.give(len(body.data))
         except _Gone:
             pass
         except Refusal as refusal:

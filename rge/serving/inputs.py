@@ -1,22 +1,22 @@
 """Validate a request's texts and pictures against the limits, and make prompts of them."""
 
-import io
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
-from rge.common.images import WEB, ImageError, decode_data_url, load_image
+from rge.common.images import WEB, ImageError, decode_data_url, load_image, upload_header
 from rge.common.schema import Item
 from rge.embedder import Embedder
 from rge.model.prompts import Prompt
 from rge.serving.errors import BadInput
+from rge.serving.guard import Loan, MemoryBudget
 from rge.serving.options import ServeOptions
 from rge.serving.public_web import fetch_public
 
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
-"""Accepted picture formats. Pillow's readers of the many rare ones have hardly been audited."""
+SCALED_BYTES = 8
+"""Memory for a pixel of a scaled picture: Pillow's 4 bytes, and the processor's copies."""
 _DATA = re.compile(r"data:image/[\w.+-]{1,40};base64,", re.ASCII | re.IGNORECASE)
 
 
@@ -55,24 +55,51 @@ def _check_text(param: str, text: str | None, options: ServeOptions) -> None:
         )
 
 
-async def fetch_pictures(raw: Raw, options: ServeOptions) -> list[bytes | str]:
-    """Fetch an input's pictures that are web addresses, if that is allowed; data URLs stay."""
+@dataclass
+class Allowance:
+    """Bytes that may still be fetched from the web for a request: as many as its body may have."""
+
+    options: ServeOptions
+
+    def __post_init__(self) -> None:
+        self._left = self.options.max_body_mb << 20
+
+    def take(self, count: int) -> None:
+        """Count what has arrived. Raises `ImageError`: it is too much."""
+        self._left -= count
+        if self._left < 0:
+            limit = f"{self.options.max_body_mb} MB (max_body_mb)"
+            raise ImageError(f"the request's pictures from the web are larger than {limit} together")
+
+
+async def fetch_pictures(raw: Raw, allowance: Allowance, loan: Loan) -> list[bytes | str]:
+    """Fetch an input's pictures that are web addresses, if that is allowed; data URLs stay.
+
+    Raises:
+        BadInput: a picture cannot be fetched, or `allowance` is used up.
+        Refusal: there is no memory for it.
+    """
     try:
-        return [await _fetched(address, options) for address in raw.pictures]
+        return [await _fetched(address, allowance, loan) for address in raw.pictures]
     except ImageError as error:
         raise BadInput(str(error), f"{raw.param}.image_url") from None
 
 
-async def _fetched(address: str, options: ServeOptions) -> bytes | str:
+async def _fetched(address: str, allowance: Allowance, loan: Loan) -> bytes | str:
     if _DATA.match(address):
         return address
     if not address.startswith(WEB):
         raise ImageError("a picture must be sent as data:image/...;base64,... with its bytes in base64")
-    if not options.allow_urls:
+    if not allowance.options.allow_urls:
         raise ImageError(
             "this server does not fetch pictures from the web: send their bytes as data:image/...;base64,..."
         )
-    return await fetch_public(address, options.max_body_mb << 20)
+
+    def count(num_bytes: int) -> None:
+        allowance.take(num_bytes)
+        loan.take(num_bytes)
+
+    return await fetch_public(address, count)
 
 
 def make_prompt(
@@ -82,28 +109,38 @@ def make_prompt(
     side: str,
     instruction: str | None,
     max_mp: float,
+    held: MemoryBudget,
 ) -> Prompt:
-    """The prompt of an input. Made before batching, so that an error (`BadInput`) concerns its own request only."""
+    """The prompt of an input. Made before batching, so that an error (`BadInput`) concerns its own request only.
+
+    Raises:
+        Refusal: `held` has no memory for its pictures, which are decoded and scaled one at a time.
+    """
     try:
-        images = [_image(picture, max_mp) for picture in pictures]
-        item = Item(raw.param, raw.text, tuple(images), instruction)  # type: ignore[arg-type]
-        return embedder.prompt(item, "candidate" if side == "document" else "query", images)
+        with held.loan() as loan:
+            images = _images(embedder, pictures, max_mp, loan)
+            item = Item(raw.param, raw.text, tuple(pictures), instruction)
+            return embedder.prompt(item, "candidate" if side == "document" else "query", images)
     except ImageError as error:
         raise BadInput(str(error), f"{raw.param}.image_url") from None
     except ValueError as error:
         raise BadInput(str(error), raw.param) from None
 
 
-def _image(picture: bytes | str, max_mp: float) -> Image.Image:
-    data = picture if isinstance(picture, bytes) else decode_data_url(picture)
-    name = f"<{len(data)} bytes>"
-    try:
-        with Image.open(io.BytesIO(data), formats=FORMATS) as header:
-            width, height = header.size
-    except UnidentifiedImageError:
-        raise ImageError(f"picture {name} cannot be decoded: it is none of {', '.join(FORMATS)}") from None
-    except Exception as error:  # noqa: BLE001 - Pillow's readers raise anything on damaged files
-        raise ImageError(f"picture {name} cannot be decoded: {error}") from None
-    if width * height > max_mp * 1e6:
-        raise ImageError(f"picture {name} has {width} x {height} pixels, the limit is {max_mp:g} million")
-    return load_image(data)
+def _images(
+    embedder: Embedder, pictures: Sequence[bytes | str], max_mp: float, loan: Loan
+) -> Iterator[Image.Image]:
+    """Decode pictures one at a time: memory is taken before, and what is not needed once the picture is scaled is given back."""
+    family, processor = embedder.builder.family, embedder.builder.processor.image_processor
+    for picture in pictures:
+        data = picture if isinstance(picture, bytes) else decode_data_url(picture)
+        width, height, num_bytes = upload_header(data)
+        if width * height > max_mp * 1e6:
+            raise ImageError(
+                f"picture <{len(data)} bytes> has {width} x {height} pixels, the limit is {max_mp:g} million"
+            )
+        scaled_width, scaled_height = family.scaled_size((width, height), processor)
+        loan.take(num_bytes)
+        yield load_image(data)
+        # The caller has scaled it. Some families leave that to the processor.
+        loan.give(num_bytes - min(num_bytes, SCALED_BYTES * scaled_width * scaled_height))

@@ -63,13 +63,15 @@ class ServeOptions(PluginOptions):
     max_queue: AtLeastOne = 4096
     """Maximum number of waiting inputs; beyond it, requests get a 429."""
     max_waiting_mb: AtLeastOne = 2048
-    """Maximum memory for bodies and pictures of requests in progress; beyond it, requests get a 503."""
+    """Maximum memory for bodies and pictures of requests in progress, also while they are decoded; beyond it,
+    requests get a 503."""
     timeout_s: Positive = 120.0
     """Time limit of a request, from its first byte to its response; beyond it, 408 or 504."""
     drain_s: NotNegative = 30.0
     """Time to finish requests in progress after SIGTERM or Ctrl-C."""
     max_body_mb: AtLeastOne = 32
-    """Maximum size of a request's body; beyond it, 413."""
+    """Maximum size of a request's body; beyond it, 413. Also of the pictures that are fetched for a request together;
+    beyond it, 400."""
     max_inputs: AtLeastOne = 2048
     """Maximum number of inputs per request; 2,048 is OpenAI's limit."""
     max_chars: AtLeastOne = 65_536

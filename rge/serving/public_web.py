@@ -8,7 +8,7 @@ import asyncio
 import ipaddress
 import socket
 import string
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 from urllib.parse import quote, urljoin
 
@@ -63,12 +63,15 @@ class _Public(httpcore.AsyncNetworkBackend):
         return await self._inner.connect_tcp(addresses[-1], port, timeout, local_address, socket_options)
 
 
-async def fetch_public(address: str, max_bytes: int) -> bytes:
-    """Encoded bytes of a picture on a public host; `ImageError` after `FETCH_S` seconds, or if it cannot be fetched."""
+async def fetch_public(address: str, count: Callable[[int], object]) -> bytes:
+    """Encoded bytes of a picture on a public host; `ImageError` after `FETCH_S` seconds, or if it cannot be fetched.
+
+    `count` is called with the number of bytes of each part before it is kept, and may raise to end the download.
+    """
     shown = address[:80] + ("..." if len(address) > 80 else "")
     try:
         async with asyncio.timeout(FETCH_S):
-            return await _fetch(address, max_bytes, shown)
+            return await _fetch(address, count, shown)
     except TimeoutError:
         raise ImageError(f"picture {shown} did not arrive within {FETCH_S} s") from None
     except ImageError:
@@ -80,7 +83,7 @@ async def fetch_public(address: str, max_bytes: int) -> bytes:
         raise ImageError(f"picture {shown} cannot be fetched: {error or type(error).__name__}") from None
 
 
-async def _fetch(address: str, max_bytes: int, shown: str) -> bytes:
+async def _fetch(address: str, count: Callable[[int], object], shown: str) -> bytes:
     # No proxy from the environment and no keep-alive: each request makes and checks a new connection.
     async with httpcore.AsyncConnectionPool(network_backend=_Public(), max_keepalive_connections=0) as pool:
         for _ in range(MAX_REDIRECTS + 1):
@@ -99,8 +102,7 @@ async def _fetch(address: str, max_bytes: int, shown: str) -> bytes:
                     raise ImageError(f"picture {shown} cannot be fetched: its server says {response.status}")
                 data = bytearray()
                 async for part in response.aiter_stream():
+                    count(len(part))
                     data += part
-                    if len(data) > max_bytes:
-                        raise ImageError(f"picture {shown} is larger than {max_bytes >> 20} MB")
                 return bytes(data)
     raise ImageError(f"picture {shown} cannot be fetched: more than {MAX_REDIRECTS} redirects")

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 import zlib
 from urllib.parse import unquote
 
@@ -32,7 +33,7 @@ from PIL import Image
 
 from rge.checkpoints.export import export, settings_of
 from rge.common.errors import UserError
-from rge.common.images import ImageError
+from rge.common.images import ImageError, load_image
 from rge.embedder import Embedder
 from rge.index.rows import Row
 from rge.index.store import Index, writing
@@ -43,7 +44,7 @@ from rge.serving.__main__ import main
 from rge.serving.app import Service
 from rge.serving.batches import Batches
 from rge.serving.errors import Refusal
-from rge.serving.inputs import make_prompt
+from rge.serving.inputs import Allowance, make_prompt
 from rge.serving.options import ServeOptions
 from rge.serving.process import load
 
@@ -788,9 +789,43 @@ def test_what_is_held_is_bounded(embedder):
         answer = httpx.post(f"{url}/v1/embeddings", json={"input": "a"})
         assert answer.status_code == 503
         assert answer.headers["retry-after"] == "2"
-        service.held.now -= 1 << 20
+        service.held.give(1 << 20)
         assert httpx.post(f"{url}/v1/embeddings", json={"input": "a"}).status_code == 200
         until(lambda: service.held.now == 0)
+
+
+def test_pictures_are_decoded_one_at_a_time_and_their_memory_is_taken_before(embedder, monkeypatch):
+    """A flat picture of 50 megapixels has some 50 kB, so a body may hold gigabytes of them."""
+    service = service_of(embedder, max_pictures=12, max_waiting_mb=32)
+    decoded, taken = [], []
+
+    def load(data):
+        assert not [one for one in decoded if one() is not None], "another picture has its full size"
+        taken.append(service.held.now)
+        decoded.append(weakref.ref(image := load_image(data)))
+        return image
+
+    monkeypatch.setattr("rge.serving.inputs.load_image", load)
+    pictures = [Image.new("RGB", (1000, 900), (row, 0, 0)) for row in range(12)]
+    asked = {"messages": message("a", *map(shown, pictures))}
+    with running(service) as url:
+        answer = httpx.post(f"{url}/v1/embeddings", json=asked, timeout=60)
+        assert_same(vectors(answer)[0], embedder.encode_query("a", pictures))
+        assert len(taken) == 12
+        assert all(10 * 900_000 < one < 12 * 900_000 for one in taken)
+        until(lambda: service.held.now == 0)
+        service.held.take(25 << 20)  # others', for now
+        answer = httpx.post(f"{url}/v1/embeddings", json=asked, timeout=60)
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")
+        service.held.give(25 << 20)
+        assert len(taken) == 12, "nothing was decoded"
+        until(lambda: service.held.now == 0)
+    with running(service_of(embedder, max_waiting_mb=8)) as url:
+        asked = {"messages": message("a", shown(pictures[0]))}
+        answer = httpx.post(f"{url}/v1/embeddings", json=asked, timeout=60)
+        assert answer.status_code == 413, "trying again would not help"
+        assert "9 MB of memory are needed, but max_waiting_mb=8" in answer.json()["error"]["message"]
+        assert len(taken) == 12
 
 
 @pytest.mark.slow
@@ -966,7 +1001,8 @@ def web(picture):
                 return
             self.send_response(200 if self.path != "/missing.png" else 404)
             self.end_headers()
-            self.wfile.write(data if self.path == "/a.png" else b"x" * (3 << 20))
+            padded = {"/a.png": data, "/padded.png": data + bytes(600_000)}
+            self.wfile.write(padded.get(self.path, b"x" * (3 << 20)))
 
         def log_message(self, *_):
             pass
@@ -991,7 +1027,7 @@ def test_private_addresses_are_never_reached(web):
         "[::ffff:127.0.0.1]",
     ):
         with pytest.raises(ImageError, match="not on the public internet|not known"):
-            asyncio.run(public_web.fetch_public(f"http://{host}:{port}/a.png", 1 << 20))
+            asyncio.run(public_web.fetch_public(f"http://{host}:{port}/a.png", lambda count: None))
     assert asked == []
 
 
@@ -1001,8 +1037,10 @@ def test_redirects_and_names_are_checked_for_each_connection(web, monkeypatch):
     port = address.rsplit(":", 1)[1]
     monkeypatch.setattr(public_web, "is_public", lambda one: one == "127.0.0.1")
 
-    def fetch(where, most=1 << 20):
-        return asyncio.run(public_web.fetch_public(where, most))
+    def fetch(where):
+        return asyncio.run(
+            public_web.fetch_public(where, Allowance(ServeOptions(checkpoint="", max_body_mb=1)).take)
+        )
 
     assert fetch(f"{address}/a.png") == data
     assert fetch(f"{address}/to?/a.png") == data
@@ -1038,6 +1076,40 @@ def test_redirects_and_names_are_checked_for_each_connection(web, monkeypatch):
     assert fetch(f"http://rebinding.example:{port}/a.png") == data
     assert lookups == ["rebinding.example"]
     assert asked == [(f"rebinding.example:{port}", "/a.png")]
+
+
+def test_fetched_pictures_count_as_memory_and_as_part_of_the_request(embedder, web, monkeypatch):
+    """Otherwise a small body would make the server fetch, and keep, gigabytes."""
+    address, _, data = web
+    monkeypatch.setattr(public_web, "is_public", lambda one: True)
+    service = service_of(embedder, allow_urls=True, max_waiting_mb=2)
+    held = []
+    monkeypatch.setattr(
+        "rge.serving.app.make_prompt", lambda *given: (held.append(service.held.now), make_prompt(*given))[1]
+    )
+    with running(service) as url:
+
+        def post(*messages, path="/v1/embeddings", **body):
+            body = body or {"messages": list(messages)}
+            answer = httpx.post(url + path, json=body, timeout=60)
+            until(lambda: service.held.now == 0)
+            return answer.status_code, answer.text
+
+        padded = f"{address}/padded.png"  # 600 kB
+        assert post(message("a", padded))[0] == 200
+        assert held[-1] > 600_000
+        too_much = "pictures from the web are larger than 1 MB (max_body_mb) together"
+        for answer in (
+            post(message("a", padded, padded)),
+            post(message("a", padded), message("b", padded)),
+            post(path="/v1/rerank", query={"image": padded}, documents=[{"image": padded}]),
+        ):
+            assert answer[0] == 400
+            assert too_much in answer[1]
+        service.held.take(1_500_000)
+        answer = httpx.post(f"{url}/v1/embeddings", json={"messages": message("a", padded)}, timeout=60)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "overloaded")
+        until(lambda: service.held.now == 1_500_000)
 
 
 def test_a_picture_is_fetched_where_that_is_allowed(embedder, web, picture, monkeypatch):

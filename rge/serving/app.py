@@ -41,6 +41,8 @@ from rge.serving.protocols import (
 
 THREADS = 4
 """Pictures decoded at once."""
+MAX_FAILURES = 3
+"""Failures of the model in a row from which on /health says so."""
 
 
 @dataclass(frozen=True)
@@ -295,10 +297,21 @@ class Service:
             content |= {"rationale": result.rationale, "stop_reason": result.stop_reason}
         return _json(content, answered.warnings)
 
-    async def _health(self) -> dict[str, Any]:
-        return {
-            "status": "ok",
-            "model": self.name,
+    def _fault(self) -> str | None:
+        """Why the model probably cannot answer any more, as after a sticky error of CUDA; None: it can."""
+        if self.batches.num_failures >= MAX_FAILURES:
+            return f"the model has failed {self.batches.num_failures} times in a row"
+        if self.batches.running_s > self.options.timeout_s:
+            return f"a batch has been running for more than timeout_s={self.options.timeout_s:g}"
+        return None
+
+    async def _health(self) -> JSONResponse:
+        fault, name = self._fault(), Path(self.name)
+        content = {
+            "status": "ok" if fault is None else "failing",
+            **({} if fault is None else {"reason": fault}),
+            # Needs no key, so no absolute path is shown.
+            "model": "/".join(name.parts[1:][-2:]) if name.is_absolute() else self.name,
             "checkpoint_hash": self._checkpoint_hash,
             "engine": self.options.engine,
             "device": str(self.embedder.model.device),
@@ -306,6 +319,7 @@ class Service:
             "waiting_inputs": self.batches.num_waiting,
             "rge_version": rge.__version__,
         }
+        return JSONResponse(content, 200 if fault is None else 503)
 
     async def _models(self) -> dict[str, Any]:
         return {"object": "list", "data": [await self._one_model(self.name)]}

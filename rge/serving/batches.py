@@ -63,8 +63,9 @@ class Batches:
     ):
         self.embed, self.batch_size, self.wait_s, self.max_queue = embed, batch_size, wait_s, max_queue
         self.on_batch = on_batch
-        self.is_running = False
-        """Whether the model works on a batch, which cannot be interrupted."""
+        self.num_failures = 0
+        """Failures since the model last gave an embedding. A batch that is retried input by input counts by these."""
+        self._running_since: float | None = None
         self._thread = ThreadPoolExecutor(1, "rge-model")
         self._working: asyncio.Task[None] | None = None  # while inputs wait
         self._arrived = asyncio.Event()
@@ -73,6 +74,17 @@ class Batches:
         self._rows_per_s = 0.0
         self._has_company = False  # whether several requests were present at the last batch
         self._ended = 0.0  # when the last batch ended
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the model works on a batch, which cannot be interrupted."""
+        return self._running_since is not None
+
+    @property
+    def running_s(self) -> float:
+        """How long the model has worked on its present batch; 0 without one."""
+        since = self._running_since  # one look: the model's thread may reset it
+        return 0.0 if since is None else time.monotonic() - since
 
     @property
     def num_waiting(self) -> int:
@@ -134,11 +146,11 @@ class Batches:
 
     def _run(self, prompts: Sequence[Prompt], mode: Mode) -> tuple[Encoded, float]:
         """Embed, in the model's thread; also returns the seconds it took, without those that the event loop was busy."""
-        self.is_running, began = True, time.monotonic()
+        self._running_since = began = time.monotonic()
         try:
             return self.embed(prompts, mode), time.monotonic() - began
         finally:
-            self.is_running = False
+            self._running_since = None
 
     def _next(self) -> list[_Waiting]:
         """The oldest input and those closest to it in length."""
@@ -162,16 +174,26 @@ class Batches:
                 _log.warning("a batch of %d failed (%s: %s); retrying its inputs one by one", len(batch), type(error).__name__, error)  # fmt: skip
                 for row in batch:
                     await self._embed([row])
-            elif not batch[0].answer.done():
+                return
+            self.num_failures += 1
+            if not batch[0].answer.done():
                 batch[0].answer.set_exception(error)
             return
         self._rows_per_s = 0.8 * self._rows_per_s + 0.2 * len(batch) / max(seconds, 1e-6)
         self.on_batch(mode, len(batch), seconds)
-        columns = (result.embeddings, result.rationales, result.num_rationale_tokens, result.stop_reasons)
-        for row, vector, rationale, num_tokens, reason in zip(batch, *columns, strict=True):
+        is_finite = np.isfinite(result.embeddings).all(axis=1)
+        self.num_failures = 0 if is_finite.any() else self.num_failures + 1
+        columns = (
+            is_finite,
+            result.embeddings,
+            result.rationales,
+            result.num_rationale_tokens,
+            result.stop_reasons,
+        )
+        for row, is_valid, vector, rationale, num_tokens, reason in zip(batch, *columns, strict=True):
             if row.answer.done():
                 continue
-            if np.isfinite(vector).all():
+            if is_valid:
                 row.answer.set_result(Result(vector, rationale, int(num_tokens), reason))
             else:
                 row.answer.set_exception(ArithmeticError("the model's state is not finite"))

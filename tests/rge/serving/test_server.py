@@ -828,6 +828,68 @@ def test_pictures_are_decoded_one_at_a_time_and_their_memory_is_taken_before(emb
         assert len(taken) == 12
 
 
+def test_a_model_that_cannot_answer_any_more_makes_the_server_unhealthy(embedder):
+    """After a sticky error of CUDA every call fails, and whoever watches the server should start it anew."""
+    service = service_of(embedder)
+    inner = service.batches.embed
+
+    def fails(prompts, mode):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def nothing(prompts, mode):
+        found = inner(prompts, mode)
+        found.embeddings[:] = np.nan
+        return found
+
+    with running(service) as url:
+
+        def health():
+            answer = httpx.get(f"{url}/health")
+            return answer.status_code, answer.json()["status"], answer.json().get("reason")
+
+        for embed in (fails, nothing):
+            service.batches.embed = embed
+            for count in range(1, 4):
+                assert httpx.post(f"{url}/v1/embeddings", json={"input": "a"}).status_code == 500
+                if count < 3:
+                    assert health() == (200, "ok", None)
+            assert health() == (503, "failing", "the model has failed 3 times in a row")
+            service.batches.embed = inner
+            assert httpx.post(f"{url}/v1/embeddings", json={"input": "a"}).status_code == 200
+            assert health() == (200, "ok", None)
+        service.batches.embed = fails  # a batch is tried again input by input
+        assert httpx.post(f"{url}/v1/embeddings", json={"input": ["a", "b"]}).status_code == 500
+        until(lambda: service.batches.num_failures == 2)
+        assert health()[0] == 200
+
+
+def test_a_batch_that_does_not_end_makes_the_server_unhealthy(embedder):
+    service = service_of(embedder, timeout_s=0.4)
+    gate = Gate(service)
+    with running(service) as url:
+        assert httpx.post(f"{url}/v1/embeddings", json={"input": "a"}, timeout=60).status_code == 504
+        until(lambda: service.batches.running_s > 0.4)
+        answer = httpx.get(f"{url}/health")
+        assert answer.status_code == 503
+        assert answer.json()["reason"] == "a batch has been running for more than timeout_s=0.4"
+        gate.open.set()
+        until(lambda: httpx.get(f"{url}/health").status_code == 200)
+
+
+def test_who_has_no_key_learns_no_path_of_the_server(embedder):
+    """/health needs no key."""
+    for name, shown_name in (
+        ("/home/me/runs/joint/final", "joint/final"),
+        ("/final", "final"),
+        ("me/mine", "me/mine"),
+    ):
+        with running(service_of(embedder, key="a secret of some length", name=name)) as url:
+            answer = httpx.get(f"{url}/health")
+            assert answer.json()["model"] == shown_name
+            for path in ("/health", "/metrics", "/openapi.json"):
+                assert "/home/me" not in httpx.get(f"{url}{path}").text
+
+
 @pytest.mark.slow
 def test_one_input_that_the_model_fails_on_fails_alone(embedder):
     """Out of memory, a bug, a state that is not finite: the batch is tried row by row, and the thread lives."""

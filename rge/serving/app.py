@@ -84,6 +84,9 @@ class Service:
         # Now, while the files are those that were loaded, and because reading them would block the event loop.
         self._checkpoint_hash = embedder.checkpoint_hash
         self.name = options.name or options.checkpoint
+        self._side_of: dict[str, Side | None] = {
+            self.name: None, f"{self.name}-query": "query", f"{self.name}-document": "document",
+        }  # fmt: skip
         self.held = MemoryBudget(options.max_waiting_mb << 20)
         self.batches = Batches(
             lambda prompts, mode: embedder.encode_prompts(prompts, mode=mode, batch_size=len(prompts)),
@@ -127,7 +130,7 @@ class Service:
         self,
         asked: Asked,
         inputs: Sequence[Raw],
-        side: Side,
+        side: Side | None,
         *,
         may_cut: bool = True,
         max_tokens: int | None = None,
@@ -135,7 +138,7 @@ class Service:
     ) -> _Answered:
         """Embed the inputs of a request. A text that is too long is truncated, or an error unless `may_cut`."""
         longest = self.embedder.builder.max_tokens
-        self._check_model(asked.model)
+        side = self._side(asked.model, side)
         if max_tokens is not None and max_tokens < longest:
             raise BadInput(f"inputs are always truncated to {longest} tokens, got {max_tokens}")
         if side == "document" and asked.instruction is not None:
@@ -163,11 +166,19 @@ class Service:
                 self.metrics.forced.inc(result.stop_reason == "forced")
         return _Answered(results, sum(map(len, prompts)), notes)
 
-    def _check_model(self, name: str | None) -> None:
-        if name not in (None, self.name):
+    def _side(self, name: str | None, side: Side | None) -> Side:
+        """The side of a request with this model's name and this side; clients that cannot send one choose it by the name."""
+        name = self.name if name is None else name
+        if name not in self._side_of:
+            names = ", ".join(map(repr, self._side_of))
             raise Refusal(
-                404, f"there is no model {name!r} here, only {self.name!r}", "model_not_found", param="model"
+                404, f"there is no model {name!r} here, only {names}", "model_not_found", param="model"
             )
+        named = self._side_of[name]
+        if None not in (named, side) and named != side:
+            message = f"model {name!r} is for the {named} side, and this request for the {side} side: use {self.name!r}"
+            raise BadInput(message, "model")
+        return named or side or "query"
 
     def _mode(self, asked: Asked, side: Side) -> Mode:
         mode: Mode = asked.mode or (self.embedder.query_mode if side == "query" else "direct")
@@ -245,6 +256,7 @@ class Service:
 
     async def _rerank(self, body: RerankAsked) -> JSONResponse:
         """Rank documents by their cosine to the query after its rationale."""
+        self._side(body.model, "document")  # before the query is embedded
         options: dict[str, Any] = {
             "may_cut": body.truncate, "max_tokens": body.max_tokens_per_doc, "allowance": Allowance(self.options),
         }  # fmt: skip
@@ -322,11 +334,11 @@ class Service:
         return JSONResponse(content, 200 if fault is None else 503)
 
     async def _models(self) -> dict[str, Any]:
-        return {"object": "list", "data": [await self._one_model(self.name)]}
+        return {"object": "list", "data": [await self._one_model(name) for name in self._side_of]}
 
     async def _one_model(self, name: str) -> dict[str, Any]:
-        self._check_model(name)
-        return {"id": self.name, "object": "model", "created": self._began, "owned_by": "rge"}
+        self._side(name, None)
+        return {"id": name, "object": "model", "created": self._began, "owned_by": "rge"}
 
     async def _metrics(self) -> Response:
         return Response(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
@@ -348,7 +360,7 @@ class Service:
             ("POST", "/v1/rerank", self._rerank, "Rank documents"),
             ("POST", "/v2/rerank", self._rerank, "Rank documents"),
             ("POST", "/rerank", self._rerank, "Rank documents"),
-            ("GET", "/v1/models", self._models, "The model's name"),
+            ("GET", "/v1/models", self._models, "The model's names"),
             ("GET", "/v1/models/{name:path}", self._one_model, "The model, by its name"),
             ("GET", "/health", self._health, "Whether the server answers"),
             ("GET", "/metrics", self._metrics, "Figures for Prometheus"),

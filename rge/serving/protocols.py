@@ -129,7 +129,8 @@ class EmbeddingsAsked(_OpenAiAsked):
     encoding_format: Literal["float", "base64"] | None = None
     """None: float; LiteLLM sends it."""
     dimensions: Annotated[int, Field(ge=1)] | None = None
-    side: Side = "query"
+    side: Side | None = None
+    """None: that of the model's name, else a query."""
     return_rationale: bool = False
 
 

@@ -170,7 +170,7 @@ def test_the_openai_client_gets_our_embeddings(client, embedder):
     assert not hasattr(plain.data[0], "rationale")
     none = client.embeddings.create(model="mine", input=TEXTS[0], encoding_format=None)  # as LiteLLM
     assert none.data[0].embedding == plain.data[0].embedding
-    assert [one.id for one in client.models.list()] == ["mine"]
+    assert [one.id for one in client.models.list()] == ["mine", "mine-query", "mine-document"]
 
 
 @pytest.mark.parametrize(
@@ -324,6 +324,35 @@ def test_a_batch_of_conversations_as_vllm_takes_it(client, embedder, picture):
     )  # fmt: skip
     expected = embedder.encode_query(["What opens this?", "egg", None], [images[0], None, images[1]])
     assert_same(np.array([one.embedding for one in found.data]), expected)
+
+
+def test_a_model_s_name_chooses_the_side(ask, client, embedder):
+    """For clients that cannot send `side`, which would embed documents as queries unnoticed."""
+    for name, encode in (("mine-query", embedder.encode_query), ("mine-document", embedder.encode_document)):
+        for extra in ({}, {"side": name[5:]}, {"side": None}):
+            assert_same(vectors(ask(model=name, input=TEXTS, **extra)), encode(TEXTS))
+        assert client.models.retrieve(name).id == name
+    assert [one["id"] for one in client.models.list().to_dict()["data"]] == [
+        "mine",
+        "mine-query",
+        "mine-document",
+    ]
+    query, document = (
+        "model 'mine-query' is for the query side",
+        "model 'mine-document' is for the document side",
+    )
+    for path, body, said in (
+        ("/v1/embeddings", {"model": "mine-query", "input": "a", "side": "document"}, query),
+        ("/v1/embeddings", {"model": "mine-document", "input": "a", "side": "query"}, document),
+        ("/v2/embed", {"model": "mine-query", "texts": ["a"], "input_type": "search_document"}, query),
+        ("/v1/rerank", {"model": "mine-query", "query": "a", "documents": ["b"]}, query),
+        ("/v1/rerank", {"model": "mine-document", "query": "a", "documents": ["b"]}, document),
+    ):
+        answer = ask(path, **body)
+        assert answer.status_code == 400
+        assert said in answer.json()["error"]["message"]
+        assert "use 'mine'" in answer.json()["error"]["message"]
+    assert ask(model="mine-left", input="a").status_code == 404
 
 
 def test_the_model_is_found_by_its_name(client, embedder):

@@ -256,9 +256,9 @@ def test_the_next_window_is_prepared_while_the_device_works(photos, monkeypatch,
     from rge.index.sources import Unreadable
 
     built, hidden = [], []
-    build, encode = demo.builder.build, demo.encode_prompts
+    build, encode = demo.builder.build_scaled, demo.encode_prompts
     monkeypatch.setattr(
-        demo.builder, "build", lambda item, *rest: built.append(item.id) or build(item, *rest)
+        demo.builder, "build_scaled", lambda item, *rest: built.append(item.id) or build(item, *rest)
     )
     monkeypatch.setattr("rge.index.reading.WINDOW", 1)
     given = 0

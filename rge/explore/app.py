@@ -108,6 +108,8 @@ async def _answers(explorer: Explorer, asked: Query, data: bytes | None) -> Asyn
 
     def work() -> None:
         try:
+            if data is not None and asked.picture is not None and asked.picture.data is not None:
+                upload_header(data)  # an error here is one line of the answer, not a failed request
             explorer.ask(asked, data, tell)
         except StoppedError:
             return
@@ -129,9 +131,7 @@ def _picture(explorer: Explorer, asked: Picture) -> bytes:
     if asked.data is not None:
         if not asked.data.startswith("data:"):  # `fetch_picture` would fetch an address
             raise UserError("the picture cannot be read: a data URL in base64 is needed")
-        data = fetch_picture(asked.data)
-        upload_header(data)
-        return data
+        return fetch_picture(asked.data)
     if asked.example is not None:
         if asked.example >= len(explorer.examples):
             raise UserError(f"there is no example {asked.example}")

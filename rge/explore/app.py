@@ -13,7 +13,7 @@ from starlette.staticfiles import StaticFiles
 
 from rge.common.errors import UserError
 from rge.common.files import DEMO_CHECKPOINT
-from rge.common.images import fetch_picture, upload_header
+from rge.common.images import fetch_picture
 from rge.explore.address import is_local
 from rge.explore.explorer import Explorer, Picture, Query, StoppedError
 from rge.index.sources import thumbnail
@@ -108,8 +108,6 @@ async def _answers(explorer: Explorer, asked: Query, data: bytes | None) -> Asyn
 
     def work() -> None:
         try:
-            if data is not None and asked.picture is not None and asked.picture.data is not None:
-                upload_header(data)  # an error here is one line of the answer, not a failed request
             explorer.ask(asked, data, tell)
         except StoppedError:
             return

@@ -149,9 +149,8 @@ class PromptBuilder:
         """An item's pictures for `build_scaled`. Of an iterator that decodes them, one at a time is held at its full size."""
         scale = partial(self.family.scaled, image_processor=self.processor.image_processor)
         with _of_pictures(name):
-            return list(
-                map(scale, images)
-            )  # a comprehension would keep the last one while the next is decoded
+            # A comprehension would keep each picture until the next one is decoded.
+            return list(map(scale, images))
 
     def build_scaled(self, item: Item, side: str, images: Sequence[Image.Image]) -> Prompt:
         """`build`, after `scaled`."""

@@ -121,7 +121,7 @@ class DirectEncoder(ThirdParty, Generic[T]):
     ) -> Encoded:
         """Embed items; see `rge.embedder.Embedder.encode`.
 
-        A UserError if the mode needs rationales, a UserError or ImageError if an item cannot be embedded.
+        A UserError if the mode needs rationales or an item is empty, an ImageError if a picture cannot be decoded.
         """
         self.settings.check_mode(mode)
         together, window = 1 if self.settings.exact else batch_size, WINDOW_BATCHES * batch_size

@@ -591,6 +591,22 @@ def test_max_rationale_tokens_bounds_what_is_trained_on(arguments):
     assert all("more than data.max_rationale_tokens=1; shorten it" in problem for problem in problems)
 
 
+def test_skip_nonfinite_is_how_many_steps_in_a_row_may_fail(arguments, monkeypatch, tmp_path):
+    failed = []
+
+    def fail(*_):
+        failed.append(1)
+        raise FloatingPointError("the norm of its gradient is nan")
+
+    monkeypatch.setattr(train, "load_recipe", load_recipe)  # which `runs` has replaced
+    monkeypatch.setattr(train.dist, "optimizer_step", fail)
+    for allowed in (0, 1):
+        failed.clear()
+        with pytest.raises(FloatingPointError, match=r"joint has diverged.*optim\.skip_nonfinite"):
+            train.main(arguments(f"optim.skip_nonfinite={allowed}", f"out={tmp_path}"))
+        assert len(failed) == allowed + 1
+
+
 def test_silence_is_how_long_a_process_may_be_frozen(arguments, monkeypatch):
     given = []
     monkeypatch.setattr(train, "load_recipe", load_recipe)  # which `runs` has replaced
@@ -806,6 +822,7 @@ def test_a_source_is_what_each_of_its_keys_says(key, arguments, named, monkeypat
 ELSEWHERE = {
     **dict.fromkeys(SOURCE_KEYS, test_a_source_is_what_each_of_its_keys_says),
     "data.max_rationale_tokens": test_max_rationale_tokens_bounds_what_is_trained_on,
+    "optim.skip_nonfinite": test_skip_nonfinite_is_how_many_steps_in_a_row_may_fail,
     "train.silence_s": test_silence_is_how_long_a_process_may_be_frozen,
     "train.back_end": test_back_end_is_the_least_that_is_shared_out,
     "plugins": test_plugins_are_imported,

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from rge.common.commands import progress_bar
-from rge.common.images import picture_size
+from rge.common.images import picture_bytes, picture_size
 from rge.common.schema import ImageRef, Item, Record, Target
 from rge.config import Recipe
 from rge.data.collate import check_targets, query_item, target_item
@@ -182,13 +182,20 @@ def _content(text: str | None, images: Sequence[ImageRef], *more: str) -> int:
 
 
 def _picture_name(ref: ImageRef) -> str:
-    """Of bytes their hash; of a file its name, size and beginning, since the same file may be in another folder."""
+    """Of bytes and rows of libraries their hash; of a file its name, size and beginning, since it may be in several folders."""
     if isinstance(ref, bytes):
         return hashlib.sha256(ref).hexdigest()
-    if not os.path.isfile(ref):
-        return Path(ref).name  # of a row of a library
+    if (
+        ".parquet#" in ref
+    ):  # libraries in several folders may have one name, and other pictures under the same ids
+        return _hash_of_row(ref)
     found = os.stat(ref)
     return f"{Path(ref).name} {found.st_size} {_beginning(ref, found.st_size, found.st_mtime_ns)}"
+
+
+@lru_cache(maxsize=1 << 16)
+def _hash_of_row(ref: str) -> str:
+    return hashlib.sha256(picture_bytes(ref)).hexdigest()
 
 
 @lru_cache(maxsize=1 << 16)

@@ -5,6 +5,8 @@ import random
 from itertools import combinations
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from rge.data import conflicts
@@ -107,6 +109,21 @@ def test_counts_are_those_of_all_pairs(tmp_path, seed):
                 expected[2].add(number)
     lines = [*conflicts.conflicts(sources, "joint")]
     assert [int(line.split()[1]) for line in lines] == [len(records) for records in expected if records]
+
+
+def test_pictures_of_libraries_are_known_by_their_bytes(tmp_path):
+    """Not by the library's name or what follows the last slash of the row's."""
+    found = []
+    for folder, cells in (
+        ("a", {"x/1.jpg": b"egg", "y/1.jpg": b"nail"}),
+        ("b", {"x/1.jpg": b"key", "7": b"egg"}),
+    ):
+        (tmp_path / folder).mkdir()
+        library = tmp_path / folder / "pictures.parquet"
+        pq.write_table(pa.table({"id": [*cells], "image": [*cells.values()]}), library)
+        found += [_content(None, [f"{library}#{row}"]) for row in cells]
+    assert len(set(found)) == 3
+    assert found[0] == found[3]
 
 
 def test_one_right_answer_for_all_leaves_nothing_to_compare(tmp_path):

@@ -387,6 +387,8 @@ def optimizer_step(
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         # Clipping and step happened inside backward; DeepSpeed skips a step whose norm is not finite.
         norm = float(model.get_global_grad_norm())  # type: ignore[operator]  # of DeepSpeed's engine
+        if optimizer.step_was_skipped:  # before 0.19 the norm then is that of an earlier step
+            norm = math.nan
         _check_norm(norm, source)
         optimizer.zero_grad()
         return norm

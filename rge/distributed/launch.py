@@ -264,6 +264,8 @@ def _deepspeed(path: str | None, dtype: str) -> DeepSpeedPlugin:
     # ZeRO-1 adds to its float32 gradients after a backward, and clears the last chunk's only if it finds tensors in the
     # forward's outputs, which here are dataclasses: chunks would count several times. Immediate updates avoid that.
     settings["bf16"]["immediate_grad_update"] = True
+    # Else a gradient that is not finite makes all weights NaN before its norm is known; before 0.19 that was the default.
+    settings["bf16"]["check_grad_overflow"] = True
     return plugin
 
 

@@ -255,7 +255,9 @@ def test_deepspeed_that_accumulates_nothing_of_its_own(monkeypatch, tmp_path, va
     path = tmp_path / "mine.json"
     settings = {"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": value}
     path.write_text(json.dumps(settings))
-    assert launch._deepspeed(str(path), "bfloat16").zero_stage == 2
+    plugin = launch._deepspeed(str(path), "bfloat16")
+    assert plugin.zero_stage == 2
+    assert plugin.deepspeed_config["bf16"]["check_grad_overflow"]
 
 
 def test_sizes_left_to_deepspeeds_integration_are_filled_in(lively):

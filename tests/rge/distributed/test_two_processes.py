@@ -2,12 +2,14 @@
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 
 import forked
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from accelerate.utils import DistributedType
 from paths import WORKERS
 
 from rge.config import AdaptiveConfig, LossConfig, Recipe, RewardConfig, RLConfig, RolloutConfig, TrainConfig
@@ -256,6 +258,17 @@ def test_a_gradient_that_is_not_finite_never_reaches_the_weights(value):
         dist.optimizer_step(accelerator, model, optimizer, 1.0, "step 7, records of this batch: ['r1']")
     assert torch.equal(net.weight, before)
     assert not optimizer.state
+
+
+def test_a_step_that_deepspeed_leaves_out_has_no_norm():
+    """Its engine may still have that of the step before."""
+    accelerator = SimpleNamespace(distributed_type=DistributedType.DEEPSPEED)
+    engine = SimpleNamespace(get_global_grad_norm=lambda: 1.5)
+    optimizer = SimpleNamespace(step_was_skipped=False, zero_grad=lambda: None)
+    assert dist.optimizer_step(accelerator, engine, optimizer, 1.0) == 1.5
+    optimizer.step_was_skipped = True
+    with pytest.raises(FloatingPointError, match="norm of its gradient is nan; step 7"):
+        dist.optimizer_step(accelerator, engine, optimizer, 1.0, "step 7")
 
 
 def test_alone_nothing_is_gathered():

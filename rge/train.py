@@ -74,7 +74,7 @@ def train(recipe: Recipe, run: Checked, accelerator: Accelerator) -> None:
     for name in recipe.stages():
         folder = Path(recipe.out) / name
         if name in run.stages:
-            with divergence_explained(name, folder):
+            with divergence_explained(name, folder, recipe.optim.skip_nonfinite):
                 train_stage(recipe, name, folder, start, run, accelerator)
         start = str(folder / "final")
     accelerator.end_training()

@@ -37,8 +37,11 @@ class DivergedError(UserError, FloatingPointError):
 
 
 @contextmanager
-def divergence_explained(name: str, folder: Path) -> Iterator[None]:
-    """Inside, a loss or gradient that is not finite raises DivergedError, which names the last good state."""
+def divergence_explained(name: str, folder: Path, skipped: int = 0) -> Iterator[None]:
+    """Inside, a loss or gradient that is not finite raises DivergedError, which names the last good state.
+
+    `skipped` is the number of successive steps that were left out before, the recipe's ``optim.skip_nonfinite``.
+    """
     try:
         yield
     except FloatingPointError as error:
@@ -46,10 +49,15 @@ def divergence_explained(name: str, folder: Path) -> Iterator[None]:
         for path in complete_states(folder / "state"):
             if damage(path, contents=False) is None:
                 last = f"The last good state is of step {int(path.name.removeprefix('step_'))}: {path}"
+        advice = (
+            "The same command would diverge again. If it is a single batch, inspect its records, or continue without its update: "
+            "the same command with optim.skip_nonfinite=1. Otherwise start"
+        )
+        if skipped:
+            advice = f"What came before it was left out already (optim.skip_nonfinite={skipped}), so it is no single batch. Start"
         raise DivergedError(
-            f"{name} has diverged: {error}. {last}. The same command would diverge again. If it is a single batch, inspect its "
-            "records, or continue without its update: the same command with optim.skip_nonfinite=1. Otherwise start with another "
-            f"out= and a lower {name}.lr, more {name}.warmup_steps or a smaller optim.max_grad_norm"
+            f"{name} has diverged: {error}. {last}. {advice} with another out= and a lower {name}.lr, more {name}.warmup_steps "
+            "or a smaller optim.max_grad_norm"
         ) from error
 
 

@@ -264,14 +264,16 @@ def step_name(step: int) -> str:
 
 
 def _unwritten(step: int, folder: Path, error: Exception) -> CheckpointError:
+    fix = "free some space and start" if isinstance(error, WRITE_ERRORS) else "start"
     return CheckpointError(
         f"state after step {step} could not be written to {folder}: {_reason(error)}; earlier states are intact; "
-        "free some space and start the same command again"
+        f"{fix} the same command again"
     )
 
 
 def _reason(error: Exception) -> str:
-    return str(error) if isinstance(error, WRITE_ERRORS) else repr(error)
+    # Never empty, since an empty one would count as none.
+    return (isinstance(error, WRITE_ERRORS) and str(error)) or repr(error)
 
 
 def _write_snapshot(snapshot: dict[str, Any], folder: Path) -> None:

@@ -153,7 +153,7 @@ def train_stage(
                     accelerator, model, optimizer, recipe.optim.max_grad_norm, source
                 )
             skipped = 0
-        except FloatingPointError as error:  # on all processes; the weights are unchanged
+        except FloatingPointError as error:  # on all processes, before the update
             skipped += 1
             if skipped > recipe.optim.skip_nonfinite:
                 raise

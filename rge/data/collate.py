@@ -180,7 +180,8 @@ class Collator:
 
     def _row(self, draw: Draw, record: Record) -> _Row:
         generator = np.random.default_rng(draw.seed)
-        check_targets(record)
+        if self.need_candidates:
+            check_targets(record)
         drawn = int(generator.integers(len(record.positives)))
         rationale = record.positives[drawn].rationale or ""
         query = self._prompt(query_item(record), "query", generator)

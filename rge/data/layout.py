@@ -147,7 +147,8 @@ def measured(builder: PromptBuilder, item: Item, side: str) -> Measured:
 
 
 def _measured(record: Record, builder: PromptBuilder, need_oracle: bool, need_candidates: bool) -> list[int]:
-    check_targets(record)
+    if need_candidates:
+        check_targets(record)
     measure = partial(measured, builder)
     query = measure(query_item(record), "query")
     targets = (*record.positives, *record.negatives) if need_candidates else ()

@@ -365,6 +365,12 @@ def test_a_negative_that_is_a_right_answer_is_a_problem(home, accelerator):
     assert problems_of(home, accelerator, *here) == [
         f"record {name!r} of {path}: {said.format(name)}" for name in "ab"
     ]
+    no_candidates = [
+        "stage=cold_start",
+        f"cold_start.sources=[{{path: {path}}}]",
+        "loss.lm_on_candidates=false",
+    ]
+    assert problems_of(home, accelerator, *no_candidates) == []
     problems, found = check.examine(
         recipe_of(home, *here, "data.on_bad=skip", "data.max_bad_share=0.5"), accelerator
     )

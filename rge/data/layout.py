@@ -186,9 +186,7 @@ def _picture_name(ref: ImageRef) -> str:
     """Of bytes and rows of libraries their hash; of a file its name, size and beginning, since it may be in several folders."""
     if isinstance(ref, bytes):
         return hashlib.sha256(ref).hexdigest()
-    if (
-        ".parquet#" in ref
-    ):  # libraries in several folders may have one name, and other pictures under the same ids
+    if ".parquet#" in ref:  # libraries of one name in several folders may have different pictures under an id
         return _hash_of_row(ref)
     found = os.stat(ref)
     return f"{Path(ref).name} {found.st_size} {_beginning(ref, found.st_size, found.st_mtime_ns)}"

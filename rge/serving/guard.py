@@ -104,13 +104,15 @@ class MemoryBudget:
         self.limit, self.now = limit, 0
         self._lock = threading.Lock()
 
-    def take(self, count: int) -> None:
-        """Take memory from the budget, until `give`. Raises `Refusal`: the budget is used up, or smaller than that."""
-        if count > self.limit:
-            message = (
-                f"{count / (1 << 20):.0f} MB of memory are needed, but max_waiting_mb={self.limit >> 20}"
-            )
-            raise Refusal(413, f"{message}; send smaller pictures", "too_large")
+    def take(self, count: int, *, has: int = 0) -> None:
+        """Take memory from the budget, until `give`, for work that has taken `has` bytes before.
+
+        Raises:
+            Refusal: the budget is used up (503), or too small for this work alone (413).
+        """
+        if has + count > self.limit:
+            message = f"{(has + count) / (1 << 20):.0f} MB of memory are needed, but max_waiting_mb={self.limit >> 20}"
+            raise Refusal(413, f"{message}; send fewer or smaller pictures", "too_large")
         with self._lock:
             if self.now + count > self.limit:
                 message = "the server is at its memory limit (max_waiting_mb); try again"
@@ -140,7 +142,7 @@ class Loan:
 
     def take(self, count: int) -> None:
         """See `MemoryBudget.take`."""
-        self._budget.take(count)
+        self._budget.take(count, has=self.now)
         self.now += count
 
     def give(self, count: int) -> None:

@@ -44,6 +44,7 @@ from rge.serving.__main__ import main
 from rge.serving.app import Service
 from rge.serving.batches import Batches
 from rge.serving.errors import Refusal
+from rge.serving.guard import MemoryBudget
 from rge.serving.inputs import Allowance, make_prompt
 from rge.serving.options import ServeOptions
 from rge.serving.process import load
@@ -855,6 +856,21 @@ def test_pictures_are_decoded_one_at_a_time_and_their_memory_is_taken_before(emb
         assert answer.status_code == 413, "trying again would not help"
         assert "9 MB of memory are needed, but max_waiting_mb=8" in answer.json()["error"]["message"]
         assert len(taken) == 12
+
+
+def test_a_request_that_needs_more_memory_than_there_may_be_is_not_told_to_try_again():
+    held = MemoryBudget(10)
+    held.take(5)
+    with held.loan() as loan:
+        loan.take(5)
+        with pytest.raises(Refusal) as refused:
+            loan.take(5)  # there is room once the others have finished
+        assert (refused.value.status, refused.value.retry_after_s) == (503, 2)
+        with pytest.raises(Refusal, match="smaller pictures") as refused:
+            loan.take(6)
+        assert (refused.value.status, refused.value.retry_after_s) == (413, None)
+        assert (held.now, loan.now) == (10, 5)
+    assert held.now == 5
 
 
 def test_a_model_that_cannot_answer_any_more_makes_the_server_unhealthy(embedder):

@@ -24,7 +24,7 @@ from rge.common.modes import SILENT, Mode
 from rge.embedder import Embedder
 from rge.index.store import ConditionError, Index
 from rge.model.prompts import Prompt
-from rge.serving.batches import Batches, Result
+from rge.serving.batches import MAX_FAILURES, Batches, Result
 from rge.serving.errors import BadInput, Refusal, error_response
 from rge.serving.guard import Guard, MemoryBudget, Metrics, guarded
 from rge.serving.inputs import Allowance, Raw, check_limits, fetch_pictures, make_prompt
@@ -41,8 +41,6 @@ from rge.serving.protocols import (
 
 THREADS = 4
 """Pictures decoded at once."""
-MAX_FAILURES = 3
-"""Failures of the model in a row from which on /health says so."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +112,7 @@ class Service:
         prompt = self._prompt(raw, [], "query", None)
         for mode in ("direct", "reasoning"):
             self.embedder.encode_prompts([prompt], mode=mode)
+        self.batches.known_good = prompt
 
     def stop(self) -> None:
         """End the threads; inputs that still wait are dropped."""

@@ -20,6 +20,9 @@ from rge.common.schema import Encoded
 from rge.model.prompts import Prompt
 from rge.serving.errors import Refusal
 
+MAX_FAILURES = 3
+"""Failures in a row from which the model is suspected, and not the inputs."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -63,6 +66,8 @@ class Batches:
     ):
         self.embed, self.batch_size, self.wait_s, self.max_queue = embed, batch_size, wait_s, max_queue
         self.on_batch = on_batch
+        self.known_good: Prompt | None = None
+        """An input that the model can embed in every mode, to find out whether it still can."""
         self.num_failures = 0
         """Failures since the model last gave an embedding. A batch that is retried input by input counts by these."""
         self._running_since: float | None = None
@@ -175,14 +180,17 @@ class Batches:
                 for row in batch:
                     await self._embed([row])
                 return
-            self.num_failures += 1
+            await self._count_failure(mode)
             if not batch[0].answer.done():
                 batch[0].answer.set_exception(error)
             return
         self._rows_per_s = 0.8 * self._rows_per_s + 0.2 * len(batch) / max(seconds, 1e-6)
         self.on_batch(mode, len(batch), seconds)
         is_finite = np.isfinite(result.embeddings).all(axis=1)
-        self.num_failures = 0 if is_finite.any() else self.num_failures + 1
+        if is_finite.any():
+            self.num_failures = 0
+        else:
+            await self._count_failure(mode)
         columns = (
             is_finite,
             result.embeddings,
@@ -197,3 +205,15 @@ class Batches:
                 row.answer.set_result(Result(vector, rationale, int(num_tokens), reason))
             else:
                 row.answer.set_exception(ArithmeticError("the model's state is not finite"))
+
+    async def _count_failure(self, mode: Mode) -> None:
+        """Count a failure; of several in a row, none if the model still embeds `known_good`, since the inputs caused them."""
+        num_failures = self.num_failures + 1
+        if num_failures >= MAX_FAILURES and self.known_good is not None:
+            with suppress(Exception):
+                result, _ = await asyncio.get_running_loop().run_in_executor(
+                    self._thread, self._run, [self.known_good], mode
+                )
+                if np.isfinite(result.embeddings).all():
+                    num_failures = 0
+        self.num_failures = num_failures

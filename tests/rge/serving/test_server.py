@@ -908,6 +908,31 @@ def test_a_model_that_cannot_answer_any_more_makes_the_server_unhealthy(embedder
         assert health()[0] == 200
 
 
+def test_inputs_that_the_model_fails_on_do_not_make_the_server_unhealthy(embedder):
+    """Clients send an input that needs too much memory several times; nobody else may ask before a watchdog acts."""
+    service = service_of(embedder)
+    inner, modes, seen = service.batches.embed, [], set()
+
+    def fails_on_long(prompts, mode):
+        seen.add(service.batches.num_failures)
+        modes.append(mode)
+        if len(prompts[0]) > 60:
+            raise MemoryError("out of memory")
+        return inner(prompts, mode)
+
+    service.batches.embed = fails_on_long
+    with running(service) as url:
+        for side in ("query", "document"):
+            for _ in range(4):
+                asked = {"input": "word " * 60, "side": side}
+                assert httpx.post(f"{url}/v1/embeddings", json=asked).status_code == 500
+                assert httpx.get(f"{url}/health").status_code == 200
+    assert seen == {0, 1, 2}
+    assert modes == [*["reasoning"] * 5, *["direct"] * 5], (
+        "tried in the mode that failed: vLLM writes the rationales alone"
+    )
+
+
 def test_a_batch_that_does_not_end_makes_the_server_unhealthy(embedder):
     service = service_of(embedder, timeout_s=0.4)
     gate = Gate(service)

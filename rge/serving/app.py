@@ -21,6 +21,7 @@ import rge
 from rge.common.errors import UserError
 from rge.common.images import WEB, data_url
 from rge.common.modes import SILENT, Mode
+from rge.common.schema import Item
 from rge.embedder import Embedder
 from rge.index.store import ConditionError, Index
 from rge.model.prompts import Prompt
@@ -107,9 +108,8 @@ class Service:
         self.app = guarded(self.guard, options, key)
 
     def start(self) -> None:
-        """Warm up, so that a broken set-up fails at startup and the first client does not wait."""
-        raw = Raw("start", "a key")
-        prompt = self._prompt(raw, [], "query", None)
+        """Warm up, so that a broken set-up fails at startup and the first client does not wait; a `UserError` for some limits."""
+        prompt = self.embedder.prompt(Item("start", "a key"), "query", [])
         for mode in ("direct", "reasoning"):
             self.embedder.encode_prompts([prompt], mode=mode)
         self.batches.known_good = prompt

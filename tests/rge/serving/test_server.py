@@ -250,6 +250,8 @@ def test_limits_of_prompts_and_pictures_reach_the_embedder(checkpoint):
     settings = service.embedder.settings
     assert (settings.max_prompt_tokens, settings.pixels.content()) == (99, {"min": 784, "max": 1568})
     assert service.embedder.builder.max_tokens == 99
+    with pytest.raises(UserError, match="exceed max_prompt_tokens=3 "):
+        load(ServeOptions(checkpoint=str(checkpoint), max_prompt_tokens=3))
 
 
 @pytest.mark.slow

@@ -65,10 +65,15 @@ def rows_of(table: pa.Table) -> list[dict[str, Any]]:
     """The rows of a table; JSON in them is parsed, since the library keeps objects with different fields as such."""
     rows: list[dict[str, Any]] = table.to_pylist()
     for column in table.schema:
-        if "arrow.json" in str(column.type):
+        if _has_json(column.type):
             for row in rows:
                 row[column.name] = _parsed_json(row[column.name], column.type)
     return rows
+
+
+def _has_json(kind: pa.DataType) -> bool:
+    inner = (kind.field(number).type for number in range(kind.num_fields))
+    return isinstance(kind, pa.JsonType) or any(map(_has_json, inner))
 
 
 def _parsed_json(value: Any, kind: pa.DataType) -> Any:

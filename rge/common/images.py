@@ -262,19 +262,17 @@ class Header(NamedTuple):
 def upload_header(data: bytes) -> Header:
     """The header of a client's picture; `ImageError` unless its format is one of `UPLOAD_FORMATS`."""
     name = f"<{len(data)} bytes>"
-    try:
-        with Image.open(io.BytesIO(data), formats=UPLOAD_FORMATS) as image:
-            is_plain = image.mode in ("1", "L", "P", "RGB") and "transparency" not in image.info
-            # Pillow stores RGB as 4 bytes a pixel, and there are up to two copies, with transparency four. libjpeg buffers a
-            # progressive picture, and libwebp two canvases. (Peaks measured by `tests/rge/common/test_images.py`.)
-            pixel_bytes = (10 if is_plain else 16) + (8 if image.format == "WEBP" else 0)
-            return Header(*image.size, image.width * image.height * pixel_bytes)
-    except UnidentifiedImageError:
-        raise ImageError(
-            f"picture {name} cannot be decoded: it is none of {', '.join(UPLOAD_FORMATS)}"
-        ) from None
-    except Exception as error:  # noqa: BLE001 - Pillow's readers raise anything on damaged files
-        raise ImageError(f"picture {name} cannot be decoded: {error}") from None
+    with _explained(name):
+        try:
+            image = Image.open(io.BytesIO(data), formats=UPLOAD_FORMATS)
+        except UnidentifiedImageError:
+            formats = ", ".join(UPLOAD_FORMATS)
+            raise ImageError(f"picture {name} cannot be decoded: it is none of {formats}") from None
+        is_plain = image.mode in ("1", "L", "P", "RGB") and "transparency" not in image.info
+        # Pillow stores RGB as 4 bytes a pixel, and there are up to two copies, with transparency four. libjpeg buffers a
+        # progressive picture, and libwebp two canvases. (Peaks measured by `tests/rge/common/test_images.py`.)
+        pixel_bytes = (10 if is_plain else 16) + (8 if image.format == "WEBP" else 0)
+        return Header(*image.size, image.width * image.height * pixel_bytes)
 
 
 def picture_size(ref: ImageRef) -> tuple[int, int]:

@@ -16,7 +16,7 @@ Laid = Sequence[tuple[Records, Layout]]
 
 
 def conflicts(laid: Laid, where: str) -> Iterator[str]:
-    """Warnings of sources whose records meet in a batch; `where` says of what they are."""
+    """Warnings about sources whose records meet in a batch; `where` names these sources."""
     number = sum(len(layout.sizes_NK) for _, layout in laid)
     owner_T = np.repeat(np.arange(number), _column(laid, "prompts") - 1)
     identity_T, content_T, given_T = np.concatenate([layout.targets_T3 for _, layout in laid]).T

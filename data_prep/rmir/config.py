@@ -152,8 +152,8 @@ class GenerateConfig:
     """Number of seed pictures to ask about, drawn at random; null: all."""
     content_policy: bool = True
     """Have the model decline pictures that are politically sensitive or sexually explicit, as the paper's prompt A.1 does."""
-    max_query_words: AtLeastOne = 25
-    """Maximum words of a query; longer ones count as malformed."""
+    max_query_words: AtLeastOne = 24
+    """Maximum words of a query; longer ones count as malformed. The paper asks for fewer than 25."""
     max_target_words: AtLeastOne = 50
     """Maximum words of a target's description; longer ones count as malformed."""
 

@@ -1,8 +1,9 @@
 """Query rewriting by a vision-language model, before retrieval.
 
-Two baselines of MM-BRIGHT (section 5): a **caption** of the query's pictures, or a **reformulation** that makes the query
-explicit. Either is appended to the query's text, for any embedder or BM25; with ``query_modality=text`` this lets a text
-model use pictures. The paper has a template for reformulations; the prompts here are ours, and are recorded in results.json.
+Two baselines of MM-BRIGHT (section 5): a **caption** of the query's pictures is appended to the query's text, and a
+**reformulation** that makes the query explicit replaces that text, since the paper compares original against reformulated queries.
+Both serve any embedder or BM25; with ``query_modality=text`` they let a text model use pictures. The paper has a template for
+reformulations (Figure 14); the prompts here are ours, and are recorded in results.json.
 """
 
 from collections.abc import Sequence
@@ -36,6 +37,8 @@ PROMPTS = {
     ),
 }
 """Kind -> (system prompt, request after question and pictures)."""
+REPLACING = ("reformulate",)
+"""Kinds whose answer replaces the query's text; other answers are appended."""
 MAX_TOKENS = 512
 CONCURRENCY = 8
 
@@ -73,17 +76,21 @@ class Rewriter:
 
     def about(self) -> dict[str, Any]:
         """Description for results.json."""
+        return self._asked() | {"replaces": self.kind in REPLACING}
+
+    def _asked(self) -> dict[str, Any]:
+        """What the answers depend on."""
         system, request = PROMPTS[self.kind]
         return {"kind": self.kind, "model": self.model, "system": system, "request": request} | self.served
 
-    def additions(self, queries: Sequence[Item]) -> list[str | None]:
-        """Text to append to each query, cached; None if not requested, "" if the model returned none.
+    def texts(self, queries: Sequence[Item]) -> list[str | None]:
+        """The model's text for each query, cached; None if not requested, "" if the model returned none.
 
         Raises:
             UserError: calls are unanswered (reported after all others were made), or all answers are empty.
         """
         keys = [
-            value_key("rewrite", MAX_TOKENS, self.about(), content_digest(query))
+            value_key("rewrite", MAX_TOKENS, self._asked(), content_digest(query))
             if query.images or self.kind != "caption"
             else None
             for query in queries
@@ -127,7 +134,8 @@ class RewriteOptions:
     """Options of commands that rewrite queries."""
 
     rewrite: str | None = None
-    """caption or reformulate: text that a vision-language model adds to each query first (docs/evaluation.md)."""
+    """A vision-language model first appends a caption to each query (caption) or replaces its text (reformulate), see
+    docs/evaluation.md."""
     rewriter: str | None = None
     """Address of that model's OpenAI-compatible endpoint."""
     rewriter_model: str | None = None
@@ -154,13 +162,16 @@ def rewritten(wanted: RetrievalSet, rewriter: Rewriter) -> RetrievalSet:
 
     Queries whose rewriting was refused or empty are unchanged; a note of the set counts them.
     """
-    added = rewriter.additions(wanted.queries)
+    written = rewriter.texts(wanted.queries)
+    replaces = rewriter.kind in REPLACING
     queries = [
-        replace(query, text="\n".join(part for part in (query.text, more) if part))
-        for query, more in zip(wanted.queries, added, strict=True)
+        replace(query, text=text if replaces else "\n".join(part for part in (query.text, text) if part))
+        if text
+        else query
+        for query, text in zip(wanted.queries, written, strict=True)
     ]
     meta = wanted.meta
-    if empty := sum(more == "" for more in added):
-        note = f"rewrite={rewriter.kind} added nothing to {empty} of {len(queries)} queries (refused, rejected or empty)"
+    if empty := sum(text == "" for text in written):
+        note = f"rewrite={rewriter.kind} left {empty} of {len(queries)} queries as they were (refused, rejected or empty)"
         meta = {**meta, "notes": [*meta.get("notes", []), note]}
     return replace(wanted, queries=queries, meta=meta)

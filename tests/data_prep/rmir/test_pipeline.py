@@ -310,6 +310,11 @@ def test_generated_blocks():
         prompts.read_generated(said(BLOCK), "FUNC", (2, 50))
     with pytest.raises(BadValue, match="<target_desc> has 2 words, more than 1"):
         prompts.read_generated(said(BLOCK), "FUNC", (25, 1))
+    limits = (GenerateConfig().max_query_words, 50)  # the paper's prompt asks for fewer than 25 words
+    long, longer = (said(BLOCK.replace("What opens this?", " ".join(["word"] * count))) for count in (24, 25))
+    assert prompts.read_generated(long, "FUNC", limits)["query"] == " ".join(["word"] * 24)
+    with pytest.raises(BadValue):
+        prompts.read_generated(longer, "FUNC", limits)
     with pytest.raises(Refused):
         prompts.read_generated(said("I'm sorry, I cannot."), "FUNC", (25, 50))
 

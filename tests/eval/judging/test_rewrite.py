@@ -76,11 +76,12 @@ def test_a_model_of_the_same_name_at_another_address_writes_anew(content, server
     assert rewriter.about()["at"] == other.url
 
 
-def test_a_reformulation_sees_question_and_pictures(content, server, tmp_path):
+def test_a_reformulation_sees_question_and_pictures_and_replaces_the_text(content, server, tmp_path):
     wanted = load_set(write_tables(tmp_path / "set", content))
     found = rewritten(wanted, load_rewriter("reformulate", server.url, "m", tmp_path / "cache"))
     assert len(server.asked) == 6
-    assert all(query.text.split("\n")[1].startswith("word") for query in found.queries)
+    assert sorted(query.text for query in found.queries) == [f"word{number}" for number in range(1, 7)]
+    assert [query.images for query in found.queries] == [query.images for query in wanted.queries]
     kinds = {tuple(part["type"] for part in user["content"]) for _, user in server.asked}
     assert kinds == {("text", "text"), ("text", "image_url", "text")}
 
@@ -109,7 +110,7 @@ def test_a_query_that_gets_nothing_stays_as_it_was_and_is_counted(content, tmp_p
         assert len(asked) == 6
         results = json.loads((tmp_path / "out" / "results.json").read_text())
         assert results["warnings"] == [
-            "rewrite=reformulate added nothing to 1 of 6 queries (refused, rejected or empty)"
+            "rewrite=reformulate left 1 of 6 queries as they were (refused, rejected or empty)"
         ]
         only[0] = False
         for _ in range(2):  # nothing at all is no answer to keep
@@ -141,7 +142,8 @@ def test_an_embedder_sees_what_was_added(content, server, tmp_path):
         json.loads((tmp_path / name / "results.json").read_text()) for name in ("plain", "longer")
     )
     assert plain["rewrite"] is None
-    assert (longer["rewrite"]["kind"], longer["rewrite"]["model"]) == ("reformulate", "m")
+    rewrite = longer["rewrite"]
+    assert (rewrite["kind"], rewrite["model"], rewrite["replaces"]) == ("reformulate", "m", True)
     with pytest.raises(UserError, match="rewrite.kind = None, this one has 'reformulate'"):
         run(RunOptions(**options, **how, out=tmp_path / "plain"), loader(FakeEncoder()))
 

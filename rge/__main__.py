@@ -13,7 +13,7 @@ from rge import __version__
 from rge.common.commands import pick, start
 from rge.common.errors import UserError
 from rge.common.files import RECIPES
-from rge.common.options import available, offer_help
+from rge.common.options import available
 
 COMMANDS = {
     "train": ("rge.train", "train a recipe"),
@@ -33,8 +33,8 @@ COMMANDS = {
     "data": ("data_prep", "prepare training data and retrieval sets"),
     "recipes": ("", "list the recipes and launch configs that are installed; with a name, print its path"),
 }
-WITH_TORCH = {"train": "Recipe", "check": "CheckOptions"}
-"""Commands whose modules import torch, which takes seconds: ``--help`` reads their keys from `rge.config` instead."""
+WITH_RECIPE = {"train": "Recipe", "check": "CheckOptions"}
+"""Commands whose modules import torch, which takes seconds. Their keys are read before, so that a typo is answered at once."""
 
 
 def main(words: list[str]) -> int:
@@ -46,8 +46,9 @@ def main(words: list[str]) -> int:
     if name == "recipes":
         recipes(rest)
         return 0
-    if name in WITH_TORCH:
-        offer_help(getattr(import_module("rge.config"), WITH_TORCH[name]), rest, f"rge {name} recipe=NAME")
+    if name in WITH_RECIPE:
+        config = import_module("rge.config")
+        config.load_options(getattr(config, WITH_RECIPE[name]), rest, command=f"rge {name} recipe=NAME")
     sys.argv = [f"rge {name}", *rest]
     # `python -m rge` searches the working directory first, which may contain another eval/.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))

@@ -16,16 +16,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rge.common.commands import answer_first, start
+from rge.config import CheckOptions, Recipe, RecordsConfig, StageConfig, load_options
+
+
+def read_options(arguments: Sequence[str]) -> CheckOptions:
+    """The recipe to check."""
+    return load_options(CheckOptions, arguments, command="rge check recipe=NAME")
+
+
+if __name__ == "__main__":  # a mistyped key is answered before torch is imported, which takes seconds
+    answer_first(read_options)
+
 from accelerate import Accelerator
 
 from rge import logs, validation
 from rge.checkpoints import resume
 from rge.checkpoints.run_lock import held
-from rge.common.commands import start
 from rge.common.errors import USER, UserError
 from rge.common.files import checkpoint_folder, find_shipped, raise_descriptor_limit
 from rge.common.schema import Target
-from rge.config import CheckOptions, Recipe, RecordsConfig, StageConfig, load_options
 from rge.data import collate, conflicts, layout
 from rge.data.layout import Layout
 from rge.data.readers import open_records
@@ -65,7 +75,7 @@ class Checked:
 
 def main(arguments: list[str]) -> int:
     """Check a recipe; 2 if anything is wrong."""
-    recipe = load_options(CheckOptions, arguments, command="rge check recipe=NAME")
+    recipe = read_options(arguments)
     accelerator = launch.make_accelerator(recipe.train, recipe.model.dtype)
     if not accelerator.is_main_process:
         return 0  # without waiting for the main process, which may take long

@@ -18,6 +18,12 @@ again resumes; finished stages are skipped. Benchmarks are run by ``rge eval``.
 import time
 from pathlib import Path
 
+from rge.common.commands import answer_first
+from rge.config import load_recipe
+
+if __name__ == "__main__":  # a mistyped key is answered before torch is imported, which takes seconds
+    answer_first(load_recipe)
+
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
@@ -26,7 +32,7 @@ from rge.check import Checked, checked
 from rge.checkpoints.checkpoint_manager import CheckpointManager, divergence_explained
 from rge.checkpoints.resume import stage_identity
 from rge.common.commands import start
-from rge.config import Recipe, StageConfig, load_recipe
+from rge.config import Recipe, StageConfig
 from rge.data.bad_records import BadRecords
 from rge.data.collate import make_batches
 from rge.data.loader import Loader

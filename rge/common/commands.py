@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TextIO, TypeVar
 
 from tqdm import tqdm
 
-from rge.common.errors import SIGNALLED, UserError
+from rge.common.errors import BUG, SIGNALLED, UserError
 from rge.common.options import HELP, nearest
 
 T = TypeVar("T")
@@ -28,22 +28,32 @@ LINE_S = 10.0
 def start(main: Callable[[list[str]], int | None]) -> NoReturn:
     """Run a command on the arguments of the command line, and exit.
 
-    Exit codes of all commands: 0: success; 1: a negative result (a plan that does not fit), or a bug, with its traceback; 2: a
-    user-fixable error, one message without a traceback; 128 + n: ended by signal n: 130 after Ctrl-C, 143 after SIGTERM,
-    141 when the output pipe is closed (``| head``).
+    Exit codes of all commands: 0: success; 1: the answer is no (a plan that does not fit); 2: a user-fixable error, one
+    message without a traceback; 3: a bug, with its traceback; 128 + n: ended by signal n: 130 after Ctrl-C, 143 after
+    SIGTERM, 141 when the output pipe is closed (``| head``).
     """
     try:
         code = _code_of(main)
         sys.stdout.flush()
     except BrokenPipeError:
         closed = [stream for stream in (sys.stdout, sys.stderr) if _is_closed_pipe(stream)]
-        if not closed:
-            raise  # another pipe
+        if not closed:  # another pipe
+            sys.excepthook(*sys.exc_info())
+            sys.exit(BUG)
         for stream in closed:  # Python flushes once more when it exits
             with suppress(OSError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         code = SIGNALLED + signal.SIGPIPE
     sys.exit(code)
+
+
+def answer_first(read: Callable[[list[str]], object]) -> None:
+    """Let `read` refuse the command line, or show its help, before slow modules are imported."""
+    try:
+        read(sys.argv[1:])
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)  # noqa: T201 - output of a command
+        sys.exit(error.exit_code)
 
 
 def _code_of(main: Callable[[list[str]], int | None]) -> int | str | None:
@@ -54,13 +64,19 @@ def _code_of(main: Callable[[list[str]], int | None]) -> int | str | None:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201 - output of a command
         return error.exit_code
+    except BrokenPipeError:
+        raise
     except OSError as error:
         if error.errno not in USER_FIXABLE or error.filename is None:
-            raise
+            sys.excepthook(*sys.exc_info())
+            return BUG
         print(f"error: {error.filename} cannot be used: {error.strerror}", file=sys.stderr)  # noqa: T201
         return UserError.exit_code
     except KeyboardInterrupt:
         return SIGNALLED + signal.SIGINT
+    except Exception:  # noqa: BLE001 - shown as Python shows it; but its exit code, 1, is our "no"
+        sys.excepthook(*sys.exc_info())
+        return BUG
 
 
 def _is_closed_pipe(stream: TextIO) -> bool:

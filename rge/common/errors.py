@@ -10,6 +10,9 @@ from contextlib import contextmanager, suppress
 USER = 2
 """Exit code of a user-fixable error, in every process of a run."""
 
+BUG = 3
+"""Exit code of any other failure: a bug, whose traceback is shown, or a process that vanished."""
+
 SIGNALLED = 128
 """Plus the signal's number: exit code of a process ended by a signal, as in shells, Kubernetes and Slurm."""
 

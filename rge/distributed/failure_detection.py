@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from rge.common.errors import SIGNALLED, UserError
+from rge.common.errors import BUG, SIGNALLED, UserError
 from rge.distributed import collectives as dist
 
 POLL_S = 1.0
@@ -124,7 +124,7 @@ class _Watch(threading.Thread):
             except RuntimeError as error:
                 self._end(
                     f"the store on the main process cannot be reached, so that process or its machine is gone: {error}",
-                    1,
+                    BUG,
                 )
                 return
             if failure:
@@ -137,7 +137,7 @@ class _Watch(threading.Thread):
             if silent_s >= self.silence_s:
                 with self._lock:
                     reason = f"no sign of life for {silent_s:.0f} s: killed (out of memory?), stopped, or its machine is gone"
-                    missed = {"rank": self.next_rank, "host": "unknown host", "reason": reason, "code": 1}
+                    missed = {"rank": self.next_rank, "host": "unknown host", "reason": reason, "code": BUG}
                     self.store.compare_set("failed", "", json.dumps(missed))
 
     def _watch_the_store(self) -> None:
@@ -150,7 +150,7 @@ class _Watch(threading.Thread):
                 self._end(
                     f"the store on the main process has not answered for {silent_s:.0f} s: that process is stopped, or its "
                     "machine or the way there is gone",
-                    1,
+                    BUG,
                 )
                 return
 
@@ -183,8 +183,8 @@ def _code(error: BaseException) -> int:
     """Exit code for the other processes; never 0, since they did not finish."""
     if isinstance(error, KeyboardInterrupt):
         return SIGNALLED + signal.SIGINT
-    code = error.code if isinstance(error, SystemExit) else getattr(error, "exit_code", 1)
-    return code if isinstance(code, int) and code else 1
+    code = error.code if isinstance(error, SystemExit) else getattr(error, "exit_code", BUG)
+    return code if isinstance(code, int) and code else BUG
 
 
 def _message(failure: dict[str, Any]) -> str:

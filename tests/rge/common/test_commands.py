@@ -7,12 +7,14 @@ import sys
 import termios
 import time
 from contextlib import suppress
+from importlib.metadata import packages_distributions
 
 import pytest
+from paths import ROOT
 
 from rge.common import commands
 from rge.common.commands import progress_bar, start
-from rge.common.errors import UserError
+from rge.common.errors import BUG, UserError
 from rge.distributed.failure_detection import RankError
 
 
@@ -49,11 +51,14 @@ def test_exit_codes(main, code, said, capsys):
     assert capsys.readouterr().err == said
 
 
-def test_a_bug_keeps_its_traceback():
-    with pytest.raises(KeyError):
-        start(raises(KeyError("x")))
-    with pytest.raises(BrokenPipeError):  # of a pipe that is not the output
-        start(raises(BrokenPipeError()))
+@pytest.mark.parametrize("bug", [KeyError("x"), BrokenPipeError(), OSError("no file")])
+def test_a_bug_keeps_its_traceback(bug, capsys):  # the pipe is not the output's
+    with pytest.raises(SystemExit) as ended:
+        start(raises(bug))
+    assert ended.value.code == BUG
+    said = capsys.readouterr().err
+    assert "Traceback" in said
+    assert type(bug).__name__ in said
 
 
 PRINTS = "import sys; from rge.common.commands import start; start(lambda words: {})"
@@ -127,3 +132,28 @@ def test_a_folder_that_cannot_be_made_is_one_message(place, tmp_path, capsys):
     assert capsys.readouterr().err.startswith(
         f"error: {tmp_path / 'file' if place[0] == 'f' else tmp_path / place}"
     )
+
+
+BROUGHT = {
+    "annotated_types", "pydantic", "pydantic_core", "rge", "rge_torchvision_hook", "tqdm", "typing_extensions",
+    "typing_inspection", "yaml",
+}  # fmt: skip
+"""Packages that a recipe's keys need. All others wait until the command line is known to be right."""
+
+
+@pytest.mark.parametrize(
+    "command", [["rge/train.py"], ["-m", "rge", "train"], ["-m", "rge.check"], ["-m", "rge", "check"]]
+)
+@pytest.mark.parametrize(("words", "code"), [(["recipe=demo", "joint.lrr=1"], 2), (["--help"], 0)])
+def test_the_command_line_is_answered_before_anything_heavy_is_imported(command, words, code):
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", *command, *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == code
+    imported = {line.split("|")[2].strip().split(".")[0] for line in done.stderr.splitlines() if "| " in line}
+    installed = imported & set(packages_distributions())
+    assert installed <= BROUGHT | {"_distutils_hack"}

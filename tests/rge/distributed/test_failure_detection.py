@@ -19,13 +19,13 @@ SILENCE_S = TrainConfig().silence_s
 
 WORKER = WORKERS / "fellow.py"
 CASES = {
-    "raises": (1, "rank 1 (", "failed: FloatingPointError: the loss is nan"),
-    "is_killed": (1, "rank 1 (", "failed: no sign of life for 10 s: killed"),
-    "is_stopped": (1, "rank 1 (", "failed: no sign of life for 10 s: killed"),
+    "raises": (3, "rank 1 (", "failed: FloatingPointError: the loss is nan"),
+    "is_killed": (3, "rank 1 (", "failed: no sign of life for 10 s: killed"),
+    "is_stopped": (3, "rank 1 (", "failed: no sign of life for 10 s: killed"),
     "is_interrupted": (130, "rank 1 (", "failed: KeyboardInterrupt"),
-    "exits": (3, "rank 1 (", "failed: SystemExit: 3"),
-    "main_is_killed": (1, "error: ", "the store on the main process cannot be reached"),
-    "main_is_stopped": (1, "error: ", "the store on the main process has not answered for 10 s"),
+    "exits": (7, "rank 1 (", "failed: SystemExit: 7"),
+    "main_is_killed": (3, "error: ", "the store on the main process cannot be reached"),
+    "main_is_stopped": (3, "error: ", "the store on the main process has not answered for 10 s"),
 }
 """Exit code of the process that is left, and what it says."""
 
@@ -123,7 +123,7 @@ def test_an_end_of_all_is_nobodys_failure(monkeypatch, code):
 
 @pytest.mark.parametrize(
     ("ended", "code"),
-    [(KeyboardInterrupt(), 130), (SystemExit(0), 1), (SystemExit(7), 7), (SystemExit("no"), 1)],
+    [(KeyboardInterrupt(), 130), (SystemExit(0), 3), (SystemExit(7), 7), (SystemExit("no"), 3)],
 )
 def test_an_end_of_one_is_told_to_the_others(monkeypatch, ended, code):
     fellows = Fellows(monkeypatch)
@@ -154,7 +154,7 @@ def test_silence_ends_this_process(monkeypatch, capfd):
     monkeypatch.setattr(watch.os, "_exit", ended.append)
     with watch.watch_other_ranks(silence_s=0.05):
         until(lambda: ended)
-    assert ended == [1]
+    assert ended == [3]
     assert "error: rank 1 (unknown host) failed: no sign of life for 0 s" in capfd.readouterr().err
 
 

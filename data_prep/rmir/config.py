@@ -32,6 +32,9 @@ class LibraryConfig:
     """A folder of pictures, including subfolders; a table (.csv, .tsv, .jsonl); Parquet files or WebDataset tars (one,
     a folder of them, or a pattern such as "shards/*.parquet"); or a folder saved by `datasets`. On disk, or at an
     address that fsspec supports (s3://, gs://, hf:// ..., each with its package)."""
+    exclude: list[str] = field(default_factory=list)
+    """Files and folders of a folder to leave out, by patterns as in ``.gitignore``. Folders of thumbnails and deleted files
+    (``@eaDir/``, ``#recycle/``, ``$RECYCLE.BIN/`` and the like) always are, unless a pattern brings them back: ``!@eaDir/``."""
     id_column: str | None = "id"
     """Column of the pictures' ids; in tars, the sample's name is used if its JSON has no such key. null: rows are
     numbered, file by file."""

@@ -26,7 +26,7 @@ EXPORTED = ("licence", "source_column", "author_column", "licence_column")
 """Library settings that only the export reads."""
 REPLIES, SPENT, OPEN = "replies.sqlite", "spent.json", "unanswered.json"
 """A run's files of all answers and of what each stage spent, and a stage's file of unanswered calls, by part number."""
-NOT_IN_FINGERPRINT = ("memory_mb", "shard_size", "changed")
+NOT_IN_FINGERPRINT = ("memory_mb", "shard_size", "changed", "exclude")
 """Settings that change how a stage works but not its result."""
 ITERATIONS = 20
 """Of k-means."""

@@ -50,6 +50,8 @@ def seed(run: Run) -> dict[str, Any]:
             f"seed.clusters={config.seed.clusters} needs at least as many pictures; {config.library.path} lists {listed:,}. Set "
             f"seed.clusters={max(1, listed // 2)}, or add pictures"
         )
+    if skipped := library.skipped():
+        print(f"library.path {config.library.path}: skipped {skipped}", file=sys.stderr, flush=True)
     encoder, captioner = load_encoder(config.image_encoder), load_encoder(config.caption_encoder)
     table, parts = scan_library(run, library, encoder, state)
     images, kept_ND = _before(run, table, state)
@@ -232,7 +234,7 @@ def settle_library(run: Run) -> None:
 def _check_outside_library(run: Run) -> None:
     """Raise if the run's own pictures and tables would belong to the library: in the folder that it reads, or found by its pattern."""
     path = str(run.config.library.path)
-    files = find(path)
+    files = find(path, run.config.library.exclude)
     if "file" not in files.fs.protocol or files.kind == "saved":
         return
     folder, pattern = Path(files.root).resolve(), path if files.is_local else files.fs._strip_protocol(path)

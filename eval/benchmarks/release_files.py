@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import re
 import unicodedata
 from collections import defaultdict
@@ -22,10 +23,11 @@ from rge.common.errors import UserError
 from rge.common.options import one_of
 from rge.common.registry import PluginOptions
 from rge.common.schema import safe_id
+from rge.tables.listing import visible_files
+from rge.tables.pictures import SUFFIXES
 from rge.tables.rows import reading, table_rows
 
 TABLES = (".parquet", ".jsonl", ".json", ".csv", ".tsv")
-PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 
 
 class ReleaseError(UserError):
@@ -362,7 +364,7 @@ class Pictures:
         files = [root / entry for root in self.roots if entry and (root / entry).is_file()]
         if not files and by_stem and name not in self.manifest:
             path = Path(entry)
-            files = self._stems.get(path.stem if path.suffix.lower() in PICTURES else path.name, [])
+            files = self._stems.get(path.stem if path.suffix.lower() in SUFFIXES else path.name, [])
             if len(files) > 1:
                 raise ReleaseError(f"picture {name!r} could be {files[0]} or {files[1]}: keep one of them")
         if not files:
@@ -371,13 +373,15 @@ class Pictures:
             raise ReleaseError(
                 f"{where}{': ' if where else ''}picture {name!r}{listed} is not below {places}: {hint or self.hint}"
             )
-        return files[0].resolve()
+        return Path(os.path.abspath(files[0]))
 
     @cached_property
     def _stems(self) -> dict[str, list[Path]]:
         stems: dict[str, list[Path]] = {}
-        for path in dict.fromkeys(path.resolve() for root in self.roots for path in sorted(root.rglob("*"))):
-            if path.suffix.lower() in PICTURES:
+        found = chain.from_iterable(map(visible_files, self.roots))
+        every = (Path(os.path.abspath(folder), name) for folder, names in found for name in names)
+        for path in dict.fromkeys(every):  # one root may contain another
+            if path.suffix.lower() in SUFFIXES:
                 stems.setdefault(path.stem, []).append(path)
         return stems
 

@@ -17,11 +17,11 @@ from torch import Tensor
 from eval.models.registry import Facts
 from rge.checkpoints.settings import Settings
 from rge.common.errors import UserError
-from rge.common.files import visible_files
 from rge.common.prompt_profiles import PROFILES, Profile
 from rge.common.schema import Encoded, Item
 from rge.model.embedding_model import normalise
 from rge.model.packing import by_length
+from rge.tables.listing import visible_files
 
 WINDOW_BATCHES = 8
 """Batches prepared at a time and sorted by length; their pictures are in memory together."""

@@ -9,7 +9,7 @@ import resource
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -163,39 +163,6 @@ def replacing_folder(path: str | Path, *, overwrite: bool) -> Iterator[Path]:
         shutil.rmtree(new, ignore_errors=True)
         if old.exists() and not path.exists():
             old.rename(path)
-
-
-def visible_files(
-    root: str | Path, on_error: Callable[[OSError], object] | None = None
-) -> Iterator[tuple[str, list[str]]]:
-    """`root` and each folder below it, in order, with the sorted names of its files; hidden folders and files are left out.
-
-    Links to folders are followed, each folder once.
-
-    Args:
-        root: may be hidden itself.
-        on_error: receives what a folder cannot be read for; None: it is raised.
-    """
-
-    def failed(error: OSError) -> None:
-        if on_error is None:
-            raise error
-        on_error(error)
-
-    seen: set[tuple[int, int]] = set()
-    for folder, folders, names in os.walk(root, followlinks=True, onerror=failed):
-        try:
-            status = os.stat(folder)
-        except OSError as error:
-            failed(error)
-            folders.clear()
-            continue
-        if (status.st_dev, status.st_ino) in seen:
-            folders.clear()
-            continue
-        seen.add((status.st_dev, status.st_ino))
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        yield folder, sorted(name for name in names if not name.startswith("."))
 
 
 def _files_below(folder: Path) -> set[str]:

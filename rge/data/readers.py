@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from rge.common.errors import UserError
-from rge.common.files import find_shipped, visible_files
+from rge.common.files import find_shipped
 from rge.common.registry import Registry
 from rge.common.schema import Record
 from rge.config import RecordsConfig, SourceConfig
 from rge.data.rows import ArrowRows, Columns, Opened, RowRecords, drop_image_bytes, parsed, rows_of
 from rge.data.sources import Checks, RecordError, RecordFile, Records, parsed_line, strip_bom
 from rge.data.streams import Stream
+from rge.tables.listing import visible_files
 
 DataSource = Callable[..., Any]
 """Called with the source's `options`; returns rows: a list, or anything with a length and ``[number]``. A row maps names of the

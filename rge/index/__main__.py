@@ -19,7 +19,7 @@ from rge.common.errors import UserError
 from rge.common.options import parse_options, positional
 from rge.index.options import IndexOptions
 from rge.index.rows import Row
-from rge.index.sources import Source, Unreadable, read_source
+from rge.index.sources import Source, Unreadable, source_of
 from rge.index.store import DEPTH, NUM_QUERIES, Index, SearchIndexError, writing
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def main(words: list[str]) -> int:
     with writing(options.out):
         if options.remove:
             return remove_source(options)
-        source = read_source(options.src, id=options.id, text=options.text, image=options.image)
+        source = source_of(options)
         with Unreadable.noted(source, options):  # refuses a bad source before the model is loaded
             index, reader = opened(options)
         update(options, source, index, reader)
@@ -85,8 +85,9 @@ def update(options: IndexOptions, source: Source, index: Index, reader: "Reader"
         (len(kept), "kept although their folder cannot be read"),
     ):
         changes += f", {count} {what}" if count else ""
-    skipped = f", {source.num_skipped} other files skipped" if source.num_skipped else ""
-    print(f"{options.out}: {changes}; {len(index)} items{skipped}", flush=True)  # noqa: T201
+    print(f"{options.out}: {changes}; {len(index)} items", flush=True)  # noqa: T201
+    if source.skipped:
+        print(f"skipped: {source.skipped}", flush=True)  # noqa: T201
     search = "search is exact"
     if recall is not None:
         search = (
@@ -108,7 +109,7 @@ def watch(options: IndexOptions, source: Source, index: Index, reader: "Reader")
     while True:
         time.sleep(WATCH_S)
         try:
-            source = read_source(options.src, id=options.id, text=options.text, image=options.image)
+            source = source_of(options)
             now = stamps(source)
             if now != done and now == before:
                 with writing(options.out):

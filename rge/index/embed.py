@@ -24,7 +24,7 @@ from rge.common.files import read_json, replacing, write_json
 from rge.common.modes import SILENT
 from rge.common.options import parse_options, positional
 from rge.index.options import EmbedOptions
-from rge.index.sources import Source, Unreadable, read_source
+from rge.index.sources import Source, Unreadable, source_of
 
 if TYPE_CHECKING:
     from rge.index.reading import Embedded, Reader
@@ -43,7 +43,7 @@ def main(words: list[str]) -> int:
         raise UserError(f"{options.out} already exists: delete it, or give another out=")
     if options.side == "document" and options.instruction is not None:
         raise UserError("instruction= only applies to queries: set side=query")
-    source = read_source(options.src, id=options.id, text=options.text, image=options.image)
+    source = source_of(options)
     parts = options.out.with_name(options.out.name + ".parts")
     with held(parts):
         return embed(options, source, parts)
@@ -64,6 +64,8 @@ def embed(options: EmbedOptions, source: Source, parts: Path) -> int:
         reader = Reader(embedder, batch_size=options.batch_size, **settings)
         _embed_missing(reader, source, parts, unreadable)
     unreadable.report()
+    if source.skipped:
+        print(f"skipped: {source.skipped}", file=sys.stderr)  # noqa: T201
     size = options.dimensions or embedder.size
     fields = {"id": pa.string(), "vector": pa.list_(pa.float32(), size), "rationale": pa.string()}
     if reader.mode in SILENT:

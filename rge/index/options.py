@@ -17,6 +17,9 @@ class Reading(PluginOptions):
     """A folder of pictures and texts, or a table (``.csv``, ``.tsv``, ``.jsonl``, ``.parquet``). In a folder, ``x.txt``
     or ``x.jpg.txt`` next to ``x.jpg`` is its caption, and any other ``.txt`` is an item of its own; hidden files are
     skipped."""
+    exclude: tuple[str, ...] = ()
+    """Files and folders of a folder to leave out, by patterns as in ``.gitignore``. Folders of thumbnails and deleted files
+    (``@eaDir/``, ``#recycle/``, ``$RECYCLE.BIN/`` and the like) always are, unless a pattern brings them back: ``!@eaDir/``."""
     id: str = "id"
     """Column of a table: ids of the rows. Without it, a row's id is its picture's path, else its number."""
     text: str = "text"

@@ -23,9 +23,10 @@ import pyarrow.parquet as pq
 from PIL import ExifTags, Image
 
 from rge.common.errors import UserError
-from rge.common.files import visible_files, write_text
+from rge.common.files import write_text
 from rge.common.images import WEB, ImageError, fetch_picture, load_image, open_picture, picture_bytes
 from rge.index.options import Reading
+from rge.tables.listing import Exclude, Skipped, visible_files
 from rge.tables.pictures import SUFFIXES, file_stamp
 from rge.tables.rows import TABLES, picture_cell, reading, table_rows
 
@@ -63,7 +64,7 @@ class Source:
     name: str  # absolute path
     entries: list[Entry]  # in a fixed order
     faults: dict[str, str]  # unusable files or rows: name -> reason
-    num_skipped: int = 0  # files of a folder that are neither pictures nor texts
+    skipped: Skipped = field(default_factory=Skipped)  # files of a folder that are neither pictures nor texts
     # Folders and files that exist but could not be read, so their present content is unknown.
     unseen: frozenset[str] = frozenset()
 
@@ -132,19 +133,29 @@ class Content:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
-def read_source(path: Path, *, id: str = "id", text: str = "text", image: str = "image") -> Source:
+def read_source(
+    path: Path,
+    *,
+    id: str = "id",
+    text: str = "text",
+    image: str = "image",
+    exclude: Sequence[str] = (),
+) -> Source:
     """List a folder or a table; `id`, `text` and `image` are a table's columns with names, texts and pictures.
 
+    `exclude` are patterns of what to leave out of a folder, see `Exclude`.
+
     Raises:
+        UserError: such a pattern is not valid.
         SourceError: it is neither, or empty.
         TableError: it cannot be read.
     """
     path = path.expanduser()
     if path.is_dir():
-        source = _folder(path)
+        source = _folder(path, Exclude(exclude))
         empty = f"{path} holds no pictures ({', '.join(SUFFIXES)}) and no texts (.txt)"
-        if source.num_skipped:
-            empty += f", only {source.num_skipped} other files"
+        if source.skipped:
+            empty += f", only {source.skipped}"
     elif path.suffix.lower() in TABLES and path.is_file():
         source = _table(path, id, text, image)
         empty = f"{path} has no rows"
@@ -154,6 +165,13 @@ def read_source(path: Path, *, id: str = "id", text: str = "text", image: str = 
     if not source.entries and not source.faults:
         raise SourceError(empty)
     return source
+
+
+def source_of(options: Reading) -> Source:
+    """The source that a command's options name; see `read_source`."""
+    return read_source(
+        options.src, id=options.id, text=options.text, image=options.image, exclude=options.exclude
+    )
 
 
 def load(entry: Entry, thumbnail_px: int = 0, captions: bool = True) -> Content:
@@ -241,11 +259,11 @@ def _text(path: Path) -> str:
 # -------------------------------------------------------------------------------------------------------------- folder
 
 
-def _folder(root: Path) -> Source:
+def _folder(root: Path, exclude: Exclude) -> Source:
     files: dict[str, str] = {}  # stamps by relative name
     faults: dict[str, str] = {}
     unseen: set[str] = set()
-    num_skipped = 0
+    skipped = Skipped()
 
     def unreadable(error: OSError) -> None:
         name = _relative(error.filename or root, root)
@@ -253,10 +271,10 @@ def _folder(root: Path) -> Source:
         if not isinstance(error, FileNotFoundError):
             unseen.add(name)
 
-    for folder, names in visible_files(root, unreadable):
+    for folder, names in visible_files(root, unreadable, exclude, skipped):
         for path in (os.path.join(folder, name) for name in names):
             if not path.lower().endswith((*SUFFIXES, ".txt")):
-                num_skipped += 1
+                skipped.add(path)
             elif _printable(name := _relative(path, root)) != name:
                 faults[_printable(name)] = "its name is not UTF-8"
             else:
@@ -268,7 +286,7 @@ def _folder(root: Path) -> Source:
                     files[name] = f"{stat.st_size}:{stat.st_mtime_ns}"
     if "." in faults:
         raise SourceError(f"{root} cannot be read: {faults['.']}")
-    return Source(os.path.abspath(root), _entries(root, files), faults, num_skipped, frozenset(unseen))
+    return Source(os.path.abspath(root), _entries(root, files), faults, skipped, frozenset(unseen))
 
 
 def _entries(root: Path, files: dict[str, str]) -> list[Entry]:

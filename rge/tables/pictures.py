@@ -26,7 +26,7 @@ from typing import Any
 import fsspec
 import pyarrow as pa
 
-from rge.common.files import visible_files
+from rge.tables.listing import Exclude, Skipped, files_below, is_hidden
 from rge.tables.rows import (
     TableError,
     is_text,
@@ -75,18 +75,23 @@ class Files:
     root: str  # the folder itself, or that of the files; a path of `fs`
     paths: tuple[str, ...]  # in order; empty for a folder
     is_local: bool  # whether they can be opened by their paths
+    exclude: Exclude  # what is left out of a folder
 
     def address(self, path: str) -> str:
         """A file's address, protocol included."""
         return path if self.is_local else self.fs.unstrip_protocol(path)
 
 
-def find(path: str) -> Files:
+def find(path: str, exclude: Sequence[str] = ()) -> Files:
     """Find the files of a collection: a folder, a file, a pattern such as ``shards/*.parquet``, or the address of one.
 
+    `exclude` are patterns of what is left out of a folder, see `Exclude`.
+
     Raises:
+        UserError: such a pattern is not valid.
         TableError: it does not exist, needs a package that is not installed, or is of an unsupported kind.
     """
+    left_out = Exclude(exclude)
     try:
         fs, place = fsspec.core.url_to_fs(path)
     except (ImportError, ValueError) as error:
@@ -95,7 +100,7 @@ def find(path: str) -> Files:
     place = path if is_local else place  # as given, so that references stay short
     try:
         if fs.isdir(place):
-            return _in_folder(path, fs, place.rstrip("/") or "/", is_local)
+            return _in_folder(path, fs, place.rstrip("/") or "/", is_local, left_out)
         files = [place] if fs.isfile(place) else _matching(fs, place, is_local)
     except TableError:
         raise
@@ -103,7 +108,7 @@ def find(path: str) -> Files:
         raise TableError(f"{path} cannot be read: {reason(error)}") from error
     if not files:
         raise TableError(f"{path} does not exist")
-    return Files(fs, _kind_of(path, files), os.path.dirname(files[0]), tuple(files), is_local)
+    return Files(fs, _kind_of(path, files), os.path.dirname(files[0]), tuple(files), is_local, left_out)
 
 
 def _matching(fs: Any, pattern: str, is_local: bool) -> list[str]:
@@ -112,7 +117,7 @@ def _matching(fs: Any, pattern: str, is_local: bool) -> list[str]:
     if is_local:
         return sorted(map(os.path.normpath, glob.glob(pattern, recursive=True)))
     root = os.path.dirname(re.split(r"[*?[]", pattern)[0])
-    return sorted(file for file in fs.glob(pattern) if not _is_hidden(file, root))
+    return sorted(file for file in fs.glob(pattern) if not is_hidden(file.removeprefix(root).strip("/")))
 
 
 def would_find(pattern: str, file: Path) -> bool:
@@ -131,21 +136,21 @@ def _fits(parts: Sequence[str], pattern: Sequence[str]) -> bool:
     return not is_hidden and fnmatchcase(parts[0], pattern[0]) and _fits(parts[1:], pattern[1:])
 
 
-def _is_hidden(file: str, root: str) -> bool:
-    return any(part.startswith(".") for part in file.removeprefix(root).strip("/").split("/"))
-
-
-def _in_folder(path: str, fs: Any, root: str, is_local: bool) -> Files:
+def _in_folder(path: str, fs: Any, root: str, is_local: bool, exclude: Exclude) -> Files:
     if any(fs.isfile(f"{root}/{name}") for name in SAVED):
-        return Files(fs, "saved", root, (), is_local)
-    if next(picture_files(fs, root, is_local), None) is not None:
-        return Files(fs, "folder", root, (), is_local)
-    every = sorted(file for file, _ in _files_below(fs, root, is_local))
+        return Files(fs, "saved", root, (), is_local, exclude)
+    if next(picture_files(fs, root, is_local, exclude), None) is not None:
+        return Files(fs, "folder", root, (), is_local, exclude)
+    skipped = Skipped()
+    every = sorted(file for file, _ in files_below(fs, root, is_local, exclude, skipped))
     for kind in ("parquet", "tar"):
         if files := [file for file in every if _ending_kind(file) == kind]:
-            return Files(fs, kind, root, tuple(files), is_local)
+            return Files(fs, kind, root, tuple(files), is_local, exclude)
+    for file in every:
+        skipped.add(file)
+    only = f"; it holds {skipped}" if skipped else ""
     raise TableError(
-        f"{path} holds no picture ({', '.join(SUFFIXES)}), no Parquet file and no tar, and was not saved by `datasets`"
+        f"{path} holds no picture ({', '.join(SUFFIXES)}), no Parquet file and no tar, and was not saved by `datasets`{only}"
     )
 
 
@@ -199,23 +204,15 @@ def _stamp(info: Mapping[str, Any]) -> str:
 # -------------------------------------------------------------------------------------------------------------- folder
 
 
-def picture_files(fs: Any, root: str, is_local: bool) -> Iterator[tuple[str, str]]:
-    """Path and stamp of the picture files below a folder, by name and grouped by folder; hidden ones are left out."""
-    for file, info in _files_below(fs, root, is_local):
+def picture_files(
+    fs: Any, root: str, is_local: bool, exclude: Exclude | None = None, skipped: Skipped | None = None
+) -> Iterator[tuple[str, str]]:
+    """Path and stamp of the picture files below a folder, by name and grouped by folder; `skipped` counts the others."""
+    for file, info in files_below(fs, root, is_local, exclude, skipped):
         if file.lower().endswith(SUFFIXES):
             yield file, file_stamp(file) if info is None else _stamp(info)
-
-
-def _files_below(fs: Any, root: str, is_local: bool) -> Iterator[tuple[str, Any]]:
-    """The visible files below a folder, by name and grouped by folder, and what a store says about each; None of local ones."""
-    if is_local:
-        for folder, names in visible_files(root):
-            yield from ((os.path.join(folder, name), None) for name in names)
-        return
-    found = fs.find(root, detail=True)
-    for file in sorted(found, key=os.path.split):
-        if not _is_hidden(file, root):
-            yield file, found[file]
+        elif skipped is not None:
+            skipped.add(file)
 
 
 def file_stamp(file: str | Path) -> str:
@@ -229,7 +226,7 @@ def file_stamp(file: str | Path) -> str:
 
 def _folder(files: Files, image: str, columns: Sequence[str], first: int, pictures: bool) -> Iterator[Row]:
     number = 0
-    stamped = picture_files(files.fs, files.root, files.is_local)
+    stamped = picture_files(files.fs, files.root, files.is_local, files.exclude)
     for folder, group in groupby(stamped, key=lambda pair: os.path.dirname(pair[0])):
         # `a.jpg` beside `a.png`: both keep their ending, so that no id depends on the order.
         pairs = list(group)

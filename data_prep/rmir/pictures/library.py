@@ -23,6 +23,7 @@ from rge.common.images import ImageError, load_image, picture_bytes
 from rge.common.registry import load_plugins
 from rge.common.schema import ImageRef
 from rge.tables import pictures as tables
+from rge.tables.listing import Skipped
 from rge.tables.rows import TableError
 
 DUPLICATE, NEAR_DUPLICATE, TOO_SMALL = "same bytes as another picture", "near-duplicate", "too small"
@@ -42,9 +43,16 @@ class Library:
 
     def __init__(self, config: LibraryConfig):
         try:
-            self.config, self.files = config, tables.find(str(config.path))
+            self.config, self.files = config, tables.find(str(config.path), config.exclude)
         except TableError as error:
             raise UserError(f"library.path {error}") from None
+
+    def skipped(self) -> Skipped:
+        """What a folder holds besides its pictures; nothing of other libraries."""
+        skipped, files = Skipped(), self.files
+        if files.kind == "folder":
+            deque(tables.picture_files(files.fs, files.root, files.is_local, files.exclude, skipped), 0)
+        return skipped
 
     def rows(self, first: int = 0, *, pictures: bool = True) -> Iterator[dict[str, Any]]:
         """Yield every picture as ``id``, ``ref``, ``data``, ``caption`` (or None) and ``stamp``, in a fixed order.

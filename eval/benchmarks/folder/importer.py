@@ -54,6 +54,9 @@ class TableOptions(PluginOptions):
     """Further columns to report figures by."""
     exclude_query_image: bool = True
     """Remove a query's own picture from its ranking, unless it is a right answer."""
+    exclude: tuple[str, ...] = ()
+    """Files and folders of src to leave out, by patterns as in ``.gitignore``. Folders of thumbnails and deleted files
+    (``@eaDir/``, ``#recycle/``, ``$RECYCLE.BIN/`` and the like) always are, unless a pattern brings them back: ``!@eaDir/``."""
     pictures: Literal["embed", "link"] = "embed"
     """embed copies pictures into the set's tables, link makes hard links to them in its folder."""
 
@@ -75,7 +78,7 @@ def import_folder(options: FolderOptions) -> RetrievalSet:
     if options.src.resolve().is_relative_to(options.out.resolve()):
         raise ReleaseError(f"out {options.out} contains the pictures: choose a different folder")
     table = read_table(options.queries or _table_in(options.src), options.sheet)
-    read = _Rows(table, Pool(options.src, exclude=options.out), options)
+    read = _Rows(table, Pool(options.src, out=options.out, exclude=options.exclude), options)
     for number, row in table.rows:
         read.add(number, row)
     read.finish()

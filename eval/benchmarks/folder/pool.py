@@ -5,42 +5,55 @@ import hashlib
 import re
 import unicodedata
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
-from eval.benchmarks.release_files import PICTURES, ReleaseError
+from eval.benchmarks.folder.spreadsheet import ENDINGS
+from eval.benchmarks.release_files import ReleaseError
 from rge.common.commands import progress_bar
-from rge.common.files import visible_files
 from rge.common.images import ImageError, load_image
 from rge.common.schema import safe_id
+from rge.tables.listing import Exclude, Skipped, visible_files
+from rge.tables.pictures import SUFFIXES
 
-OTHERS = (".heic", ".heif", ".avif", ".raw", ".cr2", ".nef", ".arw", ".dng", ".psd", ".svg", ".pdf", ".jp2")
-"""Picture formats that may be unsupported; such files are reported, while other files are ignored."""
 SEPARATORS = re.compile(r"([;,|\n])")
 ESCAPE = re.compile(r"%(?=[0-9A-Fa-f]{2})")
 """A literal percent sign that looks like an escape: ``a b.png`` and ``a%20b.png`` are two pictures."""
 
 
 class Pool:
-    """The distinct pictures of a folder; ``exclude``: a subfolder to skip.
+    """The distinct pictures of a folder, without the subfolder ``out`` and what the patterns of ``exclude`` leave out.
 
     Attributes:
         files: candidate id -> path, sorted by path.
         unreadable: id -> reason, for files that cannot be opened.
+        skipped: what is neither a picture nor a table.
     """
 
-    def __init__(self, root: Path, *, exclude: Path):
+    def __init__(self, root: Path, *, out: Path, exclude: Sequence[str] = ()):
         self.root, self.files, self.unreadable = root, dict[str, Path](), dict[str, str]()
         self._steps: list[dict[str, set[str]]] = [defaultdict(set) for _ in range(6)]
-        self._copies = 0
+        self._copies, self.skipped = 0, Skipped()
         id_of: dict[bytes, str] = {}
-        every = sorted(Path(folder, name) for folder, names in visible_files(root) for name in names)
-        pictures = (path for path in every if path.suffix.lower() in (*PICTURES, *OTHERS) and path.is_file())
-        out = exclude.resolve()
-        paths = [path for path in pictures if out not in path.resolve().parents]
+        found = visible_files(root, exclude=Exclude(exclude), skipped=self.skipped)
+        written = out.resolve()
+        every = [
+            path
+            for folder, names in found
+            for name in names
+            if written not in (path := Path(folder, name)).resolve().parents
+        ]
+        paths = sorted(path for path in every if path.suffix.lower() in SUFFIXES and path.is_file())
+        for path in every:
+            if path.suffix.lower() not in (*SUFFIXES, *ENDINGS):
+                self.skipped.add(path.name)
         for path in progress_bar(paths, desc="pictures", unit="picture", delay=2):
             self._add(path, id_of)
         if not self.files:
-            raise ReleaseError(f"no picture below {root} can be opened; supported: {', '.join(PICTURES)}")
+            only = f"; it holds {self.skipped}" if self.skipped else ""
+            raise ReleaseError(
+                f"no picture below {root} can be opened; supported: {', '.join(SUFFIXES)}{only}"
+            )
 
     def _add(self, path: Path, id_of: dict[bytes, str]) -> None:
         inside = path.relative_to(self.root).as_posix()
@@ -64,6 +77,8 @@ class Pool:
         notes = []
         if self._copies:
             notes.append(f"byte-identical copies of other pictures, merged in the pool: {self._copies}")
+        if self.skipped:
+            notes.append(f"skipped, since they are no pictures: {self.skipped}")
         if self.unreadable:
             notes.append(f"pictures left out because they cannot be opened: {', '.join(self.unreadable)}")
         return notes

@@ -153,6 +153,7 @@ def test_rarer_traps_of_the_table(release, tmp_path):
     with pytest.raises(UserError, match="column 'instruction' is missing; found: query_id"):
         import_pinpoint(PinpointOptions(src=src, out=tmp_path / "p"))
     pd.DataFrame(rows[:1]).to_parquet(src / "pinpoint_licensed.parquet")
+    (src / "images").unlink()
     with pytest.raises(
         UserError, match="picture 'sigi' is not below .*: download it with the release's tools"
     ):

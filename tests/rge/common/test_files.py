@@ -1,13 +1,10 @@
 """Files that are there whole or not at all."""
 
-import os
 import resource
 
 import forked
-import fsspec
 import pytest
 
-from rge.common import files
 from rge.common.files import (
     FileError,
     relative,
@@ -17,7 +14,6 @@ from rge.common.files import (
     write_json,
     write_text,
 )
-from rge.tables.pictures import find, picture_files
 
 
 def test_what_is_written_is_there(tmp_path):
@@ -101,58 +97,3 @@ def test_a_relative_path_is_found_from_behind_links(tmp_path):
         found = relative(tmp_path / "mine" / name, tmp_path / "out")
         assert found == f"../../../pictures/of/mine/{name}", "the file's own name stays"
         assert (tmp_path / "out" / found).read_text() == "a"
-
-
-def test_visible_files_follow_links_once_and_leave_out_what_is_hidden(tmp_path):
-    root, elsewhere = tmp_path / ".photos", tmp_path / "elsewhere"
-    for name in ("b.png", "a/c.png", "._b.png", ".thumbnails/b.png", "a/.c.png"):
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_bytes(b"")
-    elsewhere.mkdir()
-    (elsewhere / "d.png").write_bytes(b"")
-    (root / "linked").symlink_to(elsewhere)
-    (root / "loop").symlink_to(root)
-    (root / "a" / "again").symlink_to(elsewhere)
-    found = [(os.path.relpath(folder, root), names) for folder, names in files.visible_files(root)]
-    assert found == [(".", ["b.png"]), ("a", ["c.png"]), ("a/again", ["d.png"])]
-    # As `rge index`, `rmir` and a folder's benchmark list it.
-    paths = [path for path, _ in picture_files(None, str(root), True)]
-    assert [os.path.relpath(path, root) for path in paths] == ["b.png", "a/c.png", "a/again/d.png"]
-    with pytest.raises(FileNotFoundError):
-        next(files.visible_files(tmp_path / "nowhere"))
-    errors = []
-    assert not list(files.visible_files(tmp_path / "nowhere", errors.append))
-    assert [type(error) for error in errors] == [FileNotFoundError]
-
-
-def test_hidden_files_of_an_object_store_are_no_pictures():
-    store = fsspec.filesystem("memory")
-    for name in ("b.png", "._b.png", ".cache/b.png", "a/c.png"):
-        store.pipe(f"/of.hidden/{name}", b"x")
-    try:
-        found = [path for path, _ in picture_files(store, "/of.hidden", False)]
-    finally:
-        store.rm("/of.hidden", recursive=True)
-    assert found == ["/of.hidden/b.png", "/of.hidden/a/c.png"]
-
-
-@pytest.mark.parametrize("address", ["memory://", ""])
-def test_hidden_tables_and_archives_are_no_part_of_a_collection(tmp_path, monkeypatch, address):
-    monkeypatch.chdir(tmp_path)
-    fs, root = fsspec.core.url_to_fs(f"{address}shards")
-    top = root if address else "shards"
-    for name in (
-        "1.parquet",
-        "._1.parquet",
-        ".ipynb_checkpoints/1.parquet",
-        "more/2.parquet",
-        "more/._2.parquet",
-    ):
-        fs.makedirs(f"{root}/{name}".rpartition("/")[0], exist_ok=True)
-        fs.pipe(f"{root}/{name}", b"x")
-    try:
-        assert find(f"{address}shards").paths == (f"{top}/1.parquet", f"{top}/more/2.parquet")
-        assert find(f"{address}shards/*.parquet").paths == (f"{top}/1.parquet",)
-        assert find(f"{address}shards/**/*.parquet").paths == (f"{top}/1.parquet", f"{top}/more/2.parquet")
-    finally:
-        fs.rm(root, recursive=True)

@@ -110,9 +110,7 @@ def test_only_what_changed_is_embedded(photos, capsys, demo, monkeypatch):
         assert index(["pho tos", "out=gallery", *words]) == 0
         return capsys.readouterr().out.splitlines()[0]
 
-    assert run("checkpoint=demo") == (
-        "gallery: 7 added, 0 changed, 0 removed, 0 unchanged; 7 items, 1 other files skipped"
-    )
+    assert run("checkpoint=demo") == ("gallery: 7 added, 0 changed, 0 removed, 0 unchanged; 7 items")
     assert names() == EVERYTHING
     assert run().startswith("gallery: 0 added, 0 changed, 0 removed, 7 unchanged")
     assert embedded == []
@@ -457,7 +455,9 @@ def test_an_empty_or_missing_folder_changes_nothing(photos, capsys):
         index(["pho tos", "out=gallery"])
     photos.mkdir()  # as where a disk is not mounted
     (photos / "x.mp4").touch()
-    with pytest.raises(SourceError, match=r"holds no pictures .* and no texts \(\.txt\), only 1 other files"):
+    with pytest.raises(
+        SourceError, match=r"holds no pictures .* and no texts \(\.txt\), only movies: 1 .mp4"
+    ):
         index(["pho tos", "out=gallery"])
     assert names() == EVERYTHING
     search(["gallery", "What is this?", "k=1"])

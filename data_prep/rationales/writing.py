@@ -130,7 +130,8 @@ class Writing:
         total = None if rewrite else sum(source.counts["asked"] for source in self.sources)
         caller.run(requests(), take, read=prompts.read, title="rationales", total=total)
         unanswered = [outcome for outcome in lost if outcome.unanswered]
-        check_answered(unanswered, len(places), wait=self.options.on_unanswered == "wait")
+        num_calls = sum(source.counts["asked"] for source in self.sources)
+        check_answered(unanswered, num_calls, wait=self.options.on_unanswered == "wait")
         if not rewrite and lost and len(lost) == len(places) and all(outcome.rejected for outcome in lost):
             caller.store.forget_rejections(outcome.key for outcome in lost)
             raise UserError(

@@ -46,7 +46,7 @@ class Oracle:
 
     bad_queries: float = 0.4  # share of queries that break a constraint; the filter should find them
     malformed: float = 0.005  # share of unreadable answers
-    transient: float = 0.02  # share of first attempts that get 429, 503 or a web page
+    transient: float = 0.02  # share of first attempts that get 429, 503, a web page or no content
     filter_errors: float = 0.05  # share of wrong verdicts by the filter
     judge_errors: float = 0.005  # share of wrong verdicts by a judge
 
@@ -99,6 +99,7 @@ class Oracle:
                     Answer({"error": {"message": "too many requests"}}, 429, headers={"retry-after": "0.05"}),
                     Answer({"error": {"message": "overloaded"}}, 503),
                     Answer("<html><body>502 Bad Gateway</body></html>", content_type="text/html"),
+                    chat(""),
                 ]
             )
         texts, concepts = self._read(body)
@@ -196,13 +197,12 @@ class Oracle:
 
 
 def _malformed(rng: random.Random, text: str, reply: Callable[..., Answer]) -> Answer:
-    empty = reply("")
-    empty.body["choices"] = []
+    empty_tag = reply("<consistent></consistent>")
     truncated = reply(text[: len(text) // 2], stop="length")
     no_tag = reply("Yes, I think that is fine.")
     refusal = reply("I'm sorry, I can't help with this picture.")
     sensitive = reply("ABSTAIN DUE TO SENSITIVE IMAGE")
-    return rng.choice([truncated, no_tag, refusal, empty, sensitive])
+    return rng.choice([truncated, no_tag, refusal, empty_tag, sensitive])
 
 
 def _last(text: str, name: str) -> str:

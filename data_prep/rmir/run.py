@@ -329,6 +329,7 @@ class _Shards:
             run.path(stage, name).mkdir(parents=True, exist_ok=True)
         self.open_parts, size = run.open_parts(stage), run.config.queries_per_shard
         starts = range(0, len(items), size)
+        self.num_calls = sum(map(asking.count, items))
         shards = [_Shard(str(number), items[start : start + size]) for number, start in enumerate(starts)]
         self.todo = [shard for shard in shards if not self._is_written(shard)]
         self.asked = 0
@@ -423,7 +424,7 @@ class _Shards:
         else:
             for shard in self._held_back:
                 self._write(shard)
-        check_answered(self.unanswered, self.asked, wait=wait, about=f"{self.stage}: ")
+        check_answered(self.unanswered, self.num_calls, wait=wait, about=f"{self.stage}: ")
 
 
 def reasons(rows: Sequence[dict[str, Any]]) -> dict[str, int]:

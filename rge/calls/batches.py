@@ -29,7 +29,7 @@ from rge.calls.grouping import Call
 from rge.calls.sender import Sender
 from rge.calls.store import Attempt, BatchRow
 from rge.calls.wire.bodies import PATH, Json, body
-from rge.calls.wire.replies import ReplyError, as_dict, dict_items, parse
+from rge.calls.wire.replies import ReplyError, as_dict, dict_items, parse, stated_error
 from rge.common.images import ImageError
 
 T = TypeVar("T")
@@ -101,8 +101,8 @@ class BatchJobs:
         """Settle the wanted calls with these keys that have an answer."""
         grouping = self.sender.grouping
         for key in keys:
-            if key in self._wanted and (result := grouping.stored(key, self.model)) is not None:
-                self._reasks += grouping.record(self._wanted.pop(key), result)
+            if key in self._wanted and (replies := grouping.stored(self._wanted[key])) is not None:
+                self._reasks += grouping.record(self._wanted.pop(key), replies)
 
     def _left(self, row: BatchRow) -> list[Call]:
         """The wanted calls of a batch that have no answer so far."""
@@ -300,6 +300,9 @@ class BatchJobs:
     async def _json(self, method: str, path: str, limit_s: float | None = None, **options: Any) -> Json:
         content = await self._send(method, path, limit_s, **options)
         value = parse(content)
+        if stated_error(value):  # with status 200, so that the body's code decides
+            error = failure(200, content, {}, self.model, self.sender.mask)
+            raise error or Rejection(self.sender.mask(content.decode("utf-8", "replace"))[:SHOWN_CHARACTERS])
         if not isinstance(value, dict):
             message = self.sender.mask(content.decode("utf-8", "replace"))
             raise AttemptFailed(f"no JSON object at {path} but {message[:SHOWN_CHARACTERS]!r}")
@@ -422,7 +425,7 @@ class BatchJobs:
                 raise AttemptFailed(sender.mask(json.dumps(result.get("error"))))
             answer = sender.answer(status, json.dumps(content).encode(), {})
         except (AttemptFailed, Rejection, StopCalls) as error:
-            self.store.end_attempt(call.number, billed=isinstance(error, AttemptFailed) and error.billed)
+            sender.close(call, None if wanted is None else wanted.request, error, batch=True)
             if isinstance(error, Rejection) and error.certain:
                 sender.rejected(call.key, error)
             elif wanted is not None and isinstance(error, StopCalls):

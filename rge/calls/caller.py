@@ -173,13 +173,18 @@ def _in_batch(model: ModelConfig, batch: str) -> StopCalls:
 
 
 def check_answered(unanswered: Sequence[Outcome], num_calls: int, *, wait: bool, about: str = "") -> None:
-    """Raise a `UserError` if calls are unanswered; unless ``wait`` (``on_unanswered``), only say so. ``about`` begins the message."""
+    """Raise a `UserError` if calls are unanswered; unless ``wait`` (``on_unanswered``) or most of them are, only say so.
+
+    ``num_calls``: all calls of the work, also those that earlier runs made. ``about`` begins the message.
+    """
     if not unanswered:
         return
     message = (
         f"{about}{len(unanswered)} of {num_calls} calls are unanswered, such as: {unanswered[0].error}. The other answers are stored; "
         "run the same command again to repeat only these calls"
     )
+    if 2 * len(unanswered) > num_calls:
+        raise UserError(message)
     if wait:
         raise UserError(f"{message}. on_unanswered=proceed continues without their items")
     sys.stderr.write(f"{message}; their items are left out until then\n")

@@ -1,16 +1,18 @@
 """Failures of calls: which are retried, which are stored, which stop the run, and which of these a provider's error is.
 
 ===========  ==================================================  ==================================================
-unanswered   time-out, no connection, 429, 5xx, a web page       retried; after the last retry, left to the next run
+unanswered   time-out, no connection, 429, 5xx, a web page,      retried; after the last retry, left to the next run
+             no content (only reasoning, only tool calls)
              a picture that cannot be opened                     left to the next run
 refused      declined by the provider's policy                   stored as an answer (`rge.calls.wire.replies.Refused`)
 rejected     this request is invalid (too large, a bad image)    stored; the other calls continue
-stopped      every request fails: key, credit, model, setting    no further calls; those in flight finish
+stopped      every request fails: key, credit, model, setting,   no further calls; those in flight finish
+             address
 ===========  ==================================================  ==================================================
 
 A provider's error is classified by documented code, then by HTTP status, then by wording. Sources: the error pages of OpenAI, Azure
-OpenAI, Anthropic, Gemini (google.rpc codes), OpenRouter and vLLM, autumn 2026. An undocumented 400 may concern one request or all of
-them, and the caller finds out with a canary.
+OpenAI, Anthropic, Gemini (google.rpc codes), Groq, OpenRouter and vLLM, autumn 2026. An undocumented 400 may concern one request or
+all of them, and the caller finds out with a canary. Gateways answer some errors with status 200: then the body's code decides.
 """
 
 import re
@@ -22,7 +24,7 @@ from typing import Any, Literal
 
 from rge.calls.keys import Mask
 from rge.calls.model_config import ModelConfig
-from rge.calls.wire.replies import ReplyError, as_dict, dict_items, parse
+from rge.calls.wire.replies import ReplyError, as_dict, dict_items, parse, stated_error
 from rge.common.errors import UserError
 
 MAYBE_BILLED = (200, 408, 504)
@@ -77,9 +79,17 @@ class AttemptFailed(Exception):
     limited: bool = False  # a 429: not processed and not billed
     wait_s: float | None = None  # Retry-After
     billed: bool = False  # the provider may have processed the request and may bill it
+    no_chat: bool = False  # what came is no chat completion, so the address may be wrong
 
     def __str__(self) -> str:
         return self.reason
+
+
+@dataclass
+class NoContent(AttemptFailed):
+    """A chat completion without content: the provider bills it, but it answers nothing."""
+
+    raw: bytes = b""  # its body
 
 
 Meaning = Literal["policy", "account", "request", "overload", "unknown"]
@@ -109,6 +119,8 @@ CODES: dict[Meaning, frozenset[str]] = {
     ),
 }
 """Codes in lower case; the most specific meaning first, since an error may carry several codes."""
+LIMITS = frozenset("rate_limit_exceeded rate_limit_error resource_exhausted".split())
+"""Overload codes of rate limits; inside a 200, they say what a 429 does."""
 STATUSES: dict[int, Meaning] = {
     **dict.fromkeys((401, 402, 403, 404), "account"),
     **dict.fromkeys((408, 409, 425, 429), "overload"),
@@ -119,12 +131,19 @@ WORDS: dict[str, Meaning] = {
     "credit balance is too low": "account",
     "output blocked by content filtering policy": "policy",
 }
+WRONG_PATH = "unexpected endpoint or method"
+"""What LM Studio says of an address without ``/v1``, with status 200."""
+MORE_THAN_A_MINUTE = re.compile(r"\blimit:? ([\d,]+)\D{0,20}\brequested:? ([\d,]+)", re.IGNORECASE)
+"""What OpenAI and Groq say of a request that is larger than the tokens of a minute, under the code of a rate limit."""
 
 
 def classify(status: int, body: Any) -> Meaning:
-    """Classify an error by its HTTP status (may be 200 behind a gateway) and JSON body (None: no JSON)."""
+    """Classify an error by its HTTP status (`effective_status`) and JSON body (None: no JSON)."""
     found, error = codes(body), _error_of(body)
     for meaning, known in CODES.items():
+        # No wait helps a request that alone is over a limit, whatever its code.
+        if meaning == "overload" and (status == 413 or _is_over_limit(error)):
+            return "request"
         if found & known:
             return meaning
     if "flagged_input" in as_dict(error.get("metadata")):  # OpenRouter's moderation, a 403
@@ -145,10 +164,29 @@ def codes(body: Any) -> set[str]:
     return {value.lower() for value in values if isinstance(value, str)}
 
 
+def effective_status(status: int, body: Any) -> int:
+    """The status of a response, or the one that the error inside a 200 states by its code."""
+    if not 200 <= status < 300:
+        return status
+    error = _error_of(body)
+    for value in (error.get(name) for name in ("code", "status", "status_code")):
+        text = str(value) if isinstance(value, int | str) else ""
+        if re.fullmatch(r"[45]\d\d", text):
+            return int(text)
+    if WRONG_PATH in str(error.get("message")).lower():
+        return 404
+    return 429 if codes(body) & LIMITS else status
+
+
+def _is_over_limit(error: dict[str, Any]) -> bool:
+    found = MORE_THAN_A_MINUTE.search(str(error.get("message") or ""))
+    limit, requested = (int(text.replace(",", "") or 0) for text in found.groups()) if found else (0, 0)
+    return requested > limit
+
+
 def _error_of(body: Any) -> dict[str, Any]:
-    if isinstance(body, list) and body:  # Gemini wraps some errors in a list
-        body = body[0]
-    error = as_dict(body).get("error")
+    choices = dict_items(as_dict(body).get("choices"))
+    error = stated_error(body) or next(filter(None, (choice.get("error") for choice in choices)), None)
     return {"message": error} if isinstance(error, str) else as_dict(error)
 
 
@@ -164,6 +202,9 @@ def failure(
             f"{model.name}: the address has moved to {mask(str(headers.get('location')))}: set base_url"
         )
     content = parse(raw)
+    # What the server broke off may be billed, whatever it says then.
+    is_begun = bool(as_dict(content).get("choices"))
+    status = effective_status(status, content)
     meaning = classify(status, content)
     if meaning == "policy":
         return None
@@ -176,7 +217,8 @@ def failure(
         delays = [headers.get("retry-after"), *(detail.get("retryDelay") for detail in details)]
         # A wait of 0 says nothing: with it, calls would be repeated without a pause.
         wait_s = next(filter(None, map(parse_seconds, delays)), None)
-        return AttemptFailed(message, limited=status == 429, wait_s=wait_s, billed=status in MAYBE_BILLED)
+        billed = is_begun or status in MAYBE_BILLED
+        return AttemptFailed(message, limited=status == 429, wait_s=wait_s, billed=billed)
     return Rejection(message, certain=meaning == "request")
 
 

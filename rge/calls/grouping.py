@@ -9,12 +9,26 @@ from rge.calls.keys import Mask
 from rge.calls.model_config import ModelConfig, cache_names
 from rge.calls.request import Request
 from rge.calls.store import AnswerStore
-from rge.calls.wire.replies import UNREADABLE, Refused, Reply, ReplyError, Truncated, read_replies
+from rge.calls.wire.replies import (
+    UNREADABLE,
+    EmptyChoices,
+    Refused,
+    Reply,
+    ReplyError,
+    TooLong,
+    Truncated,
+    lack,
+    read_replies,
+)
 
 REQUESTS_AT_ONCE = 1024
 """Requests that are looked up in the store together."""
 OF_THE_CALL = (Refused, Unanswered, Rejection)
 """Errors of a call that are those of all its samples."""
+MAX_CHARACTERS_PER_TOKEN = 64
+"""An answer with more characters than this times ``max_tokens`` did not obey it."""
+Replies = list[Reply | ReplyError]
+"""The samples of a call."""
 Read = Callable[[Reply], object]
 """Validates a reply; raises one of `rge.calls.wire.replies.UNREADABLE` to have it requested again."""
 
@@ -90,6 +104,7 @@ class Grouping:
     counts: Counts
     read: Read
     done: Callable[[int, Outcome], None]  # receives the position and outcome of a request
+    answered: set[str] = field(default_factory=set)  # keys of calls that this run has made
     _open: dict[str, Call] = field(default_factory=dict)  # queued or in flight, by key
 
     def __post_init__(self) -> None:
@@ -115,8 +130,8 @@ class Grouping:
             for call in self._calls_for(waiting):
                 if call.key in self._open:
                     self._open[call.key].pending += call.pending
-                elif (result := self.stored(call.key, self.models[call.request.model])) is not None:
-                    reasks += self._deliver(call, result)
+                elif (replies := self.stored(call)) is not None:
+                    reasks += self._deliver(call, replies)
                 else:
                     calls.append(call)
                     self._open[call.key] = call
@@ -150,30 +165,52 @@ class Grouping:
         """The call for consecutive samples of one prompt."""
         first, last = group[0].request, group[-1].request
         request = replace(first, n=last.sample - first.sample + 1)
-        settings = self.models[request.model].cache_settings()
-        return Call(request.key(self._cache_names[request.model], settings), request, group)
+        return Call(self._key(request), request, group)
+
+    def _key(self, request: Request) -> str:
+        return request.key(self._cache_names[request.model], self.models[request.model].cache_settings())
 
     def _is_stored(self, call: Call) -> bool:
-        return self.stored(call.key, self.models[call.request.model]) is not None
+        return self.stored(call) is not None
 
-    def stored(self, key: str, model: ModelConfig) -> bytes | Rejection | None:
-        """The stored answer to a call, or the recorded rejection of it; None: neither."""
-        if (stored := self.store.get(key)) is not None:
-            return stored
-        why = self.store.rejection(key, model.sent_by())
-        return None if why is None else Rejection(why)
+    def stored(self, call: Call) -> Replies | None:
+        """The stored answer to a call, or the recorded rejection of it; None: neither, or it has no content, so it is open."""
+        if (stored := self.store.get(call.key)) is not None:
+            replies = samples(stored)
+            if any(isinstance(reply, Reply | Refused) for reply in replies) or call.key in self.answered:
+                return replies
+            return replies if any(self._leads_on(sample, replies) for sample in call.pending) else None
+        why = self.store.rejection(call.key, self.models[call.request.model].sent_by())
+        return None if why is None else [Rejection(why)]
 
-    def record(self, call: Call, result: bytes | ReplyError) -> list[Call]:
+    def _leads_on(self, sample: PendingSample, replies: Replies) -> bool:
+        """Whether an answer that was cut off before it had content was requested again, with more room, and got one."""
+        error = next((reply for reply in replies if isinstance(reply, Truncated)), None)
+        request, number = sample.request, sample.reasked
+        while error is not None and number < self.models[request.model].reasks:
+            number += 1
+            request = _reask_request(request, error, number)
+            if (stored := self.store.get(self._key(request))) is None:
+                return False
+            if (found := lack(stored)) is None:
+                return True
+            error = found if isinstance(found, Truncated) else None
+        return False
+
+    def may_reask(self, call: Call) -> bool:
+        """Whether an unreadable answer to a call is requested again."""
+        return any(sample.reasked < self.models[call.request.model].reasks for sample in call.pending)
+
+    def record(self, call: Call, replies: Replies) -> list[Call]:
         """Settle the requests of a call; returns the calls that request unreadable answers again."""
         del self._open[call.key]
         for sample in call.pending:
             sample.cached = False
-        return self.resolve(self._deliver(call, result))
+        return self.resolve(self._deliver(call, replies))
 
-    def _deliver(self, call: Call, result: bytes | ReplyError) -> list[PendingSample]:
+    def _deliver(self, call: Call, replies: Replies) -> list[PendingSample]:
         """Settle the requests of a call; returns those to request again."""
         reasks: list[PendingSample] = []
-        replies = _replies(result)
         model = self.models[call.request.model]
         for sample in call.pending:
             index = sample.request.sample - call.request.sample
@@ -183,15 +220,23 @@ class Grouping:
                     reasks.append(sample)
                     continue
                 index = 0
-            problem = self._problem(replies[index])
+            reply = _within_limit(replies[index], sample.request)
+            if isinstance(reply, EmptyChoices) and call.request.n > 1:
+                reasks.append(sample)  # by itself: others of its call have content
+                continue
+            problem = self._problem(reply)
             if problem is not None and sample.reasked < model.reasks:
                 self.counts.reasked += 1
                 request = _reask_request(sample.request, problem, sample.reasked + 1)
                 reasks.append(PendingSample(sample.position, request, sample.reasked + 1, sample.cached))
                 continue
-            self.counts.unreadable += problem is not None
+            if isinstance(reply, Truncated):  # it never had any content
+                self.counts.unanswered += 1
+                reply = Unanswered(f"{model.name}: {reply}")
+            else:
+                self.counts.unreadable += problem is not None
             self.counts.cached += sample.cached
-            self.done(sample.position, self._outcome(call.key, sample.cached, replies[index]))
+            self.done(sample.position, self._outcome(call.key, sample.cached, reply))
         return reasks
 
     def _problem(self, reply: Reply | ReplyError) -> ReplyError | None:
@@ -211,11 +256,20 @@ class Grouping:
         return Outcome(key, cached, replace(reply, text=self.mask(reply.text)))
 
 
-def _replies(result: bytes | ReplyError) -> list[Reply | ReplyError]:
+def samples(answer: bytes) -> Replies:
+    """The samples of a stored answer; one error if it has none."""
     try:
-        return [result] if isinstance(result, ReplyError) else read_replies(result)
+        return read_replies(answer)
     except ReplyError as error:
         return [error]
+
+
+def _within_limit(reply: Reply | ReplyError, request: Request) -> Reply | ReplyError:
+    """The reply, or an error if it is far longer than its request allows."""
+    limit = MAX_CHARACTERS_PER_TOKEN * request.max_tokens
+    if isinstance(reply, Reply) and len(reply.text) > limit:
+        return TooLong(f"the answer has {len(reply.text):,} characters for max_tokens={request.max_tokens:,}")
+    return reply
 
 
 def _reask_request(request: Request, error: ReplyError, number: int) -> Request:

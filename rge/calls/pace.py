@@ -16,6 +16,11 @@ MEMORY = 4096
 """Number of answer times kept."""
 
 
+def backoff(number: int, first_s: float, most_s: float) -> float:
+    """The longest wait before another attempt, in seconds: doubled with every earlier one, however many these are."""
+    return min(most_s, first_s * 2.0 ** min(number, 64))
+
+
 class Pace:
     """Adaptive rate limit of an endpoint, learned from 429s, shared by all its calls.
 
@@ -73,7 +78,8 @@ class Pace:
                 self._ceiling, self.rate = self.rate, self.rate * CUT
             self._cut_at = now
             self._cuts_in_a_row += 1
-        wait_s = backoff_s * 2 ** (self._cuts_in_a_row - 1) if wait_s is None else wait_s
+        if wait_s is None:
+            wait_s = backoff(self._cuts_in_a_row - 1, backoff_s, max_wait_s)
         self._paused_until = max(self._paused_until, now + min(wait_s, max_wait_s))
         # Send times already assigned within the pause are void.
         self._next_at = max(self._next_at, self._paused_until) if self.rate is None else self._paused_until

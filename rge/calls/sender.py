@@ -20,19 +20,30 @@ from PIL import Image
 from rge.calls.failures import (
     AttemptFailed,
     BudgetReached,
+    NoContent,
     Rejection,
     StopCalls,
     Unanswered,
     failure,
 )
-from rge.calls.grouping import Call, Grouping
+from rge.calls.grouping import Call, Grouping, Replies, samples
 from rge.calls.model_config import BillingStats, ModelConfig
-from rge.calls.pace import Pace
+from rge.calls.pace import Pace, backoff
 from rge.calls.request import Part, Picture, Request
 from rge.calls.store import Attempt, Budgets
 from rge.calls.wire.bodies import OPENAI, PATH, body, headers
 from rge.calls.wire.pictures import EncodedPictures, Pictures
-from rge.calls.wire.replies import NotAChat, ReplyError, is_failure, parse, read_replies, usage
+from rge.calls.wire.replies import (
+    EmptyChoices,
+    NotAChat,
+    ReplyError,
+    Usage,
+    as_dict,
+    is_failure,
+    lack,
+    parse,
+    usage,
+)
 from rge.common.images import ImageError
 
 T = TypeVar("T")
@@ -127,10 +138,10 @@ class Sender:
                 calls = [call]
                 while calls and self.endpoint.stopped is None:
                     try:
-                        result: bytes | ReplyError = await self.call(calls[0])
+                        replies: Replies = samples(await self.call(calls[0]))
                     except ReplyError as error:
-                        result = error
-                    calls = self.grouping.record(calls[0], result) + calls[1:]
+                        replies = [error]
+                    calls = self.grouping.record(calls[0], replies) + calls[1:]
             except StopCalls as error:
                 self.endpoint.stop(error)
 
@@ -145,7 +156,10 @@ class Sender:
         try:
             # Before the attempt, so that scaling a photograph does not count towards its time limit.
             pictures = await self.pictures.of(call.request)
-            return await self.retried(lambda: self._attempt(call, pictures))
+            answer = await self.retried(lambda: self._attempt(call, pictures))
+            if (error := lack(answer)) is not None and not self.grouping.may_reask(call):
+                raise NoContent(f"{error}; raise max_tokens, or set reasoning_effort", billed=True)
+            return answer
         except ImageError as error:
             raise self._unanswered(str(error)) from None
         except AttemptFailed as error:
@@ -182,9 +196,9 @@ class Sender:
                 if time.monotonic() - limited_since >= model.max_limited_s:
                     reason = f"{failed}, still rate-limited after {model.max_limited_s:g} s (max_limited_s)"
                     raise replace(failed, reason=reason)
-            elif num_retries < model.max_retries:
+            elif num_retries < (model.reasks if isinstance(failed, NoContent) else model.max_retries):
                 self.counts.retries += 1
-                wait_s = min(model.max_backoff_s, model.backoff_s * 2**num_retries) * random.random()
+                wait_s = backoff(num_retries, model.backoff_s, model.max_backoff_s) * random.random()
                 await asyncio.sleep(max(wait_s, min(failed.wait_s or 0.0, model.max_backoff_s)))
                 num_retries += 1
             else:
@@ -195,6 +209,7 @@ class Sender:
         endpoint, model = self.endpoint, self.model
         attempt = await self._begin(call)
         sent_at = time.monotonic()
+        typical = call.request if call.pending else None  # a canary, which no request waits for, is not
         try:
             content = body(model, call.request, pictures)
             response = await self.send("POST", PATH, model.timeout_s, json=content)
@@ -203,17 +218,22 @@ class Sender:
             self.store.end_attempt(attempt.number, billed=True)
             raise
         except (AttemptFailed, Rejection, StopCalls) as error:
-            self.store.end_attempt(attempt.number, billed=isinstance(error, AttemptFailed) and error.billed)
+            self.close(attempt, typical, error)
+            if isinstance(error, NoContent):
+                self._note_accepted(sent_at)
             raise
         finally:
             endpoint.in_flight -= 1
             endpoint.call_ended.set()
-        typical = call.request if call.pending else None  # a canary, which no request waits for, is not
         self.keep(attempt, typical, answer, time.monotonic() - sent_at)
-        endpoint.unanswered_in_a_row = 0
-        endpoint.accepted_at = max(endpoint.accepted_at, sent_at)
-        endpoint.pace.on_answer()
+        self._note_accepted(sent_at)
+        if lack(answer) is None:
+            endpoint.unanswered_in_a_row = 0
         return answer
+
+    def _note_accepted(self, sent_at: float) -> None:
+        self.endpoint.accepted_at = max(self.endpoint.accepted_at, sent_at)
+        self.endpoint.pace.on_answer()
 
     async def send(self, method: str, path: str, limit_s: float, **options: Any) -> httpx.Response:
         """Send any request and return the response, whatever its status; raises `AttemptFailed`: none within ``limit_s``."""
@@ -228,18 +248,20 @@ class Sender:
 
     def answer(self, status: int, content: bytes, response_headers: Mapping[str, str]) -> bytes:
         """The content of a response if it answers a call, also by a refusal; raises `AttemptFailed`, `Rejection` or `StopCalls`."""
-        if not 200 <= status < 300 or is_failure(parse(content)):
+        value = parse(content)
+        if not 200 <= status < 300 or is_failure(value):
             error = failure(status, content, response_headers, self.model, self.mask)
             if error is not None:
                 raise error
-        try:
-            read_replies(content)
-        except NotAChat as error:
+        error = lack(content)
+        if isinstance(error, NotAChat):
             message = f"the endpoint's response is not a chat completion: {self.mask(str(error))}"
-            raise AttemptFailed(message, billed=True) from None
-        except ReplyError:
-            pass  # an empty answer, for example: it may have been billed
-        return content
+            # A page or a text comes from no model; JSON that was cut off may.
+            billed = content.lstrip()[:1] in (b"{", b"[") and (value is None or "usage" in as_dict(value))
+            raise AttemptFailed(message, billed=billed, no_chat=True)
+        if isinstance(error, EmptyChoices):
+            raise NoContent(self.mask(str(error)), billed=True, raw=content)
+        return content  # also one that was cut off before it had content, which is requested again with more room
 
     async def _check_settings(self, call: Call, error: Rejection) -> None:
         """Send a harmless request (a canary) with the same settings; raises `StopCalls` if that is rejected, too."""
@@ -295,13 +317,36 @@ class Sender:
         self, attempt: Attempt, request: Request | None, answer: bytes, took_s: float, *, batch: bool = False
     ) -> None:
         """Store an answer and its cost; learn from the bill how far the estimate for a ``request`` (None: do not) was off."""
+        bill, cost, estimate = self._bill(attempt, request, answer, batch=batch)
+        self.store.put(attempt.number, attempt.key, self.model.name, answer, bill, cost, took_s, estimate)
+        self.grouping.answered.add(attempt.key)
+        self.counts.asked += 1
+        self.counts.refused += bill.refused
+
+    def close(
+        self,
+        attempt: Attempt,
+        request: Request | None,
+        error: AttemptFailed | Rejection | StopCalls,
+        *,
+        batch: bool = False,
+    ) -> None:
+        """Close the ledger entry of an attempt that got no answer; see `keep`."""
+        if isinstance(error, NoContent):
+            bill, cost, estimate = self._bill(attempt, request, error.raw, batch=batch)
+            self.store.pay(attempt.number, bill, cost, estimate)
+        else:
+            self.store.end_attempt(attempt.number, billed=isinstance(error, AttemptFailed) and error.billed)
+
+    def _bill(
+        self, attempt: Attempt, request: Request | None, answer: bytes, *, batch: bool
+    ) -> tuple[Usage, float, tuple[int, int, bool] | None]:
+        """Tokens and cost of an answer, and what was estimated for it (None: do not learn from it)."""
         model, bill, estimate = self.model, usage(answer, attempt.tokens), None
         cost = model.cost(bill.input_tokens, bill.output_tokens, bill.cached, batch=batch)
         if request is not None and not bill.refused:
             estimate = (*model.estimate(request), bool(request.num_pictures()))
-        self.store.put(attempt.number, attempt.key, model.name, answer, bill, cost, took_s, estimate)
-        self.counts.asked += 1
-        self.counts.refused += bill.refused
+        return bill, cost, estimate
 
     def rejected(self, key: str, error: Rejection) -> Rejection:
         """Record that the endpoint rejects a call, so that it is not sent again with the same settings."""
@@ -324,6 +369,11 @@ class Sender:
         if self._must_wait_too_long(error) or (error.limited and is_idle):
             return StopCalls(
                 f"{self.model.name}: {error}. Answers so far are stored; run the same command later"
+            )
+        if error.no_chat and endpoint.accepted_at == -math.inf:
+            return StopCalls(
+                f"{self.model.name}: {error}. Is {self.model.base_url or OPENAI} (base_url) the address of an OpenAI-compatible "
+                "API? Most end in /v1"
             )
         unanswered = self._unanswered(str(error))
         endpoint.unanswered_in_a_row += 1

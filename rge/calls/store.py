@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rge.calls.model_config import BillingStats
-from rge.calls.wire.replies import Usage
+from rge.calls.wire.replies import Usage, lack
 from rge.common.errors import UserError
 
 _SCHEMA = """
@@ -194,16 +194,28 @@ class AnswerStore:
     ) -> None:
         """Store the answer to an attempt and enter its cost; on return it survives a kill of the process.
 
-        If another process has stored an answer under the same key, that one stays and both are paid. ``seconds`` are from sending
-        to the complete response, 0 for a batch; ``estimate`` (estimated input and output tokens, whether there were pictures) updates
-        `billing_stats`.
+        If another process has stored an answer under the same key, that one stays and both are paid; but one without content, which
+        answers nothing, is replaced. ``seconds`` are from sending to the complete response, 0 for a batch; ``estimate``: see `pay`.
         """
         with self._transaction():
+            stored = self.get(key)
+            # REPLACE, unlike DELETE, runs no trigger.
+            verb = "IGNORE" if stored is None or lack(stored) is None else "REPLACE"
             self._db.execute(
-                "INSERT OR IGNORE INTO replies (key, model, raw, input_tokens, output_tokens, cost, seconds)"
+                f"INSERT OR {verb} INTO replies (key, model, raw, input_tokens, output_tokens, cost, seconds)"
                 " VALUES (?, ?, ?, ?, ?, ?, ?)",
                 (key, model, raw, usage.input_tokens, usage.output_tokens, cost, seconds),
             )
+            self.pay(attempt, usage, cost, estimate)
+
+    def pay(
+        self, attempt: int, usage: Usage, cost: float, estimate: tuple[int, int, bool] | None = None
+    ) -> None:
+        """Enter the cost of an attempt that was answered.
+
+        ``estimate`` (estimated input and output tokens, whether there were pictures) updates `billing_stats`.
+        """
+        with self._transaction():
             self._db.execute(
                 "UPDATE attempts SET state = 'answered', input_tokens = ?, cached_tokens = ?, output_tokens = ?, cost = ?"
                 " WHERE id = ?",

@@ -22,7 +22,7 @@ from rge.calls.grouping import Outcome
 from rge.calls.model_config import ModelConfig, check_model
 from rge.calls.request import Request
 from rge.calls.store import AnswerStore
-from rge.calls.wire.replies import BadValue, Reply
+from rge.calls.wire.replies import BadValue, Reply, ReplyError, Truncated
 from rge.common.errors import UserError
 from rge.common.options import build
 from rge.distributed import collectives as dist
@@ -80,14 +80,16 @@ def judge_reward(group: Rollouts, endpoint: dict[str, Any], instruction: str = I
 
 
 def _value(outcome: Outcome) -> float:
-    with suppress(BadValue):
+    with suppress(ReplyError):
         if outcome.reply is not None:
             return mark(outcome.reply) / BEST
     return math.nan
 
 
 def mark(reply: Reply) -> float:
-    """The number in the answer; BadValue if it is missing or out of range."""
+    """The number in the answer; BadValue if it is missing or out of range, Truncated if it may go on."""
+    if reply.stop == "length":
+        raise Truncated(f"the answer is cut off after {reply.text[-80:]!r}")
     found = re.fullmatch(r"\D{0,20}?(\d+(?:\.\d+)?)(?:\s*/\s*10)?\s*\.?\s*", reply.text.strip())
     if found is None or float(found[1]) > BEST:
         raise BadValue(f"expected a number from 0 to {BEST}, got {reply.text[:80]!r}")

@@ -21,7 +21,7 @@ class NotAChat(ReplyError):
 
 
 class EmptyChoices(ReplyError):
-    """A valid but empty answer."""
+    """A chat completion without content: nothing, or only reasoning or tool calls. No answer; the call is retried."""
 
     kind = "empty"
 
@@ -30,6 +30,12 @@ class Truncated(ReplyError):
     """The answer reached ``max_tokens`` before it was complete."""
 
     kind = "truncated"
+
+
+class TooLong(ReplyError):
+    """The answer is longer than ``max_tokens`` allows: the server ignored the limit."""
+
+    kind = "too long"
 
 
 class Refused(ReplyError):
@@ -62,7 +68,7 @@ class BadValue(ReplyError):
     kind = "bad value"
 
 
-UNREADABLE = (EmptyChoices, Truncated, MissingTag, BadValue)
+UNREADABLE = (Truncated, TooLong, MissingTag, BadValue)
 """Answers worth requesting again, with the format stated."""
 
 
@@ -115,7 +121,7 @@ def read_replies(raw: bytes) -> list[Reply | ReplyError]:
     """Read the body of a chat completion.
 
     Returns:
-        One reply per sample, or an error for an empty one.
+        One reply per sample; for one without content `EmptyChoices`, or `Truncated` if its reasoning reached ``max_tokens``.
 
     Raises:
         NotAChat: not JSON, or another schema.
@@ -124,7 +130,7 @@ def read_replies(raw: bytes) -> list[Reply | ReplyError]:
     """
     if (body := parse(raw)) is None:
         raise NotAChat(f"not JSON but {_excerpt(raw.decode('utf-8', 'replace'))}")
-    if error := as_dict(body).get("error"):
+    if error := stated_error(body):
         # Refusals are the only errors ever stored (`rge.calls.failures`).
         raise Refused(_excerpt(str(error.get("message") if isinstance(error, dict) else error)))
     choices = as_dict(body).get("choices")
@@ -135,12 +141,34 @@ def read_replies(raw: bytes) -> list[Reply | ReplyError]:
     return [_choice(as_dict(choice)) for choice in choices]
 
 
+def lack(raw: bytes) -> ReplyError | None:
+    """Why the body of a response answers nothing: no chat completion, or none of its samples has content; None: it does."""
+    try:
+        replies = read_replies(raw)
+    except Refused:
+        return None
+    except ReplyError as error:
+        return error
+    errors = [reply for reply in replies if isinstance(reply, ReplyError)]
+    if len(errors) < len(replies):
+        return None
+    return next((error for error in errors if isinstance(error, Truncated)), errors[0])
+
+
 def is_failure(body: Any) -> bool:
     """Whether a body is no answer even with status 200: an error, or an answer that the server broke off."""
     choices = dict_items(as_dict(body).get("choices"))
-    return bool(as_dict(body).get("error")) or any(
+    return bool(stated_error(body)) or any(
         choice.get("error") or choice.get("finish_reason") in BROKEN_OFF for choice in choices
     )
+
+
+def stated_error(body: Any) -> Any:
+    """The error that a body states, an object or a text; falsy: none."""
+    if isinstance(body, list) and body:  # Gemini wraps some errors in a list
+        body = body[0]
+    body = as_dict(body)
+    return body.get("error") or (body if body.get("object") == "error" else None)  # the latter: vLLM's
 
 
 def as_dict(value: Any) -> dict[str, Any]:
@@ -161,9 +189,22 @@ def _choice(choice: dict[str, Any]) -> Reply | ReplyError:
     text = _without_thoughts(_text(message.get("content")))
     if isinstance(message.get("refusal"), str) and message["refusal"]:
         text, stop = message["refusal"], "refusal"
-    if not text.strip() and stop not in ("length", "refusal"):
-        return EmptyChoices("the message is missing or empty")
+    if not text.strip() and stop == "length":
+        return Truncated("the answer was cut off by max_tokens before it had any content")
+    if not text.strip() and stop != "refusal":
+        return EmptyChoices(f"the answer has no content{_instead(message)} (finish_reason: {_excerpt(stop)})")
     return Reply(_as_tags(text, whole=stop != "length"), stop)
+
+
+def _instead(message: dict[str, Any]) -> str:
+    """What a message without content has, in words."""
+    found = {
+        "reasoning": _text(message.get("reasoning_content") or message.get("reasoning"))
+        or _text(message.get("content")),
+        "tool calls": message.get("tool_calls") or message.get("function_call"),
+    }
+    only = " and ".join(name for name, value in found.items() if value)
+    return f", only {only}" if only else ""
 
 
 def _text(content: Any) -> str:
@@ -207,7 +248,7 @@ def _tagged(value: Any) -> str:
 def usage(raw: bytes, expected: tuple[int, int]) -> Usage:
     """Tokens billed for an answer, even a malformed one; ``expected`` (input, output) replaces counts that are not reported."""
     body = as_dict(parse(raw))
-    reported, refused = as_dict(body.get("usage")), bool(body.get("error"))
+    reported, refused = as_dict(body.get("usage")), bool(stated_error(body))
 
     def count(value: Any, default: int) -> int:
         return value if type(value) is int and 0 <= value < 2**31 else default

@@ -32,6 +32,7 @@ from rge.calls.wire.replies import (
     NotAChat,
     Refused,
     Reply,
+    TooLong,
     Truncated,
     Usage,
     check_complete,
@@ -142,8 +143,8 @@ def test_transient_faults_are_retried(store, first):
     ids=["html", "schema", "503"],
 )
 def test_a_fault_that_stays_is_named_and_nothing_is_kept(store, answer, said):
-    with LocalServer(Echo(answer, answer)) as server:
-        outcome = Caller(model(server, max_retries=1), store).run([ask("a")])[0]
+    with LocalServer(Echo(chat("fine"), answer, answer)) as server:
+        _, outcome = Caller(model(server, max_retries=1, concurrency=1), store).run([ask("b"), ask("a")])
         assert outcome.unanswered
         assert re.search(f"{said}.*2 attempts", str(outcome.error))
         assert store.get(outcome.key) is None
@@ -274,16 +275,14 @@ def test_a_budget_without_prices_is_refused(store):
 
 
 def test_a_malformed_answer_is_kept_with_its_raw_text_and_paid_once(store):
-    empty = chat("x")
-    empty.body["choices"] = []
-    echo = Echo(empty)
+    echo = Echo(chat("x" * 70 * 1024))
     with LocalServer(echo) as server:
         first = Caller(model(server, reasks=0), store).run([ask("a")])[0]
         second = Caller(model(server, reasks=0), store).run([ask("a")])[0]
-    assert isinstance(first.error, EmptyChoices)
-    assert isinstance(second.error, EmptyChoices)
+    assert isinstance(first.error, TooLong)
+    assert isinstance(second.error, TooLong)
     assert second.cached
-    assert b'"choices": []' in store.get(first.key)
+    assert b"xxx" in store.get(first.key)
     assert echo.seen == {"a": 1}
 
 
@@ -295,9 +294,10 @@ def put(store: AnswerStore, key: str, raw: bytes = b"{}", cost: float = 0.5) -> 
 
 
 def test_an_answer_is_never_changed(store):
-    put(store, "k", b"first")
-    put(store, "k", b"second")
-    assert store.get("k") == b"first"
+    first, second = (json.dumps(chat(text).body).encode() for text in ("first", "second"))
+    put(store, "k", first)
+    put(store, "k", second)
+    assert store.get("k") == first
     assert store.spent("m") == 1.0, "both were paid"
     for statement in ("UPDATE replies SET raw = ''", "DELETE FROM replies"):
         with pytest.raises(sqlite3.IntegrityError, match="an answer is never"):
@@ -512,9 +512,7 @@ def test_a_complete_answer_is_complete_however_it_stopped():
         ("<think>No: <a>no</a>? ABSTAIN?</think>\n\n<a>yes</a>", "stop", "\n\n<a>yes</a>"),
         ("No: <a>no</a>?</think>\nABSTAIN", "stop", "\nABSTAIN"),  # its prompt opens the thoughts
         ('<think>{"a": 1}</think>{"a": 2}', "stop", "<a>2</a>"),
-        ("<think>Perhaps <a>no</a>, but", "length", ""),
         ("[THINK]<a>no</a>[/THINK]<a>yes</a>", "stop", "<a>yes</a>"),
-        ("\n<seed:think>Perhaps <a>no</a>, but", "length", ""),
         ("<thinking><a>no</a></thinking><a>yes</a>", "stop", "<a>yes</a>"),
         ("◁think▷<a>no</a>◁/think▷<a>yes</a>", "stop", "<a>yes</a>"),
         ("[thinking] <a>yes</a> </think]", "stop", "[thinking] <a>yes</a> </think]"),  # no such marks
@@ -524,6 +522,13 @@ def test_a_complete_answer_is_complete_however_it_stopped():
 def test_thoughts_that_a_server_leaves_in_the_answer_are_none(content, stop, text):
     body = {"choices": [{"message": {"content": content}, "finish_reason": stop}]}
     assert read_replies(json.dumps(body).encode()) == [reply(text, stop)]
+
+
+@pytest.mark.parametrize("content", ["<think>Perhaps <a>no</a>, but", "\n<seed:think>Perhaps <a>no</a>, but"])
+def test_thoughts_that_were_cut_off_are_no_content(content):
+    body = {"choices": [{"message": {"content": content}, "finish_reason": "length"}]}
+    (found,) = read_replies(json.dumps(body).encode())
+    assert isinstance(found, Truncated)
 
 
 @pytest.mark.parametrize(

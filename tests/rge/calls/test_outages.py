@@ -12,7 +12,15 @@ import pytest
 from PIL import Image
 
 from rge.calls.caller import Caller
-from rge.calls.failures import AttemptFailed, BudgetReached, StopCalls, classify, failure, parse_seconds
+from rge.calls.failures import (
+    AttemptFailed,
+    BudgetReached,
+    StopCalls,
+    classify,
+    effective_status,
+    failure,
+    parse_seconds,
+)
 from rge.calls.keys import Mask
 from rge.calls.local_server import Answer, LocalServer, chat
 from rge.calls.model_config import ModelConfig
@@ -80,6 +88,11 @@ DOCUMENTED = [
     (503, {"error": {"status": "UNAVAILABLE", "message": "busy"}}, "overload"),
     (529, {"type": "error", "error": {"type": "overloaded_error", "message": "busy"}}, "overload"),
     (200, {"error": {"message": "upstream"}}, "overload"),
+    (429, {"error": {"type": "tokens", "code": "rate_limit_exceeded", "message": "Request too large for gpt-4o on tokens per min (TPM): Limit 30000, Requested 31538."}}, "request"),
+    (429, {"error": {"type": "tokens", "code": "rate_limit_exceeded", "message": "Rate limit reached on tokens per min (TPM): Limit 30,000, Used 29,000, Requested 1,500. Try again in 1s"}}, "overload"),
+    (429, {"error": {"type": "tokens", "code": "rate_limit_exceeded", "message": "On tokens per min: Limit: 30,000, Requested: 1,500"}}, "overload"),
+    (413, {"error": {"type": "tokens", "code": "rate_limit_exceeded", "message": "Request too large, please reduce your message size"}}, "request"),
+    (413, {"error": {"code": "insufficient_quota", "message": "x"}}, "account"),
 ]  # fmt: skip
 
 
@@ -88,6 +101,26 @@ DOCUMENTED = [
 )
 def test_errors_by_code_then_status_then_words(status, body, means):
     assert classify(status, body) == means
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ({"error": {"code": 429, "message": "slow"}}, 429),
+        ({"error": {"code": "402", "message": "pay"}}, 402),
+        ({"error": {"code": "rate_limit_exceeded", "message": "slow"}}, 429),
+        ({"error": {"status": "RESOURCE_EXHAUSTED", "message": "slow"}}, 429),
+        ({"object": "error", "message": "slow", "type": "Overloaded", "code": 503}, 503),
+        ([{"error": {"code": 401, "message": "no"}}], 401),
+        ({"choices": [{"error": {"code": 502}, "message": {"content": "half"}}]}, 502),
+        ({"error": "Unexpected endpoint or method. (POST /chat/completions). Returning 200 anyway"}, 404),
+        ({"error": {"code": 1302, "message": "another numbering"}}, 200),
+        ({"error": "upstream"}, 200),
+    ],
+)
+def test_an_error_inside_a_200_has_the_status_of_its_code(body, status):
+    assert effective_status(200, body) == status
+    assert effective_status(503, body) == 503, "a status that is one stays"
 
 
 BROKEN_OFF = {
@@ -114,6 +147,152 @@ def test_an_answer_that_the_server_broke_off_is_none_although_its_status_is_200(
         assert store.num_replies() == 0
         server.says = lambda text, number: None
         assert Caller(models, store).run(asks(1))[0].reply.text == "you said 0"
+
+
+def empty(choices: list, **message) -> Answer:
+    """A chat completion without content, which costs 7 for its output."""
+    answer = chat("", output_tokens=7)
+    if message:
+        answer.body["choices"][0]["message"] = {"role": "assistant", "content": None, **message}
+    else:
+        answer.body["choices"] = choices
+    return answer
+
+
+NO_CONTENT = {
+    "null": empty([], refusal=None),
+    "reasoning": empty([], reasoning_content="Let me think."),
+    "tool calls": empty([], tool_calls=[{"type": "function", "function": {"name": "look"}}]),
+    "thoughts": chat("<think>Let me think.</think>", output_tokens=7),
+    "blank": chat(" \n", output_tokens=7),
+    "no choices": empty([]),
+    "no message": empty([{"index": 0, "finish_reason": "stop"}]),
+}
+
+
+@pytest.mark.parametrize("mode", ["calls", "batch"])
+@pytest.mark.parametrize("answer", NO_CONTENT.values(), ids=NO_CONTENT)
+def test_an_answer_without_content_is_paid_and_asked_for_again(store, answer, mode):
+    """Stored as an answer, it would be an empty text or a lost verdict for ever."""
+    server = Server(lambda text, number: answer)
+    with LocalServer(server) as at:
+        models = model(at, mode=mode, batch_poll_s=0.01, batch_price=1, output_price=1e6, reasks=1)
+        caller = Caller(models, store)
+        (found,) = caller.run(asks(1))
+        assert found.unanswered
+        assert (server.num, caller.counts.unanswered) == (2 + (mode == "batch"), 1)
+        assert store.num_replies() == 0
+        assert store.spent(None) == server.num * 7, "as billed, not as feared"
+        server.says = lambda text, number: None
+        assert Caller(models, store).run(asks(1))[0].reply.text == "you said 0"
+
+
+def test_an_empty_answer_that_an_earlier_version_stored_is_open(store):
+    server = Server()
+    with LocalServer(server) as at:
+        (first,) = Caller(model(at), store).run(asks(1))
+        body = json.dumps(NO_CONTENT["null"].body).encode()
+        store._db.execute(
+            "INSERT OR REPLACE INTO replies SELECT key, model, ?, 0, 0, 0, 0, at FROM replies", (body,)
+        )
+        assert Caller(model(at), store).run(asks(1))[0].reply == first.reply
+        (again,) = Caller(model(at), store).run(asks(1))
+    assert again.cached
+    assert server.num == 2
+
+
+def test_an_endpoint_that_gives_no_content_is_given_up(store):
+    server = Server(lambda text, number: None if number <= 3 else NO_CONTENT["reasoning"])
+    with LocalServer(server) as at, pytest.raises(StopCalls, match="no content, only reasoning"):
+        Caller(model(at), store).run(asks(100))
+    assert server.num < 100
+
+
+def test_reasoning_that_never_ends_is_no_answer(store):
+    """It is asked with more room; without an answer in the end, another run begins at the first request."""
+    cut = chat("", stop="length")
+    server = Server(lambda text, number: cut)
+
+    def read(reply):
+        check_complete(reply, "x")
+
+    with LocalServer(server) as at:
+        for num in (3, 6):
+            (found,) = Caller(model(at), store).run(asks(1, max_tokens=10), read=read)
+            assert found.unanswered
+            assert server.num == num
+        server.says = lambda text, number: chat("<x>y</x>") if number == 8 else cut
+        for _ in range(2):
+            (found,) = Caller(model(at), store).run(asks(1, max_tokens=10), read=read)
+            assert found.reply.text == "<x>y</x>"
+            assert server.num == 8, "from the store, the first request that was cut off leads to the second"
+        server.says = lambda text, number: None
+        (found,) = Caller(model(at, reasks=0), store).run(asks(1, max_tokens=10))
+    assert found.reply.text == "you said 0", "where it may not be asked with more room, it is open as well"
+
+
+def test_a_sample_without_content_is_asked_for_by_itself(store):
+    """Others of its call have content, and are kept."""
+
+    async def several(path, body):
+        answer, seed = chat(""), body["seed"]
+        texts = [
+            str(seed + number) if body.get("n") != 3 or number != 1 else None
+            for number in range(body.get("n", 1))
+        ]
+        answer.body["choices"] = [{"message": {"content": text}, "finish_reason": "stop"} for text in texts]
+        return answer
+
+    requests = [Request("m", ("a",), sample=sample) for sample in range(3)]
+    with LocalServer(several) as at:
+        caller = Caller(model(at, draws_a_call=3), store)
+        assert [one.reply.text for one in caller.run(requests)] == ["0", "1", "2"]
+        assert caller.counts.asked == 2
+        again = Caller(model(at, draws_a_call=3), store).run(requests)
+    assert all(one.cached for one in again)
+
+
+def test_a_limit_inside_a_200_is_waited_for_and_not_billed(store):
+    """Of 40 calls, the seventh to the thirtieth; with a budget that a lost attempt at its highest cost would use up."""
+    slow = Answer({"error": {"code": 429, "message": "slow down"}})
+    server = Server(lambda text, number: slow if 6 < number <= 30 else None)
+    with LocalServer(server) as at:
+        caller = Caller(model(at, output_price=1e3, budget=0.9, max_backoff_s=0.05), store)
+        assert all(one.reply for one in caller.run(asks(40, max_tokens=20)))
+    assert caller.counts.limited == 24
+    assert store.spent(None) == pytest.approx(0.8)
+
+
+PAGE = Answer("<html>Welcome</html>", content_type="text/html")
+LM_STUDIO = Answer({"error": "Unexpected endpoint or method. (POST /chat/completions). Returning 200 anyway"})
+
+
+@pytest.mark.parametrize("answer", [PAGE, LM_STUDIO, Answer("Ollama is running"), Answer({"status": "ok"})])
+def test_a_wrong_address_that_answers_200_stops_and_costs_nothing(store, answer):
+    with LocalServer(Server(lambda text, number: answer)) as at:
+        with pytest.raises(StopCalls, match="address"):
+            Caller(model(at, output_price=1e6, budget=1e9), store).run(asks(40))
+    assert store.spent(None) == 0
+
+
+def test_a_request_that_is_over_the_limit_of_a_minute_is_rejected(store):
+    """No wait helps it; as a limit, it held up every other call of the endpoint, and then its file."""
+    words = "Request too large for m on tokens per min (TPM): Limit 30000, Requested 31538."
+    no = Answer({"error": {"message": words, "type": "tokens", "code": "rate_limit_exceeded"}}, 429)
+    server = Server(lambda text, number: no if text == "5" else None)
+    with LocalServer(server) as at:
+        caller = Caller(model(at), store)
+        found = caller.run(asks(20))
+    assert [one.rejected for one in found] == [number == 5 for number in range(20)]
+    assert (server.seen["5"], caller.counts.limited) == (1, 0)
+
+
+def test_an_answer_of_two_megabytes_is_asked_for_again(store):
+    """A server that ignores `max_tokens`; it may have the tags that its reader looks for."""
+    server = Server(lambda text, number: chat("<x>y</x>" + "z" * 2_000_000) if number == 1 else None)
+    with LocalServer(server) as at:
+        (found,) = Caller(model(at), store).run(asks(1))
+    assert (found.reply.text, server.num) == ("you said 0", 2)
 
 
 def test_a_message_that_mentions_moderation_is_no_refusal(store):

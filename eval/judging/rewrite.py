@@ -14,10 +14,12 @@ from typing import Any
 from eval.sets.contents import content_digest, picture_digests
 from eval.sets.retrieval_set import RetrievalSet
 from rge.calls.caller import Caller, Outcome
+from rge.calls.failures import Rejection
 from rge.calls.model_config import ModelConfig, check_model
 from rge.calls.request import Picture, Request
 from rge.calls.store import AnswerStore, value_key
 from rge.calls.wire.bodies import served_model
+from rge.calls.wire.replies import Refused, Reply, ReplyError, Truncated
 from rge.common.commands import progress_bar
 from rge.common.errors import UserError
 from rge.common.options import one_of
@@ -40,6 +42,8 @@ PROMPTS = {
 REPLACING = ("reformulate",)
 """Kinds whose answer replaces the query's text; other answers are appended."""
 MAX_TOKENS = 512
+FORMAT = 2
+"""Version of the stored texts; the first held answers that were cut off."""
 CONCURRENCY = 8
 
 
@@ -67,7 +71,7 @@ class Rewriter:
     def __init__(self, kind: str, url: str, model: str, key_env: str | None, answers: AnswerStore):
         self.kind, self.model, self.answers = kind, model, answers
         config = ModelConfig(
-            name=model, base_url=url, key_env=key_env, concurrency=CONCURRENCY, send_seed=False, reasks=0
+            name=model, base_url=url, key_env=key_env, concurrency=CONCURRENCY, send_seed=False
         )
         check_model("rewriter", config)
         self.served = served_model(config)
@@ -84,19 +88,21 @@ class Rewriter:
         return {"kind": self.kind, "model": self.model, "system": system, "request": request} | self.served
 
     def texts(self, queries: Sequence[Item]) -> list[str | None]:
-        """The model's text for each query, cached; None if not requested, "" if the model returned none.
+        """The model's text for each query; None if not requested, "" if the model refused or never came to an end.
+
+        Texts and refusals are cached.
 
         Raises:
-            UserError: calls are unanswered (reported after all others were made), or all answers are empty.
+            UserError: calls are unanswered (reported after all others were made), or no query got a text.
         """
         keys = [
-            value_key("rewrite", MAX_TOKENS, self._asked(), content_digest(query))
+            value_key("rewrite", FORMAT, MAX_TOKENS, self._asked(), content_digest(query))
             if query.images or self.kind != "caption"
             else None
             for query in queries
         ]
         known, todo = known_and_open(self.answers, keys, queries)
-        open_keys, unanswered = list(todo), list[Outcome]()
+        open_keys, refused, unanswered = list(todo), list[str](), list[Outcome]()
         with progress_bar(total=len(todo), desc=self.kind, disable=not todo) as bar:
 
             def take(place: int, outcome: Outcome) -> None:
@@ -104,11 +110,17 @@ class Rewriter:
                 if outcome.unanswered:
                     unanswered.append(outcome)
                     return
-                known[open_keys[place]] = text = "" if outcome.reply is None else outcome.reply.text.strip()
-                if text:
-                    self.answers.put_values({open_keys[place]: text})
+                key = open_keys[place]
+                try:
+                    known[key] = _whole(outcome.answer())
+                except ReplyError as error:
+                    known[key] = ""
+                    if isinstance(error, Refused | Rejection):
+                        refused.append(key)
+                else:
+                    self.answers.put_values({key: known[key]})
 
-            self._caller.run(list(map(self._request, todo.values())), take)
+            self._caller.run(list(map(self._request, todo.values())), take, read=_whole)
         if unanswered:
             raise UserError(
                 f"{len(unanswered)} of {len(todo)} calls to {self._shown} are unanswered, such as: "
@@ -118,7 +130,7 @@ class Rewriter:
             raise UserError(
                 f"{self._shown} wrote nothing for any of {sum(key is not None for key in keys)} queries"
             )
-        self.answers.put_values({key: "" for key in todo if not known[key]})
+        self.answers.put_values(dict.fromkeys(refused, ""))
         return [None if key is None else known[key] for key in keys]
 
     def _request(self, query: Item) -> Request:
@@ -127,6 +139,15 @@ class Rewriter:
         text = [query.text] if query.text and self.kind != "caption" else []
         pictures = map(Picture, query.images, picture_digests(query))
         return Request(self.model, (*text, *pictures, request), system, max_tokens=MAX_TOKENS)
+
+
+def _whole(reply: Reply) -> str:
+    """The text of an answer. Raises `ReplyError`: it declines or is cut off, and no tag would tell."""
+    if reply.stop == "refusal":
+        raise Refused(reply.text[:100] or "declined without a reason")
+    if reply.stop == "length":
+        raise Truncated(f"the answer is cut off after {reply.text[-80:]!r}")
+    return reply.text.strip()
 
 
 @dataclass(kw_only=True)
@@ -160,7 +181,7 @@ class RewriteOptions:
 def rewritten(wanted: RetrievalSet, rewriter: Rewriter) -> RetrievalSet:
     """The set with rewritten queries; queries without pictures get no caption.
 
-    Queries whose rewriting was refused or empty are unchanged; a note of the set counts them.
+    Queries without a whole text are unchanged; a note of the set counts them.
     """
     written = rewriter.texts(wanted.queries)
     replaces = rewriter.kind in REPLACING
@@ -172,6 +193,6 @@ def rewritten(wanted: RetrievalSet, rewriter: Rewriter) -> RetrievalSet:
     ]
     meta = wanted.meta
     if empty := sum(text == "" for text in written):
-        note = f"rewrite={rewriter.kind} left {empty} of {len(queries)} queries as they were (refused, rejected or empty)"
+        note = f"rewrite={rewriter.kind} left {empty} of {len(queries)} queries as they were (refused, rejected or cut off)"
         meta = {**meta, "notes": [*meta.get("notes", []), note]}
     return replace(wanted, queries=queries, meta=meta)

@@ -232,6 +232,31 @@ def test_calls_that_are_all_rejected_replace_no_result(records, tmp_path):
     assert out.read_text() == "of an earlier model"
 
 
+@pytest.mark.parametrize("proceed", [False, True])
+def test_answers_without_content_replace_no_result(records, tmp_path, proceed):
+    """Most calls get none: not even `on_unanswered=proceed` takes that for a result, and a repaired server is asked again."""
+    out, ill = tmp_path / "out.jsonl", [True]
+    out.write_text("of an earlier model")
+
+    async def thinks_only(path, body):
+        if ill[0] and "<query>rude" not in json.dumps(body["messages"]):
+            found = chat("")
+            found.body["choices"][0]["message"] = {"content": None, "reasoning_content": "Well."}
+            return found
+        return await answer(path, body)
+
+    with LocalServer(thinks_only) as server:
+        model = ModelConfig(name="m", base_url=server.url, backoff_s=0, reasks=1)
+        asked = {"on_unanswered": "proceed"} if proceed else {}
+        options = RationaleOptions(records=records, out=out, model=model, **asked)
+        for _ in range(2):
+            with pytest.raises(UserError, match="3 of 4 calls are unanswered.*no content, only reasoning"):
+                write(options)
+        assert out.read_text() == "of an earlier model"
+        ill[0] = False
+        assert write(options)["records"] == 2
+
+
 @pytest.mark.parametrize("mode", ["calls", "batch"])
 def test_windows_are_in_flight_together(records, tmp_path, monkeypatch, mode):
     """Twenty records in windows of two, and all twenty calls at once or in one batch; a second process is refused meanwhile."""

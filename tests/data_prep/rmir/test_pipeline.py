@@ -714,11 +714,12 @@ def test_stopped_by_the_budget_and_resumed_no_call_is_paid_twice(tmp_path, monke
         (
             Answer("<html>gateway</html>", content_type="text/html"),
             UserError,
-            "4 of 4 calls are unanswered, such as",
+            "address of an OpenAI-compatible API",
         ),
+        (Answer({"error": "busy"}, 503), UserError, "4 of 4 calls are unanswered, such as"),
         (Answer({"error": "sk-very-secret-1 is unknown"}, 401), UserError, "rejects the key"),
     ],
-    ids=["html", "key"],
+    ids=["html", "busy", "key"],
 )
 def test_a_stage_that_gets_no_answers_says_so_and_is_not_done(tmp_path, answer, error, message):
     one_family(tmp_path / "library.csv")
@@ -781,7 +782,7 @@ def test_a_call_that_is_never_answered_stays_open_and_the_others_go_on_where_tha
             assert "generate" in status(run)
             config.on_unanswered = "wait"
             assert not run.done("generate"), "a run that waits does not take it for finished"
-        assert "1 of 2 calls are unanswered" in capfd.readouterr().err
+        assert "1 of 4 calls are unanswered" in capfd.readouterr().err
         config.on_unanswered = "proceed"
         poison.append("healed")
         (run.out / "spent.json").unlink()  # as in a run of an earlier version

@@ -87,7 +87,7 @@ def test_a_reformulation_sees_question_and_pictures_and_replaces_the_text(conten
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["empty", "refused"])
+@pytest.mark.parametrize("how", ["refused", "filtered"])
 def test_a_query_that_gets_nothing_stays_as_it_was_and_is_counted(content, tmp_path, how):
     asked = []
 
@@ -95,8 +95,8 @@ def test_a_query_that_gets_nothing_stays_as_it_was_and_is_counted(content, tmp_p
         asked.append(json.dumps(body))
         if "question 3" not in asked[-1] and only[0]:
             return chat(f"word{len(asked)}")
-        if how == "empty":
-            return chat("")
+        if how == "refused":
+            return chat("I would rather not.", stop="content_filter")
         return Answer({"error": {"code": "content_filter", "message": "the content filter"}}, 400)
 
     data, only = write_tables(tmp_path / "set", content), [True]
@@ -110,7 +110,7 @@ def test_a_query_that_gets_nothing_stays_as_it_was_and_is_counted(content, tmp_p
         assert len(asked) == 6
         results = json.loads((tmp_path / "out" / "results.json").read_text())
         assert results["warnings"] == [
-            "rewrite=reformulate left 1 of 6 queries as they were (refused, rejected or empty)"
+            "rewrite=reformulate left 1 of 6 queries as they were (refused, rejected or cut off)"
         ]
         only[0] = False
         for _ in range(2):  # nothing at all is no answer to keep
@@ -118,6 +118,37 @@ def test_a_query_that_gets_nothing_stays_as_it_was_and_is_counted(content, tmp_p
             with pytest.raises(UserError, match="m at .* wrote nothing for any of 6 queries"):
                 rewritten(load_set(data), rewriter)
             rewriter.answers.close()
+
+
+@pytest.mark.parametrize(
+    "bad", [chat(""), chat("half of", stop="length"), chat("z" * 2_000_000)], ids=["empty", "cut", "huge"]
+)
+def test_an_answer_that_is_none_is_not_kept(content, tmp_path, bad):
+    """Of a third of the queries; a server that is healthy again is asked for these alone, in their own words."""
+    wanted = load_set(write_tables(tmp_path / "set", content))
+    asked, ill = [], [True]
+
+    async def answer(path, body):
+        asked.append(json.dumps(body))
+        return bad if ill[0] and re.search("question [34]", asked[-1]) else chat("fine")
+
+    def texts():
+        rewriter = load_rewriter("reformulate", server.url, "m", tmp_path / "cache")
+        try:
+            return rewriter.texts(wanted.queries)
+        finally:
+            rewriter.answers.close()
+
+    with LocalServer(answer) as server:
+        if bad.body["choices"][0]["message"]["content"]:
+            assert texts() == ["fine", "fine", "fine", "", "", "fine"]
+        else:
+            with pytest.raises(UserError, match="2 of 6 calls .* are unanswered"):
+                texts()
+        assert len(asked) == 4 + 2 * 3
+        ill[0] = False
+        assert texts() == ["fine"] * 6
+    assert len(asked) == 4 + 2 * 3 + 2
 
 
 @pytest.mark.parametrize(

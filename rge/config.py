@@ -211,7 +211,7 @@ class SourceConfig(RecordsConfig):
     """Share of the batch relative to the other sources' weights. size, for all sources of the stage: their numbers of
     records, so that `epochs` are passes over each of them."""
     shuffle_buffer: AtLeastOne = 1000
-    """With `streaming`: number of records that each data worker shuffles at a time; 1 keeps the stream's order."""
+    """With `streaming`: number of records that are shuffled at a time; 1 keeps the order within each shard."""
 
 
 @dataclass

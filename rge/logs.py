@@ -4,7 +4,7 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -130,8 +130,13 @@ class Logs:
         if self.accelerator.is_main_process:
             self.bar.write(f"{self.stage}: step {step} is skipped (optim.skip_nonfinite): {reason}")
 
-    def step(self, step: int, report: dict[str, float]) -> None:
-        """Report a finished step; `step` counts from one. Validated and skipped steps are always logged."""
+    def step(
+        self, step: int, report: dict[str, float], coverage: Callable[[int], dict[str, Any]] | None = None
+    ) -> None:
+        """Report a finished step; `step` counts from one. Validated and skipped steps are always logged.
+
+        `coverage` says what has been read of each source after so many steps; it is only called for logged steps.
+        """
         if (num_cut := report.get("cut_prompts", 0)) and self._warns_of_truncation:
             self._warns_of_truncation = False  # once
             self.bar.write(
@@ -145,16 +150,20 @@ class Logs:
         self.bar.update(1)
         self.bar.set_postfix(shown, refresh=False)
         if self.is_due(step) or {"val_loss", "skipped_steps"} & report.keys():
-            self._write(step, report)
+            self._write(
+                step, report, coverage(step) if coverage is not None and self._file is not None else {}
+            )
 
-    def _write(self, step: int, report: dict[str, float]) -> None:
-        line: dict[str, Any] = {"stage": self.stage, "step": step, **report}
+    def _write(self, step: int, report: dict[str, float], coverage: dict[str, Any]) -> None:
+        line: dict[str, Any] = {"stage": self.stage, "step": step, **report, **coverage}
         line["elapsed_s"] = round(self._offset_s + time.perf_counter() - self.began, 3)
         if self._file is not None:
             self._file.write(json.dumps(line) + "\n")
             self._file.flush()
         values = {
-            f"{self.stage}/{name}": value for name, value in line.items() if isinstance(value, (int, float))
+            f"{self.stage}/{name}": value
+            for name, value in flattened(line).items()
+            if isinstance(value, (int, float))
         }
         for tracker in self.accelerator.trackers:
             # W&B's only step axis must increase over all stages, so it counts the logged lines of this process.

@@ -173,7 +173,7 @@ def train_stage(
         # 4. Periodically measure held-out records, keep the best, save a state to resume from.
         report |= bad_records.after_step(step + 1, batch)
         report |= manager.validate(step + 1)
-        logs.step(step + 1, report)
+        logs.step(step + 1, report, batches.coverage)
         if reinforcement is not None:
             reinforcement.after_step(report)
         with logs.saving():

@@ -154,15 +154,6 @@ def check_state(folder: Path, recipe: Recipe, name: str, accelerator: Accelerato
     path, done = newest
     check_same_recipe(done["recipe"], recipe, name, path)
     launch.check_resume(done["launch"], accelerator, path)
-    streams = [source.label for source in getattr(recipe, name).sources if source.streaming]
-    # The readers of a stream are the data workers of all processes.
-    then = done["launch"]["num_processes"], done["recipe"]["data"]["num_workers"]
-    now = accelerator.num_processes, recipe.data.num_workers
-    if streams and (then[0], max(then[1], 1)) != (now[0], max(now[1], 1)):
-        raise CheckpointError(
-            f"{path} was saved by {then[0]} processes with data.num_workers={then[1]}, and now there are {now[0]} with "
-            f"{now[1]}: the stream {streams[0]} is divided among all of them, so continue with the same numbers"
-        )
 
 
 def check_start(recipe: Recipe) -> None:

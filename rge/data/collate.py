@@ -16,7 +16,7 @@ from rge.config import DataConfig, Recipe, StageConfig
 from rge.data.augment import AUGMENTATIONS
 from rge.data.mixture import Draw, Mixture
 from rge.data.sources import BadRecord, BrokenRecord, RecordError, Records, check_wording, identity
-from rge.data.streams import Reader, Stream
+from rge.data.streams import Drawn, Reader, Stream
 from rge.distributed import collectives as dist
 from rge.model.prompts import Prompt, PromptBuilder
 
@@ -25,6 +25,9 @@ Chunk = tuple[slice, slice]
 
 Candidate = tuple[Prompt, int]
 """A candidate and its identity."""
+
+StreamRows = Mapping[int, Mapping[int, Drawn]]
+"""Rows of streams by number of the source and of the draw."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +272,8 @@ def problems(recipe: Recipe, stages: Sequence[str], num_processes: int) -> Itera
 class StepBatches(Collator):
     """Batches by step number, for one rank: `batches[step]` is this rank's share of the step's global batch.
 
-    `files` are in the order of the mixture. Each data worker of each rank reads a separate part of a stream.
+    `files` are in the order of the mixture. A step's rows of streams can be read in one process (`read`), and its batch made in
+    another (`make`).
     """
 
     def __init__(
@@ -284,46 +288,54 @@ class StepBatches(Collator):
         **needs: bool,
     ):
         assert mixture.batch_size >= world_size, "refused before training, see `problems`"
-        super().__init__(files, builder, settings, **needs)
+        # A source that is given twice has two positions.
+        self.readers = {
+            source: file.reader() for source, file in enumerate(files) if isinstance(file, Stream)
+        }
+        super().__init__(
+            [self.readers.get(source, file) for source, file in enumerate(files)], builder, settings, **needs
+        )
         self.mixture = mixture
         # Shares differ by at most one; losses are means over all queries, so every query weighs the same.
         self.share = slice(*(end * mixture.batch_size // world_size for end in (rank, rank + 1)))
-        # A step belongs to the same data worker before and after a resume, so each worker can be a separate reader.
-        self.readers_a_rank = max(settings.num_workers, 1)
-        self.rank, self.world_size = rank, world_size
-        self.streams = {source: file for source, file in enumerate(files) if isinstance(file, Stream)}
-        self._readers: dict[tuple[int, int], Reader] = {}
-        self._drawn: dict[int, tuple[int, np.ndarray]] = {}
 
     def __getitem__(self, step: int) -> Batch:
         """This rank's batch of a step."""
-        drawn = self.mixture.batch(step)
-        if not self.streams:
-            return self.collate(drawn[self.share], drawn)
-        own = self._of_readers(step, drawn[self.share])
-        return self.collate(own, [*own, *(draw for draw in drawn if draw.source not in self.streams)])
+        return self.make(step, self.read(step))
 
-    def _of_readers(self, step: int, draws: Sequence[Draw]) -> list[Draw]:
-        """Renumber draws of streams as this rank's reader of the step counts them, and select that reader in `files`."""
-        turn = step % self.readers_a_rank
-        first, before = self._drawn.get(turn, (turn, np.zeros(len(self.files), dtype=np.int64)))
-        if first > step:
-            first, before = turn, np.zeros_like(before)
-        for earlier in range(first, step, self.readers_a_rank):
-            drawn = self.mixture.sources_of(earlier)[self.share]
-            before = before + np.bincount(drawn, minlength=len(self.files))
-        self._drawn[turn] = step, before
-        for source, stream in self.streams.items():
-            if (turn, source) not in self._readers:
-                number = self.rank * self.readers_a_rank + turn
-                self._readers[turn, source] = stream.reader(number, self.world_size * self.readers_a_rank)
-            self.files[source] = self._readers[turn, source]
-        counts, found = before.tolist(), []
-        for draw in draws:
-            if draw.source in self.streams:
-                draw, counts[draw.source] = replace(draw, index=counts[draw.source]), counts[draw.source] + 1
-            found.append(draw)
-        return found
+    def read(self, step: int) -> StreamRows:
+        """The rows of streams in this rank's batch of a step."""
+        if not self.readers:
+            return {}
+        drawn = self.mixture.batch(step)[self.share]
+        return {
+            source: reader.read([draw.index for draw in drawn if draw.source == source])
+            for source, reader in self.readers.items()
+        }
+
+    def make(self, step: int, rows: StreamRows) -> Batch:
+        """This rank's batch of a step, from what `read` returned for it."""
+        for source, given in rows.items():
+            self.readers[source].give(given)
+        drawn = self.mixture.batch(step)
+        return self.collate(drawn[self.share], drawn)
+
+    def coverage(self, step: int) -> dict[str, dict[str, float | None]]:
+        """By source, after so many steps: passes over it, how many of its records were drawn, and how many never were.
+
+        None where the number of a stream's records is not known yet.
+        """
+        passes: dict[str, float | None] = {}
+        seen: dict[str, float | None] = {}
+        unseen: dict[str, float | None] = {}
+        for source, drawn in enumerate(self.mixture.drawn_before(step)):
+            file = self.files[source]
+            size = file.stream.num_rows() if isinstance(file, Reader) else len(file)
+            name = file.name if file.name not in passes else f"{file.name} ({source + 1})"
+            passes[name] = None if size is None else round(drawn / size, 4)
+            seen[name] = drawn if size is None else min(drawn, size)
+            unseen[name] = None if size is None else max(size - drawn, 0)
+        return {"passes": passes, "rows_seen": seen, "rows_never_seen": unseen}
 
 
 def prompt_builder(processor: Any, recipe: Recipe) -> PromptBuilder:

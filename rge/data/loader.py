@@ -3,6 +3,8 @@
     worker 0: step 0, step 2, ... --pipe 0-->  reading thread --at most so many bytes wait--> training
     worker 1: step 1, step 3, ... --pipe 1-->
 
+Streams are read by one more process, which sends each worker the rows of its step, so that they are read once per rank.
+
 A batch is sent as one buffer of pixels and one of everything else (`rge.data.collate.flatten`). Pipes hold next to nothing, so
 a worker that is ahead blocks in its write, with one finished batch; there is no shared memory to overflow and no file
 descriptor per tensor. PyTorch's `DataLoader` bounds batches instead of bytes, keeps them in shared memory, and waits at its
@@ -20,7 +22,7 @@ import signal
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from typing import Any, BinaryIO
@@ -30,7 +32,7 @@ from torch import Tensor
 
 from rge.common.errors import UserError, how_it_ended, portable
 from rge.config import DataConfig
-from rge.data.collate import Batch, StepBatches, flatten, unflatten
+from rge.data.collate import Batch, StepBatches, StreamRows, flatten, unflatten
 
 PATIENCE_S = 1800.0
 """How long training waits for one batch, e.g. while a file system hangs."""
@@ -83,18 +85,34 @@ class Loader:
 
 
 class _Queue:
-    """The workers, each of which makes every n-th batch, and the thread that reads their pipes in step order."""
+    """The workers, each of which makes every n-th batch, and the thread that reads their pipes in step order.
+
+    With streams, the last process is the one that reads them.
+    """
 
     def __init__(
         self, batches: StepBatches, steps: range, num_workers: int, limit: int, device: torch.device
     ):
         self.steps, self.limit, self.device = steps, limit, device
-        self.workers: list[BaseProcess] = []
+        self.processes: list[BaseProcess] = []
         self.inlets: list[BinaryIO] = []
         # Runs before multiprocessing's own clean-up at exit, which would wait for them.
-        self._end = Finalize(self, _kill, args=(self.workers,), exitpriority=100)
+        self._end = Finalize(self, _kill, args=(self.processes,), exitpriority=100)
+        self.num_workers = num_workers
+        feeds: list[BinaryIO] = []
+        outlets: list[int] = []
+        for _ in range(num_workers if batches.readers else 0):
+            feed, outlet = _pipe()
+            feeds.append(open(feed, "rb"))
+            outlets.append(outlet)
         for number in range(num_workers):
-            self._start(batches, steps[number::num_workers])
+            self._start(batches, steps[number::num_workers], number, feeds, outlets)
+        if feeds:
+            self._fork(_feed, batches, steps, outlets, [*feeds, *self.inlets], os.getpid())
+        for feed in feeds:
+            feed.close()
+        for outlet in outlets:
+            os.close(outlet)
         self.waiting: deque[tuple[int, Any]] = deque()
         self.num_bytes = 0
         self.changed = threading.Condition()
@@ -102,17 +120,25 @@ class _Queue:
         self.thread = threading.Thread(target=self._read, name="batches", daemon=True)
         self.thread.start()
 
-    def _start(self, batches: StepBatches, steps: Sequence[int]) -> None:
-        inlet, outlet = os.pipe()
-        with contextlib.suppress(OSError, AttributeError):  # smaller pieces, if the system does not allow it
-            fcntl.fcntl(outlet, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+    def _start(
+        self,
+        batches: StepBatches,
+        steps: Sequence[int],
+        number: int,
+        feeds: Sequence[BinaryIO],
+        outlets: Sequence[int],
+    ) -> None:
+        inlet, outlet = _pipe()
         self.inlets.append(open(inlet, "rb"))
-        worker = _FORK.Process(
-            target=_work, args=(batches, steps, outlet, self.inlets, os.getpid()), daemon=True
-        )
-        worker.start()
-        self.workers.append(worker)
+        feed = feeds[number] if feeds else None
+        others = [*self.inlets, *(one for one in feeds if one is not feed)]
+        self._fork(_work, batches, steps, outlet, feed, others, outlets, os.getpid())
         os.close(outlet)  # so that reading ends when the worker does
+
+    def _fork(self, target: Callable[..., None], *arguments: Any) -> None:
+        process = _FORK.Process(target=target, args=arguments, daemon=True)
+        process.start()
+        self.processes.append(process)
 
     def get(self) -> tuple[dict[str, Any], Tensor]:
         """The next batch, flat; see `flatten`."""
@@ -145,7 +171,7 @@ class _Queue:
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device.index or 0)  # per thread; memory is pinned for its context
             for place, step in enumerate(self.steps):
-                self._read_one(place % len(self.workers), step)
+                self._read_one(place % self.num_workers, step)
         except BaseException as error:  # noqa: BLE001 - training raises it
             self._put(0, error)
 
@@ -165,8 +191,8 @@ class _Queue:
             if inlet.readinto(pixels.numpy().data) < num_pixels:  # type: ignore[attr-defined]
                 raise EOFError
         except (EOFError, pickle.UnpicklingError):
-            self.workers[number].join(5.0)
-            how = how_it_ended(self.workers[number].exitcode or 0)
+            self.processes[number].join(5.0)
+            how = how_it_ended(self.processes[number].exitcode or 0)
             raise WorkerError(
                 f"data worker {number} {how} while it made the batch of step {step + 1}; if memory ran out, "
                 "lower data.num_workers or data.prefetch_mb"
@@ -182,34 +208,82 @@ class _Queue:
             self.changed.notify_all()
 
 
-def _kill(workers: Sequence[BaseProcess]) -> None:
-    for worker in workers:
-        worker.kill()
-    for worker in workers:
-        worker.join(5.0)
+def _pipe() -> tuple[int, int]:
+    inlet, outlet = os.pipe()
+    with contextlib.suppress(OSError, AttributeError):  # smaller pieces, if the system does not allow it
+        fcntl.fcntl(outlet, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+    return inlet, outlet
 
 
-def _work(
-    batches: StepBatches, steps: Sequence[int], outlet: int, inlets: Sequence[BinaryIO], parent: int
-) -> None:
-    """Make and write batches until none are left or the reader has exited."""
+def _kill(processes: Sequence[BaseProcess]) -> None:
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.join(5.0)
+
+
+def _is_orphan(parent: int) -> bool:
+    """Prepare a fork: it ends with its parent, and no signal ends it; True if the parent has already ended."""
     # Schedulers send SIGTERM, and terminals SIGINT, to every process of a job, but training needs its workers to finish
     # the step and save. Training kills them at its end, or the kernel does.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        return  # the parent ended before prctl
+    return os.getppid() != parent  # it ended before prctl
+
+
+def _feed(
+    batches: StepBatches,
+    steps: Sequence[int],
+    outlets: Sequence[int],
+    inlets: Sequence[BinaryIO],
+    parent: int,
+) -> None:
+    """Read each step's rows of streams and write them to the step's worker, or the error that this ended with."""
+    if _is_orphan(parent):
+        return
+    for inlet in inlets:
+        inlet.close()
+    torch.set_num_threads(1)
+    outs = [open(outlet, "wb") for outlet in outlets]
+    with contextlib.suppress(BrokenPipeError):
+        for place, step in enumerate(steps):
+            found: Any
+            try:
+                found = batches.read(step)
+            except Exception as error:  # noqa: BLE001 - the step's worker raises it
+                found = portable(error)
+            out = outs[place % len(outs)]
+            pickle.dump(found, out, pickle.HIGHEST_PROTOCOL)
+            out.flush()
+            if isinstance(found, Exception):
+                return
+
+
+def _work(
+    batches: StepBatches,
+    steps: Sequence[int],
+    outlet: int,
+    feed: BinaryIO | None,
+    inlets: Sequence[BinaryIO],
+    outlets: Sequence[int],
+    parent: int,
+) -> None:
+    """Make and write batches until none are left or the reader has exited."""
+    if _is_orphan(parent):
+        return
     for inlet in inlets:
         inlet.close()  # so that writing fails when the reader is gone
+    for other in outlets:
+        os.close(other)  # so that reading ends when the process that reads streams does
     # Threads in the workers would compete with the training step for cores.
     torch.set_num_threads(1)
     with contextlib.suppress(BrokenPipeError), open(outlet, "wb") as out:
         for step in steps:
             found: Any
             try:
-                found, pixels = flatten(batches[step])
+                found, pixels = flatten(batches[step] if feed is None else batches.make(step, _fed(feed)))
             except Exception as error:  # noqa: BLE001 - training raises it
                 found, pixels = portable(error), torch.empty(0, dtype=torch.uint8)
             packed = pickle.dumps(found)
@@ -220,3 +294,16 @@ def _work(
             if isinstance(found, Exception):
                 return
             del found, packed, pixels
+
+
+def _fed(feed: BinaryIO) -> StreamRows:
+    """The step's rows of streams."""
+    try:
+        rows = pickle.load(feed)  # noqa: S301 - written by a fork of the same process
+    except (EOFError, pickle.UnpicklingError):
+        raise WorkerError(
+            "the process that reads the streams was killed or crashed; if memory ran out, lower the sources' shuffle_buffer"
+        ) from None
+    if isinstance(rows, BaseException):
+        raise rows
+    return rows

@@ -58,19 +58,10 @@ class Mixture:
             for source, size in enumerate(self.sizes)
             for count in range(before[source], after[source])
         ]
-        seeds, mixed = self._chance(step)
-        return [Draw(draws[place][0], draws[place][1], int(seeds[place])) for place in mixed]
-
-    def sources_of(self, step: int) -> np.ndarray:
-        """The source of each draw of `batch`, (batch_size,) int64, without the draws."""
-        number = np.diff([self.drawn_before(step), self.drawn_before(step + 1)], axis=0)[0]
-        return np.repeat(np.arange(len(number)), number)[self._chance(step)[1]]
-
-    def _chance(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Seeds of a step's draws, and the order into which these are mixed."""
         generator = np.random.default_rng([self.seed, 1, step])
         seeds = generator.integers(0, 2**63, size=self.batch_size)
-        return seeds, generator.permutation(self.batch_size)
+        mixed = generator.permutation(self.batch_size)
+        return [Draw(draws[place][0], draws[place][1], int(seeds[place])) for place in mixed]
 
     def drawn_before(self, step: int) -> list[int]:
         """Records drawn from each source before a step."""

@@ -1,19 +1,20 @@
-"""Streaming data sets: shuffled, sharded over workers, resumed at the next record.
+"""Streaming data sets: one order of all rows, whoever reads them, resumed at the next record.
 
-A stream has shards, such as files. Every data worker of every process is a reader with its own shards, if there are enough;
-readers that share a shard take turns in its rows:
+A stream has shards, such as files. Several are read side by side, a row of each in turn, and rows are shuffled in a buffer:
 
-    epoch e: shards in random order --dealt out--> reader --rows, shuffled within a buffer--> records 0, 1, ...
+    epoch e: shards in random order --8 at a time--> rows --shuffled within a buffer--> draws 0, 1, ..., N - 1
 
-A reader's n-th row depends only on the seed and n. A position is therefore a number: a resumed run skips whole shards unread,
-and earlier rows within a shard.
+The row of a stream's n-th draw depends on the seed and n alone, not on processes, data workers or other sources. So every row
+comes once per epoch, and a position is a number: a resumed run skips whole shards unread, and earlier rows within a shard.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 
@@ -22,11 +23,24 @@ from rge.common.schema import Record
 from rge.config import RecordsConfig, SourceConfig
 from rge.data.rows import Opened, Reopened, parsed, rows_of
 from rge.data.sources import BrokenRecord, Checks, RecordError, Records, faults_of
+from rge.distributed import collectives as dist
 
 BATCH = 64
 """Rows read together."""
-Row = tuple[str, Mapping[str, Any]]
-"""Its place, ``shard:row``, and its values by column."""
+SIDE_BY_SIDE = 8
+"""Shards read at the same time, so that a batch has rows of several; at most as many as the buffer has rows."""
+
+
+class Drawn(NamedTuple):
+    """A row of a stream."""
+
+    place: str  # ``shard:row``
+    row: Mapping[str, Any]  # values by column
+    block: range  # numbers of the draws in the same buffer
+
+
+_Row = tuple[str, Any, int]
+"""Its place, a table of the library's, and its number in the table: most processes need few rows of a table."""
 
 
 class Stream(Reopened):
@@ -66,28 +80,50 @@ class Stream(Reopened):
                 + "; ".join(problems)
             )
 
-    def reader(self, number: int, of: int) -> "Reader":
-        """One of several readers that together read every row once per epoch."""
-        return Reader(self, number, of)
+    def reader(self) -> "Reader":
+        """The stream's records by number of the draw."""
+        return Reader(self)
+
+    def lengths(self) -> dict[int, int]:
+        """Numbers of rows of the shards that have been read to their end, in this run, by any process."""
+        notes = [] if self.notes is None else read_json_lines(self.notes)
+        return {note["shard"]: note["rows"] for note in notes if note["stream"] == self.config.key}
+
+    def num_rows(self) -> int | None:
+        """Number of its rows; None until all of them have been read once."""
+        lengths = self.lengths()
+        return sum(lengths.values()) if len(lengths) == self.opened[0].num_shards else None
 
 
 class Reader(Records):
-    """A reader's records by number, efficient in ascending order."""
+    """A stream's records by number of the draw.
 
-    def __init__(self, stream: Stream, number: int, of: int):
+    `read` reads the rows of a step, in any process; `give` hands them to the process that makes records of them. A record that
+    was not given, which replaces a bad one, is read when it is asked for.
+    """
+
+    def __init__(self, stream: Stream):
         self.stream, self.name, self.bad = stream, stream.name, []
         self._dataset, self._columns, self._folder = stream.opened
         self._shards = self._dataset.num_shards
-        # The largest number of groups that divides readers and shards evenly; a group shares its shards row by row.
-        groups = max(n for n in range(1, of + 1) if of % n == 0 and self._shards % n == 0)
-        self._group, self._groups = number % groups, groups
-        self._turn, self._turns = number // groups, of // groups
-        self._number = number
-        notes = [] if stream.notes is None else read_json_lines(stream.notes)
-        key = stream.config.key  # of the streams that are noted in this file
-        self._lengths = {note["shard"]: note["rows"] for note in notes if note["stream"] == key}
-        self._blocks: Iterator[tuple[int, list[Row]]] | None = None
-        self._first, self._block = 0, list[Row]()
+        self._lengths = stream.lengths()
+        self._given: Mapping[int, Drawn] = {}
+        self._blocks: Iterator[tuple[int, list[_Row]]] | None = None
+        self._held = deque[
+            tuple[int, list[_Row]]
+        ]()  # numbers of their first draws, and their rows; without a gap
+
+    def read(self, indices: Sequence[int]) -> dict[int, Drawn]:
+        """The rows of these draws, all of them later than those of earlier calls."""
+        if indices:
+            self._forget_before(min(indices))
+        return {index: self._read(index) for index in sorted(indices)}
+
+    def give(self, rows: Mapping[int, Drawn]) -> None:
+        """Take the rows that will be asked for next, by number."""
+        if rows:
+            self._forget_before(min(drawn.block.start for drawn in rows.values()))
+        self._given = rows
 
     def __getitem__(self, index: int) -> Record:
         """The record with that number.
@@ -96,8 +132,8 @@ class Reader(Records):
             BrokenRecord: it breaks the format.
             RecordError: the stream cannot be read on, or has changed.
         """
-        place, row = self._row(index)
-        record, problems = parsed(self._columns, row, place, self._folder)
+        drawn = self._drawn(index)
+        record, problems = parsed(self._columns, drawn.row, drawn.place, self._folder)
         if record is not None:
             problems = faults_of(record, self.stream.need_rationale)
         if record is None or problems:
@@ -106,73 +142,88 @@ class Reader(Records):
 
     def place(self, index: int) -> str:
         """Shard and row."""
-        return self._row(index)[0]
+        return self._drawn(index).place
 
     def replacements_of(self, index: int) -> range:
         """Records in the same buffer."""
-        self._row(index)
-        return range(self._first, self._first + len(self._block))
+        return self._drawn(index).block
 
-    def _row(self, index: int) -> Row:
-        if self._blocks is None or index < self._first:
-            self._blocks, self._first, self._block = self._blocks_from(index), 0, []
-        while index >= self._first + len(self._block):
-            self._first, self._block = next(self._blocks)
-        return self._block[index - self._first]
+    def _drawn(self, index: int) -> Drawn:
+        return self._given.get(index) or self._read(index)
 
-    def _blocks_from(self, index: int) -> Iterator[tuple[int, list[Row]]]:
-        """Buffers with the number of their first record, from the one with `index` on."""
+    def _forget_before(self, index: int) -> None:
+        while len(self._held) > 1 and self._held[1][0] <= index:
+            self._held.popleft()
+
+    def _read(self, index: int) -> Drawn:
+        if self._blocks is None or (self._held and index < self._held[0][0]):
+            self._blocks = self._blocks_from(index)
+            self._held.clear()
+        while not self._held or index >= self._held[-1][0] + len(self._held[-1][1]):
+            self._held.append(next(self._blocks))
+        first, block = next(one for one in reversed(self._held) if one[0] <= index)
+        place, table, number = block[index - first]
+        return Drawn(place, rows_of(table.slice(number, 1))[0], range(first, first + len(block)))
+
+    def _blocks_from(self, index: int) -> Iterator[tuple[int, list[_Row]]]:
+        """Buffers with the number of their first draw, from the one with `index` on."""
         size = self.stream.config.shuffle_buffer
         begins, epoch = 0, 0
         while True:
-            mine = self._num_rows_of_epoch(epoch)
-            if mine and begins + mine <= index:
-                begins, epoch = begins + mine, epoch + 1
+            whole = self._num_rows_of_epoch()
+            if whole and begins + whole <= index:
+                passed = (index - begins) // whole
+                begins, epoch = begins + passed * whole, epoch + passed
                 continue
-            done = max(0, (index - begins) // size) * size
-            number, rows = done // size, self._rows(epoch, done)
+            number = max(0, index - begins) // size
+            rows = self._rows(epoch, number * size)
             while block := list(islice(rows, size)):
-                chance = np.random.default_rng([self.stream.seed, _MIXED, self._number, epoch, number])
+                chance = np.random.default_rng([self.stream.seed, _MIXED, epoch, number])
                 yield begins + number * size, [block[place] for place in chance.permutation(len(block))]
                 number += 1
-            mine = self._num_rows_of_epoch(epoch)  # all shards are known now
-            assert mine is not None
-            if not mine:
-                raise RecordError(
-                    f"{self.name} has fewer rows than readers (processes times data.num_workers): launch fewer, or set "
-                    "streaming: false"
-                )
-            begins, epoch = begins + mine, epoch + 1
+            whole = self._num_rows_of_epoch()  # all shards are known now
+            assert whole is not None
+            if not whole:
+                raise RecordError(f"the stream {self.name} is empty, and was not when this run began")
+            begins, epoch = begins + whole, epoch + 1
 
-    def _order(self, epoch: int) -> list[int]:
+    def _num_rows_of_epoch(self) -> int | None:
+        """None while a shard's length is unknown."""
+        return sum(self._lengths.values()) if len(self._lengths) == self._shards else None
+
+    def _rows(self, epoch: int, done: int) -> Iterator[_Row]:
+        """The rows of an epoch after the first `done`."""
+        opened: dict[int, _Shard] = {}
+
+        def found(shard: int, row: int) -> tuple[Any, int] | None:
+            if shard not in opened:
+                opened[shard] = _Shard(self._tables(shard))
+            at = opened[shard].at(row)
+            if at is None:
+                self._note(shard, opened.pop(shard).length)
+            return at
+
+        # A shard that was not noted is taken as endless. If it turns out to end earlier, its length is known, and so on.
+        while True:
+            turns = self._turns_after(epoch, done)
+            begun = [(shard, row) for shard, row in turns.open if row]
+            if all(found(shard, row - 1) for shard, row in begun):
+                break
+            opened.clear()
+        while (place := turns.next(lambda shard, row: found(shard, row) is None)) is not None:
+            shard, row = place
+            yield f"{shard}:{row}", *opened[shard].here
+
+    def _turns_after(self, epoch: int, done: int) -> "_Turns":
         order = np.random.default_rng([self.stream.seed, _SHARDS, epoch]).permutation(self._shards)
-        return order[self._group :: self._groups].tolist()
-
-    def _num_rows_of_epoch(self, epoch: int) -> int | None:
-        """Number of this reader's rows per epoch; None while a shard's length is unknown."""
-        lengths = [self._lengths.get(shard) for shard in self._order(epoch)]
-        if None in lengths:
-            return None
-        return len(range(self._turn, sum(length for length in lengths if length is not None), self._turns))
-
-    def _rows(self, epoch: int, done: int) -> Iterator[Row]:
-        """This reader's rows of an epoch after the first `done`, with their places."""
-        next_one = self._turn + done * self._turns  # counted over the rows of all shards of the group
-        begins = 0
-        for shard in self._order(epoch):
-            length = self._lengths.get(shard)
-            if length is not None and begins + length <= next_one:
-                begins += length
-                continue
-            row = 0
-            for table in self._tables(shard):
-                while next_one < begins + row + table.num_rows:
-                    place = next_one - begins - row
-                    yield f"{shard}:{row + place}", rows_of(table.slice(place, 1))[0]
-                    next_one += self._turns
-                row += table.num_rows
-            self._note(shard, row)
-            begins += row
+        turns = _Turns(order.tolist(), min(SIDE_BY_SIDE, self.stream.config.shuffle_buffer))
+        while done > 0:
+            done -= (passed := turns.pass_over(done, self._lengths))
+            if not passed:
+                if turns.next(lambda shard, row: row >= self._lengths.get(shard, math.inf)) is None:
+                    break
+                done -= 1
+        return turns
 
     def _tables(self, shard: int) -> Iterator[Any]:
         try:
@@ -193,11 +244,67 @@ class Reader(Records):
                 "revision, and start again with another out="
             )
         self._lengths[shard] = rows
-        if self.stream.notes is not None:
+        if self.stream.notes is not None and dist.rank() == 0:  # every process reads all shards
             self.stream.notes.parent.mkdir(parents=True, exist_ok=True)
             note = {"stream": self.stream.config.key, "shard": shard, "rows": rows}
             with self.stream.notes.open("a", encoding="utf-8") as notes:
                 notes.write(json.dumps(note) + "\n")
+
+
+class _Shard:
+    """One shard's rows, in ascending order."""
+
+    def __init__(self, tables: Iterator[Any]):
+        self._tables, self._first, self._table = tables, 0, None
+        self.length = 0  # of what has been read
+        self.here: tuple[Any, int]  # the row that was asked for last
+
+    def at(self, row: int) -> tuple[Any, int] | None:
+        """A table and the row's number in it; None if the shard ends before."""
+        while row >= self.length:
+            table = next(self._tables, None)
+            if table is None:
+                return None
+            self._first, self._table = self.length, table
+            self.length += table.num_rows
+        self.here = self._table, row - self._first
+        return self.here
+
+
+class _Turns:
+    """The shards of an epoch that are read side by side; one that ends makes room for the next.
+
+    Attributes:
+        open: the shards, each with its next row.
+    """
+
+    def __init__(self, order: Sequence[int], most: int):
+        self.open = [(shard, 0) for shard in order[:most]]
+        self._waiting, self._turn = deque(order[most:]), 0
+
+    def next(self, is_over: Callable[[int, int], bool]) -> tuple[int, int] | None:
+        """Shard and row of the next one; None at the end. `is_over` says whether a shard ends before a row."""
+        while self.open:
+            shard, row = self.open[self._turn]
+            if not is_over(shard, row):
+                self.open[self._turn] = shard, row + 1
+                self._turn = (self._turn + 1) % len(self.open)
+                return shard, row
+            if self._waiting:
+                self.open[self._turn] = self._waiting.popleft(), 0
+            else:
+                del self.open[self._turn]
+                self._turn %= max(len(self.open), 1)
+        return None
+
+    def pass_over(self, most: int, lengths: Mapping[int, int]) -> int:
+        """Pass over whole rounds until a shard of known length ends, at most so many rows; returns how many."""
+        if self._turn or not self.open:
+            return 0
+        left = [lengths[shard] - row for shard, row in self.open if shard in lengths]
+        rounds = max(0, min([most // len(self.open), *left]))
+        self.open = [(shard, row + rounds) for shard, row in self.open]
+        return rounds * len(self.open)
 
 
 _SHARDS, _MIXED = 0x5A4D, 0x313D

@@ -65,6 +65,8 @@ def assert_same(one: Batch, other: Batch) -> None:
 class Made:
     """Stands for `StepBatches`: a function of the step."""
 
+    readers = ()
+
     def __init__(self, make=batch_of):
         self.make = make
 

@@ -37,7 +37,7 @@ from rge.data.rows import drop_image_bytes
 from rge.data.sources import PRESENT, RecordError, RecordFile
 from rge.diagnose.pairs import read_pairs
 from rge.model.backbone import load_backbone
-from rge.model.prompts import PromptBuilder
+from rge.model.prompts import Prompt, PromptBuilder
 
 datasets = pytest.importorskip("datasets")
 
@@ -327,7 +327,7 @@ def test_pictures_beside_a_table_do_not_make_a_folder_of_pictures(home, tmp_path
 def test_a_streams_folder_may_be_a_relative_path(home, monkeypatch):
     monkeypatch.chdir(home)
     found = open_records(SourceConfig(dataset="lines", streaming=True), pictures=PictureIndex())
-    images = [image for number in range(8) for image in found.reader(0, 1)[number].query.images]
+    images = [image for number in range(8) for image in found.reader()[number].query.images]
     assert images
     assert all(Path(image).is_file() for image in images)
 
@@ -459,22 +459,85 @@ def stream(home: Path, kind: str = "parquet", buffer: int = 3, **more):
     return open_records(source, need_rationale=True, pictures=PictureIndex(), **more)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["parquet", "saved", "lines"])
-@pytest.mark.parametrize("of", [1, 2, 3, 8])
-def test_readers_share_a_stream_and_together_read_each_row_once_an_epoch(home, kind, of):
-    readers = [stream(home, kind).reader(number, of) for number in range(of)]
+def test_a_stream_has_each_row_once_an_epoch(home, kind):
+    reader = stream(home, kind).reader()
     for epoch in range(3):
-        places = range(epoch * COUNT // of, (epoch + 1) * COUNT // of)
-        assert Counter(reader[place].id for reader in readers for place in places) == Counter(
-            f"r{number}" for number in range(COUNT)
-        )
-    assert content(readers[0][0])["positives"][0]["image"]
+        places = range(epoch * COUNT, (epoch + 1) * COUNT)
+        assert sorted(reader[place].id for place in places) == sorted(f"r{number}" for number in range(COUNT))
+    assert content(reader[0])["positives"][0]["image"]
+
+
+class Bare:
+    """Stands for a prompt builder: every prompt is one token."""
+
+    def build(self, item, side, images=None):
+        token = torch.zeros(1, dtype=torch.long)
+        return Prompt(item.id, token, token, token.expand(3, 1), None, None)
+
+
+SHARES = {
+    "alone": ([1], "mixed"),
+    "two, each in its own steps": ([1, 1], "homogeneous"),
+    "three, each in its own steps": ([1, 1, 1], "homogeneous"),
+    "beside a file of weight 15": ([1, 15], "mixed"),
+    "of weight 2 and 3 in turns": ([2, 3], "homogeneous"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("shards", [(24,), (1, 13, 2, 5, 3)], ids=len)
+def test_each_row_is_drawn_as_often_as_every_other(share, shards, tmp_path):
+    """Whatever the numbers of workers, processes, sources and shards: what a run draws is the same, and leaves nothing out."""
+    weights, batches = SHARES[share]
+    rows, sources = iter(range(sum(shards))), []
+    for shard, length in enumerate(shards):
+        for number, _ in enumerate(weights):
+            (tmp_path / f"s{number}").mkdir(exist_ok=True)
+        lines = [next(rows) for _ in range(length)]
+        for number, _ in enumerate(weights):
+            made = (
+                {"id": f"{number}-{row}", "query": {"text": "q"}, "positives": [{"text": f"t{row}"}]}
+                for row in lines
+            )
+            path = tmp_path / f"s{number}" / f"{shard}.jsonl"
+            path.write_text("".join(json.dumps(one) + "\n" for one in made))
+    for number, _ in enumerate(weights):
+        source = SourceConfig(dataset=str(tmp_path / f"s{number}"), streaming=True, shuffle_buffer=5)
+        sources.append(open_records(source, notes=tmp_path / "streams.jsonl"))
+    if "file" in share:
+        path = tmp_path / "file.jsonl"
+        path.write_text((tmp_path / "s1" / "0.jsonl").read_text())
+        sources[1] = RecordFile(path)
+    mixture = Mixture([one.size for one in sources], weights, 6, 0, homogeneous=batches == "homogeneous")
+    steps = range(17 if batches == "mixed" and len(weights) == 1 else 40)
+    orders = []
+    for of, num_workers in ((1, 0), (1, 2), (1, 4), (2, 0), (2, 3)):
+        settings = DataConfig(num_workers=num_workers, sort_by_length=False)
+        needs = {"need_oracle": False, "need_candidates": False}
+        found = []
+        for rank in range(of):
+            made = StepBatches(sources, mixture, Bare(), settings, rank=rank, world_size=of, **needs)
+            found.append([batch.record_ids for batch in Loader(made, steps, settings)])
+        orders.append([[name for part in step for name in part] for step in zip(*found, strict=True)])
+    assert all(order == orders[0] for order in orders)
+    seen = Counter(name for step in orders[0] for name in step)
+    drawn, coverage = mixture.drawn_before(len(steps)), made.coverage(len(steps))
+    for number, source in enumerate(sources):
+        of_source = [seen[f"{number}-{row}"] for row in range(len(source) if source.size else 24)]
+        assert sum(of_source) == drawn[number]
+        assert max(of_source) - min(of_source) <= 1
+        if drawn[number] > len(of_source):  # the end of a stream has been seen
+            name = list(coverage["passes"])[number]
+            assert coverage["passes"][name] == pytest.approx(drawn[number] / len(of_source), abs=1e-4)
+            assert coverage["rows_seen"][name] == sum(count > 0 for count in of_source)
+            assert coverage["rows_never_seen"][name] == sum(count == 0 for count in of_source)
 
 
 def test_the_order_is_random_and_follows_from_the_seed(home):
     def read(**more):
-        reader = stream(home, **more).reader(0, 1)
+        reader = stream(home, **more).reader()
         return [reader[place].id for place in range(2 * COUNT)]
 
     first = read()
@@ -488,48 +551,39 @@ def test_the_order_is_random_and_follows_from_the_seed(home):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("of", [1, 3])
-def test_a_reader_goes_on_anywhere_and_passes_over_shards_it_knows(home, of, tmp_path, monkeypatch):
+@pytest.mark.parametrize("buffer", [1, 3])
+def test_a_reader_goes_on_anywhere_and_passes_over_shards_it_knows(home, buffer, tmp_path, monkeypatch):
     monkeypatch.setattr(streams, "BATCH", 4)  # several tables a shard
+    monkeypatch.setattr(streams, "SIDE_BY_SIDE", 2)
     notes = tmp_path / "out" / "streams.jsonl"
-    whole = stream(home, notes=notes).reader(1 % of, of)
-    expected = [whole[place].id for place in range(3 * COUNT // of)]
+    whole = stream(home, notes=notes, buffer=buffer).reader()
+    expected = [whole[place].id for place in range(3 * COUNT)]
     opened: list[int] = []
     tables = streams.Reader._tables
     monkeypatch.setattr(
         streams.Reader, "_tables", lambda it, shard: opened.append(shard) or tables(it, shard)
     )
     for known in (notes, None):
-        for place in (0, 1, 4, COUNT // of - 1, COUNT // of, 2 * COUNT // of + 1):
-            again = stream(home, notes=known).reader(1 % of, of)
+        for place in (0, 1, 4, 13, COUNT - 1, COUNT, 2 * COUNT + 1):
+            again = stream(home, notes=known, buffer=buffer).reader()
             opened.clear()
             assert again[place].id == expected[place]
-            # Rows of three shards are in a buffer of three readers that share them.
-            assert known is None or len(opened) <= (2 if of == 1 else 3)
+            assert known is None or len(opened) <= 2 * min(buffer, 2)  # some may just have ended
             assert [again[at].id for at in range(place, len(expected))] == expected[place:]
     with notes.open("a") as out:
         out.write('{"stream": "cut by a k')
-    assert stream(home, notes=notes).reader(1 % of, of)[COUNT // of].id == expected[COUNT // of]
+    assert stream(home, notes=notes, buffer=buffer).reader()[COUNT].id == expected[COUNT]
 
 
 def test_a_stream_that_changed_is_an_error(home, tmp_path):
     notes = tmp_path / "streams.jsonl"
     key = stream(home).config.key
     notes.write_text("".join(json.dumps({"stream": key, "shard": n, "rows": 5}) + "\n" for n in range(4)))
-    reader = stream(home, notes=notes).reader(0, 1)
+    reader = stream(home, notes=notes).reader()
     with pytest.raises(
         RecordError, match=r"has changed since this run began: its shard \d had 5 rows and now has 6"
     ):
         [reader[place] for place in range(COUNT)]
-
-
-def test_more_readers_than_rows_is_an_error(home, tmp_path):
-    (tmp_path / "few").mkdir()
-    lines = (home / "lines" / "train.jsonl").read_text().splitlines()
-    (tmp_path / "few" / "train.jsonl").write_text(lines[0] + "\n")  # it shows no picture, but its target's
-    source = SourceConfig(dataset=str(tmp_path / "few"), streaming=True)
-    with pytest.raises(RecordError, match="has fewer rows than readers"):
-        open_records(source).reader(1, 2)[0]
 
 
 @pytest.fixture(scope="module")
@@ -593,9 +647,12 @@ def test_bad_records_of_a_stream(home, builder, tmp_path):
         [step_batches(files, builder)[step] for step in range(COUNT // 6)]
     skipping = step_batches(files, builder, on_bad="skip")
     ledger = BadRecords(DataConfig(on_bad="skip", max_bad_share=0.01), files, tmp_path, 0, skipping.mixture)
-    for step in range(2 * COUNT // 6):
+    steps = range(2 * COUNT // 6)
+    in_workers = Loader(step_batches(files, builder, on_bad="skip"), steps, DataConfig(num_workers=2))
+    for step, other in zip(steps, in_workers, strict=True):
         batch = skipping[step]
         assert len(batch.queries) == 6
+        assert other.record_ids == batch.record_ids  # replaced by rows that only the worker reads
         ledger.after_step(step + 1, batch)
     listed = [json.loads(line) for line in (tmp_path / "bad_records.jsonl").read_text().splitlines()]
     assert sorted((line["place"], line["id"]) for line in listed) == [
@@ -777,22 +834,26 @@ def test_a_stream_is_the_same_killed_or_whole_and_on_two_processes(recipe, home,
     with forked.Program(*words) as program:
         program.wait_until(lambda: list((tmp_path / "killed" / "joint" / "state").glob("step_*[2468]")))
         program.send(signal.SIGKILL)
-    wrong = forked.run(*words, "data.num_workers=1")
-    assert wrong.returncode == 2
-    assert "was saved by 1 processes with data.num_workers=2, and now there are 1 with 1" in wrong.stderr
-    assert run(recipe, tmp_path / "killed", *given) == whole
+    assert run(recipe, tmp_path / "killed", *given, "data.num_workers=1") == whole  # other workers, same rows
     mine, theirs = (
         load_file(tmp_path / name / "joint/final/model.safetensors") for name in ("killed", "whole")
     )
     assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
               "GLOO_SOCKET_IFNAME": "lo", "ACCELERATE_USE_CPU": "true"}  # fmt: skip
-    words = (TRAIN, f"recipe={recipe}", f"out={tmp_path / 'two'}", *given, "joint.steps=3")
+    words = (TRAIN, f"recipe={recipe}", f"out={tmp_path / 'two'}", *given, "joint.steps=1")
     ranks = [forked.Program(*words, RANK=str(rank), LOCAL_RANK=str(rank), **common) for rank in range(2)]
     with ranks[0], ranks[1]:
         done = [rank.finished() for rank in ranks]
     assert [one.returncode for one in done] == [0, 0], done[0].stderr
-    assert len(losses(tmp_path / "two")) == 3
+    # Other processes, same rows; later steps have another learning rate.
+    assert losses(tmp_path / "two")[0]["loss_lm"] == pytest.approx(whole[0]["loss_lm"], rel=1e-5)
+    [last] = [json.loads(line) for line in (tmp_path / "whole/joint/metrics.jsonl").read_text().splitlines()][
+        -1:
+    ]
+    assert list(last["passes"].values()) == [pytest.approx(14 * 4 / COUNT, abs=1e-4)]
+    assert list(last["rows_seen"].values()) == [COUNT]
+    assert list(last["rows_never_seen"].values()) == [0]
 
 
 # ---------------------------------------------------------------------------------------------------- registered ones

@@ -102,8 +102,8 @@ class _Queue:
         feeds: list[BinaryIO] = []
         outlets: list[int] = []
         for _ in range(num_workers if batches.readers else 0):
-            feed, outlet = _pipe()
-            feeds.append(open(feed, "rb"))
+            inlet, outlet = _pipe()
+            feeds.append(open(inlet, "rb"))
             outlets.append(outlet)
         for number in range(num_workers):
             self._start(batches, steps[number::num_workers], number, feeds, outlets)

@@ -45,7 +45,7 @@ class SetTask(AbsTaskRetrieval):
         if self.data_loaded:
             return
         wanted = self.wanted
-        named = any(query.instruction for query in wanted.queries)
+        named = len(_instructions(wanted)) > 1
         names = wanted.corpus_ids
         relevant = {
             query.id: {names[row]: int(gain) for row, gain in zip(*positives, strict=True)}
@@ -105,9 +105,15 @@ def _metadata(wanted: RetrievalSet, queries: str, candidates: str, main_score: s
         "eval_langs": ["eng-Latn"],
         "main_score": main_score,
     }
-    if not any(query.instruction for query in wanted.queries):
-        about["prompt"] = {"query": ""}  # explicitly none; otherwise MTEB uses the model's default prompt
+    if len(instructions := _instructions(wanted)) == 1:
+        # Models take it as a prompt; of a column, MTEB would append it to each text. Empty: otherwise MTEB uses the model's default.
+        about["prompt"] = {"query": instructions.pop()}
     return TaskMetadata(**about)
+
+
+def _instructions(wanted: RetrievalSet) -> set[str]:
+    """The different instructions of the queries; empty: none."""
+    return {query.instruction or "" for query in wanted.queries}
 
 
 def _kinds(items: Any) -> str:

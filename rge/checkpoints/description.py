@@ -23,23 +23,30 @@ RECORDS_READ = 4096
 MOST_KNOWN = 256
 """Maximum number of instructions listed, most frequent first."""
 
-SENTENCE_TRANSFORMERS = {
-    "modules.json": [
-        {
-            "idx": 0,
-            "name": "0",
-            "path": "",
-            "type": "rge.integrations.sentence_transformers.ReasoningEmbedder",
-        }
-    ],
-    "config_sentence_transformers.json": {
-        "model_type": "SentenceTransformer",
-        "prompts": {},
-        "default_prompt_name": None,
-        "similarity_fn_name": "cosine",
-    },
-}
-"""Without these files, sentence-transformers would silently average the token states."""
+
+def sentence_transformers_files(default: str | None) -> dict[str, Any]:
+    """The files by which sentence-transformers and MTEB load a checkpoint, with the `default` instruction of its queries.
+
+    Without them, sentence-transformers would silently average the token states.
+    """
+    module = {
+        "idx": 0,
+        "name": "0",
+        "path": "",
+        "type": "rge.integrations.sentence_transformers.ReasoningEmbedder",
+    }
+    # Of these entries, MTEB reads the names.
+    entry = {"method": "forward", "method_output_name": "sentence_embedding"}
+    return {
+        "modules.json": [module],
+        "sentence_bert_config.json": {"modality_config": {"text": entry, "image": entry}},
+        "config_sentence_transformers.json": {
+            "model_type": "SentenceTransformer",
+            "prompts": {"query": default or "", "document": ""},
+            "default_prompt_name": None,
+            "similarity_fn_name": "cosine",
+        },
+    }
 
 
 def instructions_of(

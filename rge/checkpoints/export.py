@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 import rge
-from rge.checkpoints.description import SENTENCE_TRANSFORMERS, model_card
+from rge.checkpoints.description import model_card, sentence_transformers_files
 from rge.checkpoints.manifest import DONE, discard, flush, write_manifest
 from rge.checkpoints.settings import RGE_JSON, CheckpointError, CheckpointSettings
 from rge.common.files import same_mode
@@ -93,9 +93,10 @@ def export(
 
 def _describe(folder: Path, settings: dict[str, Any], name: str) -> None:
     (folder / RGE_JSON).write_text(json.dumps(settings, indent=2) + "\n")
-    card = model_card(CheckpointSettings.model_validate(settings), name)
-    (folder / "README.md").write_text(card, encoding="utf-8")
-    for file, content in SENTENCE_TRANSFORMERS.items():
+    checked = CheckpointSettings.model_validate(settings)
+    (folder / "README.md").write_text(model_card(checked, name), encoding="utf-8")
+    default = checked.instructions and checked.instructions.default
+    for file, content in sentence_transformers_files(default or None).items():
         (folder / file).write_text(json.dumps(content, indent=2) + "\n")
 
 

@@ -27,6 +27,6 @@ class ReasoningEmbeddings(Embeddings):
         """Embed texts."""
         return self.embedder.encode_document(texts).tolist()
 
-    def embed_images(self, images: Sequence[Picture]) -> list[list[float]]:
-        """Embed pictures as documents."""
-        return self.embedder.encode_document(images=list(images)).tolist()
+    def embed_image(self, uris: Sequence[Picture]) -> list[list[float]]:
+        """Embed pictures as documents; stores of pictures, such as Chroma's, look for this method and call it with paths."""
+        return self.embedder.encode_document(images=list(uris)).tolist()

@@ -31,8 +31,9 @@ class ReasoningEmbedder(InputModule):
     """The model's only module: prompts, rationales and embeddings.
 
     ``encode_query`` reasons if the checkpoint was trained to; ``encode_document`` and plain ``encode`` embed candidates.
-    ``prompt=`` is the instruction of queries; default: the checkpoint's own. ``mode=`` overrides the mode of queries; ``"auto"``
-    and ``"latent"`` need a checkpoint trained for them.
+    ``prompt=`` is the instruction of queries; default: the checkpoint's own, which its export stores as the library's prompt
+    ``query``; ``""``: none. ``mode=`` overrides the mode of queries; ``"auto"`` and ``"latent"`` need a checkpoint trained for
+    them. The module is for inference: the library's trainer is refused.
     """
 
     forward_kwargs = {"task", "mode"}  # the library's own convention
@@ -115,7 +116,16 @@ class ReasoningEmbedder(InputModule):
     def forward(
         self, features: dict[str, Any], task: str | None = None, mode: Any = None, **_: Any
     ) -> dict[str, Any]:
-        """Adds ``sentence_embedding`` (N, D) and ``rationales``."""
+        """Adds ``sentence_embedding`` (N, D) and ``rationales``.
+
+        Raises:
+            UserError: training, an unknown task, or a document with a prompt.
+        """
+        if self.training and torch.is_grad_enabled():
+            raise UserError(
+                "sentence-transformers cannot train a checkpoint of rge: use rge train, which starts from it with init=; "
+                "to embed, use encode_query and encode_document, or call eval() first"
+            )
         if task not in (None, "query", "document"):
             raise UserError(not_one_of("task", task, ("query", "document")))
         instruction = None
@@ -124,8 +134,7 @@ class ReasoningEmbedder(InputModule):
                 f"prompt={features['prompt']!r}: a document has no instruction; encode_query is for queries"
             )
         if task == "query":
-            # The library passes "" if there is no prompt.
-            instruction, warning = self.embedder.instruction_for(features["prompt"] or None)
+            instruction, warning = self.embedder.instruction_for(features["prompt"])
             if warning:
                 warnings.warn(warning, stacklevel=2)
         items = [_item(str(row), parts, instruction) for row, parts in enumerate(features["parts"])]
@@ -172,7 +181,7 @@ def _item(name: str, parts: Sequence[tuple[str, Any]], instruction: str | None) 
 def _parts(value: Any) -> list[tuple[str, Any]]:
     """The texts and pictures of an input, in order."""
     if isinstance(value, str):
-        return [("text", value)]
+        return _filled("text", [value])
     messages = value if isinstance(value, list) else [value]
     if all(isinstance(message, dict) and "role" in message for message in messages):
         return _parts_of_chat(messages)
@@ -180,15 +189,23 @@ def _parts(value: Any) -> list[tuple[str, Any]]:
         return [("image", picture_ref(value))]
     if unknown := set(value) - {"text", "image"}:
         raise ValueError(f"an input has text and image, got {', '.join(sorted(map(str, unknown)))} too")
+    # Keys have no order that means anything, and MTEB's depends on its tables: pictures come first, as in training.
     parts: list[tuple[str, Any]] = []
-    for kind, part in value.items():
-        several = part if kind == "image" and isinstance(part, list | tuple) else [part]
-        parts += [_part(kind, each) for each in several if part is not None]
+    for kind in ("image", "text"):
+        part = value.get(kind)
+        parts += _filled(kind, part if isinstance(part, list | tuple) else [part])
     return parts
 
 
-def _part(kind: str, value: Any) -> tuple[str, Any]:
-    return kind, picture_ref(value) if kind == "image" else value
+def _filled(kind: str, values: Sequence[Any]) -> list[tuple[str, Any]]:
+    """Parts of one kind, without empty ones, which MTEB has for a missing text."""
+    given = [value for value in values if value is not None]
+    if kind == "image":
+        return [(kind, picture_ref(value)) for value in given]
+    for text in given:
+        if not isinstance(text, str):
+            raise ValueError(f"a text must be a string, got {type(text).__name__}")
+    return [(kind, text) for text in given if text.strip()]
 
 
 def _parts_of_chat(messages: list[dict[str, Any]]) -> list[tuple[str, Any]]:
@@ -196,7 +213,8 @@ def _parts_of_chat(messages: list[dict[str, Any]]) -> list[tuple[str, Any]]:
         raise ValueError("a chat must be one message of the user: the template's own parts are added here")
     content = messages[0]["content"]
     if isinstance(content, str):
-        return [("text", content)]
+        return _filled("text", [content])
     if not all(part.get("type") in ("text", "image") for part in content):
         raise ValueError("the parts of a message are of type text or image")
-    return [_part(part["type"], part.get(part["type"], part.get("url"))) for part in content]
+    parts = [(part["type"], part.get(part["type"], part.get("url"))) for part in content]
+    return [filled for kind, part in parts for filled in _filled(kind, [part])]

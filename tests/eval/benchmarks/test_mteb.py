@@ -19,6 +19,7 @@ from rge.embedder import Embedder
 
 mteb = pytest.importorskip("mteb")
 
+from mteb.models import ModelMeta, SentenceTransformerEncoderWrapper  # noqa: E402
 from mteb.results import TaskResult  # noqa: E402
 from mteb.types import PromptType  # noqa: E402
 
@@ -78,9 +79,6 @@ def test_a_task_of_mteb_gives_our_figures(checkpoint, tmp_path):
     (same,) = tasks(path)
     same.load_data()
     task.dataset = same.dataset
-    task.dataset["default"]["test"]["queries"] = same.dataset["default"]["test"]["queries"].remove_columns(
-        "instruction"
-    )
     task.data_loaded = True
     found = theirs(register(checkpoint), task)
     assert_same(found, ours(checkpoint, path, tmp_path / "eval"), least=11)
@@ -138,7 +136,8 @@ def test_a_model_of_mteb_reasons_for_queries_alone(checkpoint, tmp_path):
         found[6:], embedder.encode_query(texts[6:], images[6:], instruction=""), atol=1e-6
     )
     del batch["instruction"]
-    asked = model.encode([batch], prompt_type=PromptType.query, **about)  # this task has no prompt of its own
+    about["task_metadata"] = task.metadata.model_copy(update={"prompt": None})
+    asked = model.encode([batch], prompt_type=PromptType.query, **about)
     np.testing.assert_allclose(asked, embedder.encode_query(texts, images), atol=1e-6)
     documents = model.encode([batch], prompt_type=PromptType.document, **about)
     np.testing.assert_allclose(
@@ -153,6 +152,43 @@ def test_a_model_of_mteb_reasons_for_queries_alone(checkpoint, tmp_path):
         atol=1e-6,
     )
     assert np.abs(found - direct.encode([batch], prompt_type=PromptType.query, **about)).max() > 1e-3
+
+
+def wrapped(checkpoint, monkeypatch, **options):
+    """MTEB's description of the export as a repository of the hub, by MTEB's own code; its files come from the folder."""
+
+    def on_hub(name, file, *_):
+        path = checkpoint / file
+        return path if path.exists() else None
+
+    monkeypatch.setattr("mteb._hf_integration.hf_hub_utils._get_file_on_hub", on_hub)
+    name = "/".join(checkpoint.parts[-2:])
+    loader, kind, modalities = ModelMeta._detect_model_type_and_loader(name)
+    assert (loader, kind) == (SentenceTransformerEncoderWrapper, "dense")
+    monkeypatch.chdir(checkpoint.parents[1])  # where the name is a folder
+    about = {"loader": loader, "name": name, "revision": "main", "modalities": modalities}
+    kwargs = {"trust_remote_code": True, "device": "cpu"} | options
+    return ModelMeta.create_empty(about | {"loader_kwargs": kwargs})
+
+
+@pytest.mark.parametrize("instruction", ["find it", None])
+def test_mteb_s_own_wrapper_of_an_export_gives_our_figures(checkpoint, tmp_path, monkeypatch, instruction):
+    """What `mteb.get_model("owner/name", trust_remote_code=True)` loads: pictures are seen, a missing text is none."""
+    content = small_tables(num_queries=12, num_candidates=30)
+    content["queries"] |= {
+        "instruction": [instruction] * 12,
+        "text": [None if row % 4 == 3 else f"question {row}" for row in range(12)],
+    }
+    content["queries"]["image"][0] = content["queries"]["image"][1] + content["queries"]["image"][5]
+    content["queries"]["image"][2] = []
+    (task,) = tasks(write_tables(tmp_path / "set", content))
+    assert task.metadata.prompt == {"query": instruction or ""}
+    prompts = {} if instruction else {"model_prompts": {"query": "", "document": ""}}
+    meta = wrapped(checkpoint, monkeypatch, **prompts)
+    assert set(meta.modalities) == {"text", "image"}
+    mine = ours(checkpoint, tmp_path / "set", tmp_path / "eval")
+    assert_same(theirs(meta, task), mine, least=11)
+    assert_same(theirs(register(checkpoint), task), mine, least=11)
 
 
 @pytest.fixture(scope="module")

@@ -144,8 +144,9 @@ def test_the_order_of_texts_and_pictures_is_kept(checkpoint, picture):
         builder.build(usual, "query").input_ids,
         builder.build(replace(usual, parts=(None, "Is it?")), "query").input_ids,
     )
+    turned = [{"type": "text", "text": "What opens this?"}, {"type": "image", "image": image}]
     with pytest.warns(UserWarning, match="trained with pictures first"):
-        turned = theirs.encode_query([{"text": "What opens this?", "image": image}])
+        turned = theirs.encode_query([[{"role": "user", "content": turned}]])
     straight = theirs.encode_query([{"image": image, "text": "What opens this?"}])
     assert not np.allclose(turned, straight, atol=1e-3)
     with pytest.raises(
@@ -182,6 +183,28 @@ def test_arguments_are_passed_on_or_refused(checkpoint, tmp_path, monkeypatch):
         "revision": "r",
         "local_files_only": True,
     }
+
+
+def test_a_query_has_the_checkpoint_s_instruction_unless_the_prompt_is_empty(checkpoint):
+    theirs = loaded(checkpoint)
+    ours = theirs[0].embedder
+    for given, instruction in (({}, "find it"), ({"prompt": ""}, ""), ({"prompt": "name it"}, "name it")):
+        expected = ours.encode_query(["a key"], instruction=instruction)
+        np.testing.assert_allclose(theirs.encode_query(["a key"], **given), expected, atol=1e-6)
+    np.testing.assert_allclose(
+        loaded(checkpoint, prompts={"query": ""}).encode_query(["a key"]),
+        ours.encode_query(["a key"], instruction=""),
+        atol=1e-6,
+    )
+
+
+def test_the_library_s_trainer_is_told_that_it_cannot_train(checkpoint):
+    theirs = loaded(checkpoint)
+    features = theirs.preprocess(["a key"])
+    with pytest.raises(UserError, match="rge train"):
+        theirs.train()(features)
+    found = theirs.eval()(theirs.preprocess(["a key"]))["sentence_embedding"]
+    np.testing.assert_allclose(found, theirs.encode_document(["a key"]), atol=1e-6)
 
 
 def test_a_prompt_of_documents_is_refused(checkpoint):
@@ -244,7 +267,10 @@ def test_langchain_embeds_as_we_do(checkpoint, picture):
         theirs.embed_query(question, image), ours.encode_query(question, image), atol=1e-6
     )
     np.testing.assert_allclose(theirs.embed_documents(documents), ours.encode_document(documents), atol=1e-6)
-    np.testing.assert_allclose(theirs.embed_images([image]), ours.encode_document(images=[image]), atol=1e-6)
+    # As Chroma calls it.
+    np.testing.assert_allclose(
+        theirs.embed_image(uris=[image]), ours.encode_document(images=[image]), atol=1e-6
+    )
     np.testing.assert_allclose(
         asyncio.run(theirs.aembed_query(question)), ours.encode_query(question), atol=1e-6
     )

@@ -24,7 +24,7 @@ COMMANDS = {
     "compare": ("eval.commands.compare", "CompareOptions", "compare"),
     "budget": ("eval.commands.budget", "BudgetOptions", "budget"),
     "rerank": ("eval.commands.rerank", "RerankOptions", "rerank_command"),
-    "records": ("eval.judging.description", "JudgeRecordsOptions", "write_records"),
+    "records": ("eval.judging.records", "JudgeRecordsOptions", "write_records"),
     "bm25": ("eval.commands.bm25", "Bm25Options", "bm25"),
     "fetch": ("eval.commands.fetch", "FetchOptions", "fetch"),
     "check": ("eval.commands.check", "CheckOptions", "check"),

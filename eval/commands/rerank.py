@@ -1,15 +1,19 @@
-"""Reorder the top of a ranking with a vision-language model that describes the right answer.
+"""Reorder the top of a ranking with a vision-language model.
 
-    rge eval rerank of=DIR out=DIR judge=DIR [top_n=20] [mix=0.05]
+    rge eval rerank of=DIR out=DIR judge=MODEL [ask=yes_no] [top_n=20] [mix=W]
 
-The judge describes the right answer once per query, and a candidate's score is the log-likelihood of that description given
-the candidate (`eval.judging.description`). Scores are cached by content, so a deeper or repeated run only scores new pairs.
+``ask=yes_no`` takes any vision-language model, here or behind an endpoint (`rge.judging.yes_no`); ``ask=description`` one that was
+trained to describe the right answer (`rge.judging.description`). Scores are cached by content, so a deeper or repeated run only
+scores new pairs.
 """
 
+import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +25,6 @@ from eval.benchmarks.suite import ByMember, is_suite, load_suite, measure_member
 from eval.commands.measurement import Measurement
 from eval.embedding.identity import ranked_with
 from eval.embedding.processes import ALONE, ProcessGroup, join
-from eval.judging.description import QUESTION, DescriptionJudge, local_software
 from eval.scoring.output_files import (
     PER_QUERY,
     RUN,
@@ -30,24 +33,27 @@ from eval.scoring.output_files import (
     rerun_command,
     set_path,
 )
+from eval.scoring.protocol import Protocol
 from eval.scoring.search import Ranking
 from eval.scoring.trec import read_run
 from eval.sets.contents import content_digest, with_readable_content
 from eval.sets.retrieval_set import RetrievalSet, load_set
+from rge.calls.model_config import ModelConfig
 from rge.calls.store import AnswerStore, value_key
 from rge.common.commands import progress_bar
 from rge.common.errors import UserError
 from rge.common.options import AtLeastOne, Count
 from rge.common.registry import PluginOptions
 from rge.common.schema import Item
+from rge.judging.scorer import SCORERS, Judge, Score, Scorer, local_software
 
 KEPT = (
     "query_mode", "query_modality", "candidate_mode", "checkpoint", "checkpoint_hash", "model", "rewrite", "prompts",
     "settings", "decoding", "dtype", "exact", "embedding_dims", "asked_as_released", "run_hash", "coverage", "budget",
 )  # fmt: skip
 """Keys of results.json that are copied from the first ranking."""
-VERSION = 1
-"""Version of the prompt wording; part of every cache key."""
+UNLIKE_SHARE = 0.5
+"""Share of pairs above which a warning says that the judge answers something else than yes or no."""
 
 
 @dataclass
@@ -58,8 +64,13 @@ class RerankOptions(PluginOptions):
     """Evaluation directory whose ranking is reordered (from `run`, `score`, `bm25` or `budget`; a set's or a suite's)."""
     out: Path
     """Output directory."""
-    judge: str
-    """Vision-language model that was trained to describe (`records`): a directory or an id on the hub."""
+    judge: str | None = None
+    """Vision-language model: a directory or an id on the hub."""
+    endpoint: ModelConfig | None = None
+    """Or one behind an OpenAI-compatible endpoint with top_logprobs, see docs/data_prep.md for its keys."""
+    ask: str = "yes_no"
+    """What the judge is asked: yes_no (does the candidate satisfy the query?), for any model; or description, for one that
+    was trained to describe (`records`); or your own scorer."""
     top_n: AtLeastOne = 20
     """Number of candidates per query that the judge sees."""
     mix: float | None = None
@@ -83,26 +94,33 @@ class RerankOptions(PluginOptions):
 
 @dataclass(frozen=True)
 class Judged:
-    """A ranking from `reorder`, and what it cost."""
+    """A ranking from `reorder`, what it cost, and how many pairs have no score, by reason."""
 
     ranking: Ranking
     num_pairs: int
+    unscored: dict[str, int]
     ms_Q: np.ndarray  # per query, the sum over its pairs of the mean time of a pair in its batch
 
 
 def rerank_command(options: RerankOptions) -> Path:
     """Rerank a finished evaluation, write the outputs, and return their directory."""
-    old = read_results(options.of)
-
-    @cache
-    def judge() -> DescriptionJudge:
-        # loaded once for all members, and only after the cheap checks
-        return DescriptionJudge(
-            options.judge, batch_size=options.batch_size, device=options.device, dtype=options.dtype
+    if (options.judge is None) == (options.endpoint is None):
+        raise UserError("pass either judge=MODEL or endpoint.name=NAME with endpoint.base_url=ADDRESS")
+    make, old = SCORERS[options.ask], read_results(options.of)
+    if options.endpoint is not None and join().size > 1:
+        raise UserError(
+            "an endpoint is asked by one process, which makes endpoint.concurrency calls at a time"
         )
-
     # only the first process stores scores
     answers = AnswerStore((options.cache or options.out / "judge.sqlite") if join().is_first else None)
+
+    @cache
+    def judge() -> Scorer:
+        # loaded once for all members, and only after the cheap checks
+        return make(
+            Judge(options.judge, options.endpoint, options.batch_size, options.device, options.dtype, answers)
+        )
+
     if old.get("suite"):
         _rerank_suite(options, old, judge, answers)
     else:
@@ -112,7 +130,7 @@ def rerank_command(options: RerankOptions) -> Path:
 
 
 def _rerank_suite(
-    options: RerankOptions, old: dict[str, Any], judge: Callable[[], DescriptionJudge], answers: AnswerStore
+    options: RerankOptions, old: dict[str, Any], judge: Callable[[], Scorer], answers: AnswerStore
 ) -> None:
     path, of = set_path(old, options.set), member_dirs(options.of, old)
     if not is_suite(path) or load_suite(path).members.keys() != of.keys():
@@ -127,14 +145,22 @@ def _rerank_suite(
         total = sum(block["num_pairs"] for block in blocks)
         mean = float(np.mean([block["ms_mean"] for block in blocks]))
         point = {"budget": old["budget"]} if "budget" in old else {}
-        return point | {"rerank": blocks[0] | {"of": str(options.of), "num_pairs": total, "ms_mean": mean}}
+        summed: dict[str, dict[str, int]] = {
+            key: dict(sum((Counter(block[key]) for block in blocks), Counter()))
+            for key in ("unscored", "counts")
+        }
+        before = {
+            "before": {name: old["macro"][name] for name in blocks[0]["before"] if name in old["macro"]}
+        }
+        whole = {"of": str(options.of), "num_pairs": total, "ms_mean": mean} | summed | before
+        return point | {"rerank": blocks[0] | whole}
 
     measure_members(
         load_suite(path), options, rerank_member, title=f"top {options.top_n} of {options.of}", more=about
     )
 
 
-def _rerank_set(options: RerankOptions, judge: Callable[[], DescriptionJudge], answers: AnswerStore) -> None:
+def _rerank_set(options: RerankOptions, judge: Callable[[], Scorer], answers: AnswerStore) -> None:
     old = read_results(options.of)
     wanted = load_set(set_path(old, options.set), by=old["set"].get("report_by", ()))
     protocol = protocol_for(old.get("benchmark", "generic"), old["profile"], wanted, old.get("metrics", ()))
@@ -147,7 +173,9 @@ def _rerank_set(options: RerankOptions, judge: Callable[[], DescriptionJudge], a
     tag = f"{read.tag}-judged"
     # "seed" is that of sampled rationales, unlike options.seed
     seed = (old.get("rerank") or old).get("seed", old.get("seed"))
-    asked = {"top_n": options.top_n, "mix": options.mix, "of": str(options.of), "seed": seed}
+    asked = {
+        "ask": options.ask, "top_n": options.top_n, "mix": options.mix, "of": str(options.of), "seed": seed,
+    }  # fmt: skip
     made = {key: old[key] for key in KEPT if key in old} | {
         "ranked_with": ranked_with(old),
         "rerank": asked,
@@ -158,7 +186,7 @@ def _rerank_set(options: RerankOptions, judge: Callable[[], DescriptionJudge], a
     }
     measurement.check_out(options.out, made)
     loaded, process_group = judge(), join()
-    made["rerank"] = asked | {"judge": loaded.name, "question": QUESTION}
+    made["rerank"] = asked | {"judge": loaded.name}
     measurement.check_out(options.out, made)
     first, about = options.of, old
     while about.get("rerank"):  # whose output has no rationales
@@ -170,10 +198,11 @@ def _rerank_set(options: RerankOptions, judge: Callable[[], DescriptionJudge], a
             )
     rationales = pd.read_parquet(first / PER_QUERY).set_index("query_id")["rationale"].dropna()
     queries = wanted.query_items(old.get("query_modality") or "both")  # without what the embedder did not see
-    texts = [Item(query.id, text=rationales.get(query.id) or query.text) for query in queries]
+    prepared = process_group.once(lambda: loaded.prepare(queries, rationales.to_dict(), answers))
+    counted = dict(loaded.counts)
     judged = rerank(
         wanted,
-        process_group.once(lambda: loaded.describe(texts, answers)),
+        prepared,
         read.ranking,
         loaded,
         answers,
@@ -182,22 +211,59 @@ def _rerank_set(options: RerankOptions, judge: Callable[[], DescriptionJudge], a
         process_group=process_group,
         mix=options.mix,
     )
+    counts = {name: number - counted.get(name, 0) for name, number in loaded.counts.items()}
+    counts = dict(sum(map(Counter, process_group.gather(counts)), Counter()))
     if not process_group.is_first:
         return
-    made["rerank"] |= {"num_pairs": judged.num_pairs, "ms_mean": float(judged.ms_Q.mean())}
-    measurement.write(
+    made["warnings"] += _warnings(judged, counts)
+    made["rerank"] |= {
+        "num_pairs": judged.num_pairs,
+        "ms_mean": float(judged.ms_Q.mean()),
+        "unscored": judged.unscored,
+        "counts": counts,
+        "before": {name: old["micro"][name] for name in _compared(protocol, old)},
+    }
+    results = measurement.write(
         options.out, judged.ranking, made, tag=tag,
         # a query without lines may also be one for which nothing was found, such as by BM25
         missing=read.missing if old.get("coverage", 1.0) < 1.0 else (),
         title=f"top {options.top_n} of {options.of}",
     )  # fmt: skip
+    for name, before in made["rerank"]["before"].items():
+        if after := results["micro"].get(name):
+            print(f"{name}: {before['value']:.4f} before, {after['value']:.4f} after reranking", flush=True)
+
+
+def _compared(protocol: Protocol, old: Mapping[str, Any]) -> list[str]:
+    """Figures that are shown before and after: the protocol's headline, and those that are not means over queries."""
+    own = [
+        name
+        for name in old["micro"]
+        if name.startswith(("linguistic_sensitivity", "delta_map_capped_relative"))
+    ]
+    return [name for name in dict.fromkeys((*protocol.headline, *own)) if name in old["micro"]]
+
+
+def _warnings(judged: Judged, counts: Mapping[str, int]) -> list[str]:
+    found = []
+    if judged.unscored:
+        words = ", ".join(f"{number} {why}" for why, number in sorted(judged.unscored.items()))
+        found.append(
+            f"{sum(judged.unscored.values())} of {judged.num_pairs} pairs have no score and rank below the scored ones: {words}"
+        )
+    if counts.get("unlike", 0) > UNLIKE_SHARE * counts.get("pairs", 0):
+        found.append(
+            f"the judge prefers other words to yes and no for {counts['unlike']} of {counts['pairs']} pairs: its scores may mean "
+            "little"
+        )
+    return found
 
 
 def rerank(
     wanted: RetrievalSet,
-    descriptions: Sequence[Item],
+    queries: Sequence[Item],
     ranking: Ranking,
-    judge: DescriptionJudge,
+    judge: Scorer,
     answers: AnswerStore,
     *,
     top_n: int,
@@ -207,12 +273,12 @@ def rerank(
 ) -> Judged:
     """Score the best ``top_n`` candidates of every query and reorder them.
 
-    Pairs without a cached score are distributed in chunks, in file order of the candidates. After every round of one chunk
-    per process, the first process stores all new scores, so a kill loses at most one round.
+    Pairs without a cached score are distributed in chunks, ordered by what the judge's prompt begins with (candidates in file
+    order). After every round of one chunk per process, the first process stores all new scores, so a kill loses at most one round.
 
-    ``descriptions``: one per query, scored after each candidate. ``answers``: cache of scores; only that of the first
-    process is used. ``chunk``: pairs scored between saves. ``mix``: see `reorder`. The first process shows
-    the progress of all.
+    ``queries``: one per query, from `Scorer.prepare`. ``answers``: cache of scores; only that of the first process is used.
+    ``chunk``: pairs scored between saves; pairs of one query stay together. ``mix``: see `reorder`. The first process shows the
+    progress of all.
 
     Returns:
         The same result in every process.
@@ -220,69 +286,118 @@ def rerank(
     head_QN = ranking.rows_QW[:, : min(top_n, ranking.depth)]
     query_P, place_P = np.nonzero(head_QN >= 0)
     row_P = head_QN[query_P, place_P].astype(np.int64)
-    software = process_group.once(lambda: local_software(answers))
-    about = {"version": VERSION, "question": QUESTION} | judge.name | {"software": software}
-    keys = process_group.once(lambda: _keys(wanted, descriptions, query_P, row_P, about))
-    unique = list(dict.fromkeys(keys))
-    known: dict[str, Any] = process_group.once(lambda: answers.get_values(unique))
-    pairs = zip(query_P.tolist(), row_P.tolist(), strict=True)
-    todo = {key: pair for key, pair in zip(keys, pairs, strict=True) if key not in known}
-    order = sorted(todo, key=lambda key: int(wanted.file_rows_C[todo[key][1]]))
-    # smaller chunks if there are few pairs, so that no process is idle
-    chunk = max(min(chunk, -(-len(order) // process_group.size)), 1)
-    parts = [order[start : start + chunk] for start in range(0, len(order), chunk)]
-    scored = _scored(wanted, descriptions, judge, todo, parts[process_group.rank :: process_group.size])
-    bar = progress_bar(
-        total=len(unique),
-        initial=len(known),
-        desc="reranking",
-        unit="pair",
-        disable=not process_group.is_first,
-    )
-    with bar:
-        for _ in range(-(-len(parts) // process_group.size)):  # gather is collective
-            for scores in process_group.gather(next(scored, {})):
-                if process_group.is_first and scores:
-                    answers.put_values(scores)
-                known |= scores
-                bar.update(len(scores))
+    software = process_group.once(lambda: local_software(answers) if judge.local else None)
+    about = judge.name | {"software": software}
+    with tempfile.TemporaryFile() as room:
+        pool = _Pool(wanted, set(row_P.tolist()), room)
+        digests = list(map(content_digest, queries))
+        keys = [
+            value_key(about, digests[query], pool.digests[row])
+            for query, row in zip(query_P.tolist(), row_P.tolist(), strict=True)
+        ]
+        unique = list(dict.fromkeys(keys))
+        known: dict[str, Any] = process_group.once(lambda: answers.get_values(unique))
+        pairs = zip(query_P.tolist(), row_P.tolist(), strict=True)
+        todo = {key: pair for key, pair in zip(keys, pairs, strict=True) if key not in known}
+        parts = _parts(todo, wanted, judge, chunk, process_group.size)
+        scored = _scored(queries, pool, judge, todo, parts[process_group.rank :: process_group.size])
+        bar = progress_bar(
+            total=len(unique),
+            initial=len(known),
+            desc="reranking",
+            unit="pair",
+            disable=not process_group.is_first,
+        )
+        with bar:
+            for _ in range(-(-len(parts) // process_group.size)):  # gather is collective
+                for scores in process_group.gather(next(scored, {})):
+                    if process_group.is_first and scores:
+                        answers.put_values(scores)
+                    known |= scores
+                    bar.update(len(scores))
     score_QN, ms_QN = np.full(head_QN.shape, -np.inf), np.zeros(head_QN.shape)
-    score_QN[query_P, place_P] = [known[key][0] for key in keys]
-    ms_QN[query_P, place_P] = [known[key][1] for key in keys]
-    return Judged(reorder(ranking, score_QN, mix), len(keys), ms_QN.sum(axis=1))
+    values = [known[key] for key in keys]
+    score_QN[query_P, place_P] = [np.nan if value is None else value for value, _, _ in values]
+    ms_QN[query_P, place_P] = [ms for _, ms, _ in values]
+    unscored = Counter(why for value, _, why in values if value is None)
+    return Judged(reorder(ranking, score_QN, mix), len(keys), dict(unscored), ms_QN.sum(axis=1))
+
+
+class _Pool:
+    """Candidates of some rows, by row, and the digests of their contents. Pictures inside the set's tables wait in a file."""
+
+    def __init__(self, wanted: RetrievalSet, rows: set[int], room: Any):
+        self.digests: dict[int, str] = {}
+        self._items: dict[int, tuple[Item, list[tuple[int, int] | None]]] = {}
+        self._room, end = room, 0
+        for row, item in zip(wanted.file_order_C.tolist(), wanted.corpus_items(), strict=True):
+            if row not in rows:
+                continue
+            self.digests[row] = content_digest(item)
+            places: list[tuple[int, int] | None] = []
+            for ref in item.images:
+                places.append((end, len(ref)) if isinstance(ref, bytes) else None)
+                if isinstance(ref, bytes):
+                    end += room.write(ref)
+            refs = tuple("" if isinstance(ref, bytes) else ref for ref in item.images)
+            self._items[row] = replace(item, images=refs), places
+
+    def __getitem__(self, row: int) -> Item:
+        item, places = self._items[row]
+        return replace(item, images=tuple(map(self._picture, item.images, places)))
+
+    def _picture(self, ref: Any, place: tuple[int, int] | None) -> Any:
+        if place is None:
+            return ref
+        self._room.seek(place[0])
+        return self._room.read(place[1])
+
+
+def _parts(
+    todo: Mapping[str, tuple[int, int]], wanted: RetrievalSet, judge: Scorer, chunk: int, num_processes: int
+) -> list[list[str]]:
+    """Keys of the pairs to score, in chunks: of whole queries, or in the candidates' file order."""
+    # smaller chunks if there are few pairs, so that no process is idle
+    chunk = max(min(chunk, -(-len(todo) // num_processes)), 1)
+    if judge.first == "candidate":
+        order = sorted(todo, key=lambda key: int(wanted.file_rows_C[todo[key][1]]))
+        return [order[start : start + chunk] for start in range(0, len(order), chunk)]
+    parts: list[list[str]] = []
+    for _, of_query in groupby(todo, key=lambda key: todo[key][0]):
+        if not parts or len(parts[-1]) >= chunk:
+            parts.append([])
+        parts[-1] += of_query
+    return parts
 
 
 def _scored(
-    wanted: RetrievalSet,
-    descriptions: Sequence[Item],
-    judge: DescriptionJudge,
+    queries: Sequence[Item],
+    pool: _Pool,
+    judge: Scorer,
     todo: Mapping[str, tuple[int, int]],
     parts: Sequence[Sequence[str]],
-) -> Iterator[dict[str, list[float]]]:
-    """Yield {key: [score, mean milliseconds]} for each part; keys are in file order of the candidates, which are read once."""
-    items = enumerate(wanted.corpus_items())
-    at, item = next(items)
+) -> Iterator[dict[str, list[Any]]]:
+    """Yield {key: [score or None, mean milliseconds, why there is none]} for each part."""
     for part in parts:
-        pairs = []
-        for query, row in map(todo.__getitem__, part):
-            while at < wanted.file_rows_C[row]:
-                at, item = next(items)
-            pairs.append((descriptions[query], item))
+        pairs = [(queries[query], pool[row]) for query, row in map(todo.__getitem__, part)]
         began = time.perf_counter()
-        scores = judge.score(pairs)
+        scores: list[Score] = judge.score(pairs)
         ms = (time.perf_counter() - began) * 1000 / len(pairs)
-        yield {key: [score, ms] for key, score in zip(part, scores, strict=True)}
+        yield {key: [score.value, ms, score.why] for key, score in zip(part, scores, strict=True)}
 
 
 def reorder(ranking: Ranking, score_QN: np.ndarray, mix: float | None = None) -> Ranking:
-    """Reorder the first N ranks by new scores (-inf for none), with ties in the old order; ranks below do not change.
+    """Reorder the first N ranks by new scores, with ties in the old order; ranks below do not change.
 
+    Scores are -inf where there is no candidate, and NaN for candidates without a score, which rank below all others of the N.
     ``mix``: factor with which new scores are added to the old ones; None: they replace them. Scores of the result are
     float64; those below rank N are shifted as a whole below the new ones and -1.
     """
     num = score_QN.shape[1]
     if mix is not None:
         score_QN = np.where(np.isfinite(score_QN), ranking.score_QW[:, :num] + mix * score_QN, score_QN)
+    worst = np.min(score_QN, initial=0.0, where=np.isfinite(score_QN)) - 1.0
+    score_QN = np.where(np.isnan(score_QN), worst, score_QN)
     order = np.argsort(-score_QN, axis=1, kind="stable")
     old_QW = ranking.score_QW.astype(np.float64)
     highest = np.max(old_QW, initial=-np.inf, where=np.isfinite(old_QW))
@@ -293,20 +408,3 @@ def reorder(ranking: Ranking, score_QN: np.ndarray, mix: float | None = None) ->
     moved_QW = old_QW[:, num:] - (highest - lowest + 1.0)  # at most -2
     score_QW = np.concatenate([np.take_along_axis(score_QN, order, axis=1), moved_QW], axis=1)
     return Ranking(rows_QW, score_QW, ranking.depth)
-
-
-def _keys(
-    wanted: RetrievalSet,
-    queries: Sequence[Item],
-    query_P: np.ndarray,
-    row_P: np.ndarray,
-    about: dict[str, Any],
-) -> list[str]:
-    """Cache keys of the pairs: hashes of the judge's input and settings."""
-    needed, items = set(row_P.tolist()), zip(wanted.file_order_C.tolist(), wanted.corpus_items(), strict=True)
-    digest_of = {row: content_digest(item) for row, item in items if row in needed}
-    query_digests = list(map(content_digest, queries))
-    return [
-        value_key(about, query_digests[query], digest_of[row])
-        for query, row in zip(query_P.tolist(), row_P.tolist(), strict=True)
-    ]

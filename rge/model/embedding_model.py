@@ -149,6 +149,10 @@ class EmbeddingModel(nn.Module):
             features, index_F = self._features(prompts, packed.owners), prompts.picture_index_F
         num_layers = len(self.family.decoder(self.model).layers)
         plan = Pass(prompts, tails, packed.encoded, num_layers, self.attention, self.family.whole_pictures)
+        if tails is not None and tails.pixels is not None and tails.picture_index_F is not None:
+            more, more_F = self._shown(tails), plan.num_prompt_tokens + tails.picture_index_F
+            features = more if features is None else torch.cat([features, more])
+            index_F = more_F if index_F is None else torch.cat([index_F, more_F])
         inputs = {
             "input_ids": torch.cat([part.input_ids_T for part in parts])[None],
             "position_ids": torch.cat([part.position_ids_3T for part in parts], dim=1)[:, None],
@@ -184,6 +188,13 @@ class EmbeddingModel(nn.Module):
             )
         return found
 
+    def next_logits(self, packed: Packed) -> Tensor:
+        """Logits (N, V), float32, of the token after each branch with `read_state`."""
+        hidden_TD, plan = self._run(packed)
+        assert packed.tails is not None
+        state_ND = hidden_TD[plan.num_prompt_tokens :][packed.tails.state_index_N]
+        return self.model.get_output_embeddings()(state_ND).float()
+
     @torch.no_grad()
     def picture_features(self, prompts: Sequence[Prompt]) -> list[Tensor | None]:
         """Features (placeholders, feature size) of each prompt's pictures, without gradient; None without pictures."""
@@ -199,11 +210,16 @@ class EmbeddingModel(nn.Module):
     def _features(self, part: PromptPart, owners: Sequence[Prompt]) -> Tensor:
         features = None if self.pictures is None else self.pictures.recall(owners)
         if features is None:
-            values = normalised(self.processor.image_processor, part.pixels)
-            features = self.family.features(self.model, values, part.image_grid)
+            features = self._shown(part)
             if self.pictures is not None:
                 self.pictures.keep(owners, features)
         return features
+
+    def _shown(self, part: PromptPart | TailPart) -> Tensor:
+        assert part.pixels is not None
+        assert part.image_grid is not None
+        values = normalised(self.processor.image_processor, part.pixels)
+        return self.family.features(self.model, values, part.image_grid)
 
 
 def embedder_to_train(start: str, config: ModelConfig, adapters_only: bool = False) -> EmbeddingModel:

@@ -7,7 +7,7 @@ Every branch continues from the end of its prompt: it starts at the position aft
 rotary axes, and attends to the prompt and itself, never to another branch. So the contrastive state of one branch cannot
 depend on the oracle's tokens in the next. The result equals separate forwards of prompt + branch, at the cost of one prompt.
 
-There is no padding: tokens are concatenated, and only attention (`rge.model.attention`) pads rows. A prompt's last token opens
+There is no padding: tokens are concatenated, and only attention (`rge.model.attention`) pads rows. A branch may bring pictures of its own (`Branch.pictured`). A prompt's last token opens
 the tail because it is the first whose state is read, by the rollout and by the LM loss; of earlier tokens only keys and
 values are used.
 
@@ -41,6 +41,7 @@ class Branch:
     predict: bool = False  # the ids are labels of the LM loss (the prompt's last state predicts the first)
     sampled: bool = False  # the ids were sampled, and their log probabilities are read
     unlabelled: int = 0  # number of first ids that are not labels
+    pictured: Prompt | None = None  # a continuation with pictures, at positions of its own; its ids are `ids`
 
 
 Read = Callable[[Callable[[int], list[Branch]]], Tensor]
@@ -82,14 +83,19 @@ class TailPart:
     sampled_index_L: Tensor  # of the states that predict `sampled_L`
     sampled_L: Tensor
     read_index_R: Tensor  # of all states that are read or predict, in order
+    # Of the branches' own pictures, as in `PromptPart`; None without any.
+    picture_index_F: Tensor | None = None
+    pixels: Tensor | None = None
+    image_grid: Tensor | None = None
 
 
 def to_device(*parts: Any, device: torch.device | str) -> list[Any]:
     """Prompt and tail parts on a device, in one copy; pixels separately, unless `rge.data.loader.Loader` has copied them."""
     # The grid stays on the host, since reading sizes from a device would synchronise.
+    pictured = [getattr(part, "pixels", None) is not None for part in parts]
     alone = [
-        {"pixels": part.pixels, "image_grid": part.image_grid} if isinstance(part, PromptPart) else {}
-        for part in parts
+        {"pixels": part.pixels, "image_grid": part.image_grid} if has_pictures else {}
+        for part, has_pictures in zip(parts, pictured, strict=True)
     ]
     together = [replace(part, **dict.fromkeys(left)) for part, left in zip(parts, alone, strict=True)]
     on_device = moved(together, device)
@@ -146,7 +152,7 @@ def pack_prompts(
 def pack_tails(prompts: Sequence[Prompt], branches: Sequence[Sequence[Branch]]) -> TailPart:
     """Lay out the continuations of prompts, any number per prompt and of any lengths; ValueError for one without tokens."""
     ids, segments, places, states, predicts, labels, lengths = [], [], [], [], [], [], []
-    samples, sampled = [], []
+    samples, sampled, pictured = [], [], []
     offset = 0
     for row, (prompt, continuations) in enumerate(zip(prompts, branches, strict=True)):
         first = offset
@@ -162,7 +168,11 @@ def pack_tails(prompts: Sequence[Prompt], branches: Sequence[Sequence[Branch]]) 
             branch_ids = torch.as_tensor(branch.ids, dtype=torch.long)
             ids.append(branch_ids)
             segments.append(torch.full_like(branch_ids, number))
-            places.append((after_prompt + torch.arange(length)).expand(3, -1))
+            if branch.pictured is None:
+                places.append((after_prompt + torch.arange(length)).expand(3, -1))
+            else:
+                places.append(branch.pictured.position_3T)
+                pictured.append((offset, branch.pictured))
             if branch.read_state:
                 states.append(offset + length - 1)
             before = [first, *range(offset, offset + length - 1)]
@@ -187,7 +197,20 @@ def pack_tails(prompts: Sequence[Prompt], branches: Sequence[Sequence[Branch]]) 
         sampled_index_L=torch.tensor(samples, dtype=torch.long),
         sampled_L=torch.cat([NO_IDS, *sampled]),
         read_index_R=torch.tensor(sorted({*states, *predicts, *samples}), dtype=torch.long),
+        **_pictures_of(pictured),
     )
+
+
+def _pictures_of(pictured: Sequence[tuple[int, Prompt]]) -> dict[str, Tensor]:
+    """The fields of `TailPart` for continuations with pictures, each with the place of its first token."""
+    shown = [(start, part) for start, part in pictured if part.pixels is not None]
+    if not shown:
+        return {}
+    return {
+        "picture_index_F": torch.cat([start + part.type_ids.nonzero().flatten() for start, part in shown]),
+        "pixels": torch.cat([part.pixels for _, part in shown if part.pixels is not None]),
+        "image_grid": torch.cat([part.image_grid for _, part in shown if part.image_grid is not None]),
+    }
 
 
 def _spans(type_ids_T: Tensor) -> tuple[tuple[int, int], ...]:

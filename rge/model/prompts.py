@@ -180,22 +180,41 @@ class PromptBuilder:
         if not sizes and not own:
             raise UserError(f"item {item.id!r} has neither text nor images")
         prompt = encode(text, 0)
-        if len(prompt) <= self.max_tokens:
+        if len(prompt) <= self.max_tokens:  # first, since the rest takes time
             return prompt
         after = self._around(item, side)[1] if (item.text or "").strip() else ""
-        text_ids = self.tokenizer(text.removesuffix(after), add_special_tokens=False).input_ids
+
+        def shorter(part: str, num_cut: int) -> P:
+            return encode(part + after, num_cut)
+
+        def too_long() -> UserError:
+            return UserError(
+                f"item {item.id!r}: pictures and template alone exceed max_prompt_tokens={self.max_tokens} "
+                f"({self._pictures(sizes)}); {MAKE_ROOM}"
+            )
+
+        return self._shortened(prompt, text.removesuffix(after), shorter, self.max_tokens, too_long)
+
+    def _shortened(
+        self,
+        prompt: P,
+        text: str,
+        encode: Callable[[str, int], P],
+        max_tokens: int,
+        too_long: Callable[[], UserError],
+    ) -> P:
+        """`prompt` if it fits, else `encode` of as much of its text as does."""
+        if len(prompt) <= max_tokens:
+            return prompt
+        text_ids = self.tokenizer(text, add_special_tokens=False).input_ids
         kept = len(text_ids)
         # Decoding a prefix of the ids and encoding it again may give other ids, a few more than before, hence a loop.
-        while (excess := len(prompt) - self.max_tokens) > 0:
+        while (excess := len(prompt) - max_tokens) > 0:
             if kept == 0:
-                raise UserError(
-                    f"item {item.id!r}: pictures and template alone exceed max_prompt_tokens={self.max_tokens} "
-                    f"({self._pictures(sizes)}); {MAKE_ROOM}"
-                )
+                raise too_long()
             kept = max(0, kept - excess)
             # A cut inside a character of several tokens decodes to a replacement character.
-            shorter = self.tokenizer.decode(text_ids[:kept]).rstrip("\ufffd")
-            prompt = encode(shorter + after, len(text_ids) - kept)
+            prompt = encode(self.tokenizer.decode(text_ids[:kept]).rstrip("\ufffd"), len(text_ids) - kept)
         return prompt
 
     def _pictures(self, sizes: Sequence[tuple[int, int]]) -> str:
@@ -228,6 +247,75 @@ class PromptBuilder:
                 f"({self._pictures([image.size for image in images])}); or {MAKE_ROOM}"
             )
         return prompt
+
+    def build_pairs(
+        self, first: Item, seconds: Sequence[Item], *, wording: tuple[str, str, str]
+    ) -> tuple[Prompt, list[Prompt]]:
+        """Prompts that show one item and then another, as their common beginning and what follows it in each.
+
+        Both items are shown as their pictures, then their text. `wording` stands before the first item's text, after it, and after
+        the second item. The end of a second item's text is cut where a prompt would exceed `max_tokens`.
+
+        Returns:
+            The beginning, and for each second item the rest, with its positions in the whole prompt.
+
+        Raises:
+            UserError: a prompt is too long even without the second item's text, or the chat template reorders its parts.
+            ImageError: a picture cannot be read.
+        """
+        before, between, after = wording
+        beginning = f"{before}{self._plain((first.text or '').strip())}{between}"
+        images = self.scaled(first.id, map(load_image, first.images))
+        shown = [{"type": "image"}] * len(images)
+        opening = {"type": "text", "text": f"\n{beginning}" if images else beginning}
+        marked = {"type": "text", "text": opening["text"] + _TEXT}
+        rendered = self._turn([*shown, marked]).rpartition(_TEXT)[0]
+        head_ids, fields = self._processed(first.id, rendered, images)
+        head = self._prompt(first.id, head_ids, fields, 0)
+        rests = []
+        for second in seconds:
+            own = self.scaled(second.id, map(load_image, second.images))
+
+            def rest(
+                text: str, num_cut: int, second: Item = second, own: Sequence[Image.Image] = own
+            ) -> Prompt:
+                closing = "\n".join(filter(None, (text, after)))
+                content = [*shown, {"type": "text", "text": opening["text"] + closing}]
+                if own:
+                    content = [*shown, opening, *[{"type": "image"}] * len(own)]
+                    content.append({"type": "text", "text": f"\n{closing}"})
+                whole = self._turn(content)
+                if not whole.startswith(rendered):
+                    raise UserError(
+                        "the model's chat template changes the order of pictures and texts: use another judge"
+                    )
+                return self._continued(head, second.id, whole[len(rendered) :], own, num_cut)
+
+            def too_long(second: Item = second) -> UserError:
+                return UserError(
+                    f"item {second.id!r} does not fit behind {first.id!r} in {self.max_tokens} tokens, even without its "
+                    "text: limit the pictures' size, or shorten the first"
+                )
+
+            text = self._plain((second.text or "").strip())
+            most = self.max_tokens - len(head)
+            rests.append(self._shortened(rest(text, 0), text, rest, most, too_long))
+        return head, rests
+
+    def _continued(
+        self, head: Prompt, name: str, rendered: str, images: Sequence[Image.Image], num_cut: int
+    ) -> Prompt:
+        """What follows a prompt, at its positions after it."""
+        input_ids, fields = self._processed(name, rendered, images, add_special_tokens=False)
+        alone = self._prompt(name, input_ids, fields, num_cut)
+        grids = [one.image_grid for one in (head, alone) if one.image_grid is not None]
+        position_3T = self.family.positions(
+            self.processor.image_processor,
+            torch.cat([head.input_ids, input_ids]),
+            torch.cat([head.type_ids, alone.type_ids]),
+            torch.cat(grids) if grids else None,
+        )
+        return replace(alone, position_3T=position_3T[:, len(head) :])
 
     def rationale_ids(self, rationale: str, record_id: str) -> list[int]:
         """Token ids of an oracle rationale and its ``<emb>``; ValueError if it is empty, too long, or contains ``<emb>``."""
@@ -287,8 +375,10 @@ class PromptBuilder:
             self._known[key] = (input_ids, fields.get("image_grid_thw"))
         return self._prompt(name, input_ids, fields, num_cut)
 
-    def _processed(self, name: str, rendered: str, images: Sequence[Image.Image]) -> tuple[Tensor, Any]:
-        given = {"images": list(images) or None, "return_tensors": "pt", **self._options}
+    def _processed(
+        self, name: str, rendered: str, images: Sequence[Image.Image], **more: Any
+    ) -> tuple[Tensor, Any]:
+        given = {"images": list(images) or None, "return_tensors": "pt", **self._options, **more}
         with _of_pictures(name):
             fields = self.processor(text=[rendered], **given)
         return fields["input_ids"][0], fields

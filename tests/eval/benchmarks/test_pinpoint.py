@@ -1,6 +1,8 @@
 """PinPoint: every trap of the shipped table, and both profiles worked out by hand."""
 
+import base64
 import json
+import math
 import shutil
 
 import numpy as np
@@ -10,10 +12,14 @@ from eval_fakes import picture
 
 from eval.__main__ import main
 from eval.benchmarks.releases.pinpoint import PinpointOptions, import_pinpoint
+from eval.commands.rerank import RerankOptions, rerank_command
 from eval.commands.score import ScoreOptions, score
 from eval.pages.evaluations import read_evaluation
 from eval.pages.tables import main_table, random_floors
+from rge.calls.local_server import Answer, LocalServer, chat
+from rge.calls.model_config import ModelConfig
 from rge.common.errors import UserError
+from rge.common.images import load_image
 
 INDEX = [f"sig{letter}" for letter in "abcdefghij"]
 ROWS = [
@@ -310,3 +316,63 @@ def test_excluded_query_image(release, tmp_path):
     assert [[found.corpus_ids[r] for r in rows] for rows in found.excluded] == [["sigi"]] * 3 + [
         ["sigi", "sigj"]
     ]
+
+
+@pytest.mark.slow
+def test_its_reranker_by_an_endpoint(release, wanted, tmp_path):
+    """Before and after, with a judge that answers, refuses, or answers nonsense; and nothing is asked twice."""
+    colours = {load_image(picture(number)).getpixel((0, 0)): name for number, name in enumerate(INDEX)}
+    probabilities = {"siga": 0.9, "sigb": 0.8, "sigd": 0.4, "sigi": 0.1}
+    asked = []
+
+    async def judge(path, body):
+        *_, url, _ = (part.get("image_url", {}).get("url", "") for part in body["messages"][0]["content"])
+        shown = load_image(base64.b64decode(url.partition(",")[2])).getpixel((0, 0))
+        asked.append(name := colours[shown])
+        if name == "sigc":
+            return Answer({"error": {"code": "content_filter", "message": "the content filter"}}, 400)
+        answer = chat("Yes", stop="length")
+        words = {"blue": 0.9} if name == "sige" else {"Yes": probabilities.get(name, 0.2)}
+        words |= {} if name == "sige" else {"No": 1 - words["Yes"]}
+        top = [{"token": word, "logprob": math.log(share)} for word, share in words.items()]
+        answer.body["choices"][0]["logprobs"] = {"content": [{"token": "Yes", "top_logprobs": top}]}
+        return answer
+
+    before, _ = scored(release, tmp_path, "clean")
+    with LocalServer(judge) as server:
+        options = RerankOptions(
+            of=tmp_path / "clean", out=tmp_path / "judged", endpoint=ModelConfig("vlm", server.url)
+        )
+        rerank_command(options)
+        num = len(asked)
+        rerank_command(options)
+        assert len(asked) == num == sum(map(len, RANKING.values()))
+    results = json.loads((tmp_path / "judged" / "results.json").read_text())
+    tops = pd.read_parquet(tmp_path / "judged" / "per_query.parquet").set_index("query_id")["top10"]
+    assert {name: list(top) for name, top in tops.items()} == {
+        "00001": ["siga", "sigb", "sigi", "sigc"],
+        "00002": ["siga", "sigf", "sigg", "sige"],
+        "00003": ["siga", "sigd", "sige"],
+        "00004": ["siga", "sigf"],
+    }
+    assert results["rerank"]["unscored"] == {"refusal": 1, "neither yes nor no": 2}
+    assert any("3 of 13 pairs have no score" in warning for warning in results["warnings"])
+    compared = results["rerank"]["before"]
+    for name in (
+        "map_capped@10",
+        "delta_map_capped_relative@10",
+        "negative_recall@10",
+        "linguistic_sensitivity",
+    ):
+        assert compared[name] == before["micro"][name]
+    assert results["micro"]["map_capped@10"]["value"] == pytest.approx((1 + 0.5 + 0.5 + 0.5) / 4)
+
+
+@pytest.mark.slow
+def test_its_reranker_by_a_stock_model(release, wanted, tmp_path, tiny_path):
+    scored(release, tmp_path, "clean")
+    rerank_command(RerankOptions(of=tmp_path / "clean", out=tmp_path / "judged", judge=str(tiny_path)))
+    rerank = json.loads((tmp_path / "judged" / "results.json").read_text())["rerank"]
+    assert (rerank["ask"], rerank["num_pairs"], rerank["unscored"]) == ("yes_no", 13, {})
+    assert rerank["counts"]["pairs"] == 13
+    assert rerank["counts"]["tokens"] < rerank["counts"]["tokens_alone"]

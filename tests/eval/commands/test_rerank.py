@@ -5,6 +5,7 @@ import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,8 +18,7 @@ from eval.commands.budget import BudgetOptions, budget
 from eval.commands.rerank import RerankOptions, reorder, rerank, rerank_command
 from eval.commands.run import RunOptions, run
 from eval.embedding.identity import differences
-from eval.judging import description
-from eval.judging.description import DescriptionJudge
+from eval.judging import records as judge_records
 from eval.pages.boards.rows import note_of
 from eval.pages.evaluations import read_evaluation
 from eval.scoring.search import Ranking
@@ -28,6 +28,9 @@ from rge.common.errors import UserError
 from rge.common.schema import Item
 from rge.data.sources import RecordFile
 from rge.identity import run_identity
+from rge.judging import description
+from rge.judging.description import DescriptionJudge
+from rge.judging.scorer import SCORERS, Judge, Score, Scorer
 from rge.rollout.generate import generate
 
 RANKING = Ranking(
@@ -37,19 +40,33 @@ RANKING = Ranking(
 )
 
 
-class Fixed:
+class Fixed(Scorer):
     """Scores by candidate id; remembers what it was asked."""
 
+    first = "candidate"
+
     def __init__(self, scores, name="fixed"):
+        super().__init__()
         self.scores, self.asked = scores, []
         self.name = {"judge": name}
 
-    def describe(self, texts, answers):
-        return list(texts)
+    def prepare(self, queries, rationales, answers):
+        return [Item(q.id, text=rationales.get(q.id) or q.text) for q in queries]
 
     def score(self, pairs):
         self.asked += [(query.id, candidate.id) for query, candidate in pairs]
-        return [self.scores.get(candidate.id, 0.5) for _, candidate in pairs]
+        return [Score(self.scores.get(candidate.id, 0.5)) for _, candidate in pairs]
+
+
+@pytest.fixture
+def judged_by(monkeypatch):
+    """Makes every judge that a command loads this one."""
+
+    def use(scorer):
+        monkeypatch.setattr(SCORERS, "_entries", {**SCORERS._entries, "yes_no": lambda judge: scorer})
+
+    list(SCORERS)  # the built-in ones
+    return use
 
 
 @pytest.fixture
@@ -206,7 +223,7 @@ def test_scores_of_a_local_judge_are_kept_under_its_code_and_versions(wanted, tm
 
 
 @pytest.mark.slow
-def test_the_command_reranks_a_finished_evaluation(tmp_path, monkeypatch):
+def test_the_command_reranks_a_finished_evaluation(tmp_path, judged_by):
     content = tables()
     data = write_tables(tmp_path / "set", content)
     asked = RunOptions(
@@ -217,11 +234,9 @@ def test_the_command_reranks_a_finished_evaluation(tmp_path, monkeypatch):
 
     class Knows(Fixed):
         def score(self, pairs):
-            return [0.9 if (query.id, candidate.id) in right else 0.1 for query, candidate in pairs]
+            return [Score(0.9 if (query.id, candidate.id) in right else 0.1) for query, candidate in pairs]
 
-    from eval.commands import rerank as module
-
-    monkeypatch.setattr(module, "DescriptionJudge", lambda *_, **__: Knows({}))
+    judged_by(Knows({}))
     options = {"of": done, "out": tmp_path / "judged", "judge": "x"}
     rerank_command(RerankOptions(**options, top_n=60))
     before, after = (json.loads((path / "results.json").read_text()) for path in (done, tmp_path / "judged"))
@@ -232,16 +247,17 @@ def test_the_command_reranks_a_finished_evaluation(tmp_path, monkeypatch):
     assert after["rerank"]["num_pairs"] == 24 * 60
     assert after["query_mode"] == "reasoning"
     told = Knows({})
-    told.describe = lambda texts, answers: told.asked.extend(texts) or texts
-    monkeypatch.setattr(module, "DescriptionJudge", lambda *_, **__: told)
+    prepare = told.prepare
+    told.prepare = lambda *given: told.asked.extend(prepare(*given)) or prepare(*given)
+    judged_by(told)
     rerank_command(RerankOptions(of=tmp_path / "judged", out=tmp_path / "again", judge="x", top_n=2))
     assert [text.text for text in told.asked] == [f"because of {text.id}" for text in told.asked]
-    monkeypatch.setattr(module, "DescriptionJudge", lambda *_, **__: Knows({}))
+    judged_by(Knows({}))
     with pytest.raises(UserError, match="already holds an evaluation with rerank.top_n = 60"):
         rerank_command(RerankOptions(**options, top_n=5))
     other = Knows({})
     other.name = other.name | {"judge": "another"}
-    monkeypatch.setattr(module, "DescriptionJudge", lambda *_, **__: other)
+    judged_by(other)
     with pytest.raises(UserError, match="already holds an evaluation with rerank.judge = .*'another'"):
         rerank_command(RerankOptions(**options, top_n=60))
     rerank_command(RerankOptions(**options, top_n=1, overwrite=True))
@@ -280,14 +296,14 @@ def test_a_mix_adds_to_the_ranking_and_any_scores_stay_above_the_rest():
 
 
 def test_a_likelihood_is_that_of_a_plain_forward(lively_path, wanted):
-    judge = DescriptionJudge(str(lively_path), batch_size=2)
+    judge = DescriptionJudge(Judge(str(lively_path), batch_size=2))
     candidates = list(wanted.corpus_items())[:2]
     texts = [Item("a", "because of a key"), Item("b", "it is so"), Item("c", "a")]
     pairs = [(text, candidate) for candidate in candidates for text in texts]
-    found = judge.score(pairs)
-    embedder, tokenizer = judge._embedder, judge._builder.processor.tokenizer
+    found = [score.value for score in judge.score(pairs)]
+    embedder, tokenizer = judge.model.embedder, judge.model.builder.processor.tokenizer
     for (text, candidate), value in zip(pairs, found, strict=True):
-        prompt = judge._builder.build(Item("x", description.QUESTION, candidate.images), "query")
+        prompt = judge.model.builder.build(Item("x", description.QUESTION, candidate.images), "query")
         ids = tokenizer(text.text, add_special_tokens=False).input_ids
         with torch.no_grad():
             _, logits, _ = stock_forward(embedder, [prompt], [ids], "right")
@@ -301,24 +317,24 @@ def test_a_judge_of_the_hub_is_known_by_its_files(lively_path, tmp_path, monkeyp
     folder = shutil.copytree(lively_path, tmp_path / "judge")
     (folder / "rge.json").write_text(json.dumps({"pixels": {"min": 28 * 28, "max": 56 * 56}}))
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: str(folder))
-    judge, same = (DescriptionJudge(name, batch_size=2) for name in ("owner/name", str(folder)))
+    judge, same = (DescriptionJudge(Judge(name, batch_size=2)) for name in ("owner/name", str(folder)))
     assert judge.name == same.name
-    sizes = [one._builder.processor.image_processor.size for one in (judge, same)]
+    sizes = [one.model.builder.processor.image_processor.size for one in (judge, same)]
     assert sizes[0] == sizes[1]
     assert sizes[0]["longest_edge"] == 56 * 56
 
 
 def test_a_judge_describes_the_answer_once_and_keeps_it(lively_path, tmp_path, monkeypatch):
-    judge = DescriptionJudge(str(lively_path), batch_size=2)
+    judge = DescriptionJudge(Judge(str(lively_path), batch_size=2))
     answers = AnswerStore(tmp_path / "judge.sqlite")
     texts = [Item("a", "it is a lock"), Item("b", "it is a door"), Item("c", "it is a lock")]
     first = judge.describe([texts[0]], answers)[0].text
-    prompt = judge._builder.build(Item("a", f"it is a lock\n{description.ANSWER_SHOWS}"), "query")
+    prompt = judge.model.builder.build(Item("a", f"it is a lock\n{description.ANSWER_SHOWS}"), "query")
     (plain,) = generate(
-        judge._embedder, [prompt], max_new_tokens=description.DESCRIPTION_TOKENS, batch_size=1
+        judge.model.embedder, [prompt], max_new_tokens=description.DESCRIPTION_TOKENS, batch_size=1
     )
     assert not plain.forced
-    assert first == judge._builder.processor.tokenizer.decode(plain.ids).strip() != ""
+    assert first == judge.model.builder.processor.tokenizer.decode(plain.ids).strip() != ""
 
     asked = []
     monkeypatch.setattr(
@@ -339,7 +355,7 @@ def test_a_judge_describes_the_answer_once_and_keeps_it(lively_path, tmp_path, m
 
 
 @pytest.mark.slow
-def test_the_command_asks_for_what_the_answer_shows(tmp_path, monkeypatch):
+def test_the_command_asks_for_what_the_answer_shows(tmp_path, judged_by):
     data = write_tables(tmp_path / "set", tables())
     (done,) = run(
         RunOptions(checkpoint="fake", set=data, out=tmp_path / "eval", report=False), loader(FakeEncoder())
@@ -347,18 +363,16 @@ def test_the_command_asks_for_what_the_answer_shows(tmp_path, monkeypatch):
     asked = []
 
     class Describes(Fixed):
-        def __init__(self, path, **_):
-            super().__init__({})
-
-        def describe(self, texts, answers):
+        def prepare(self, queries, rationales, answers):
             assert isinstance(answers, AnswerStore)
+            texts = super().prepare(queries, rationales, answers)
             return [Item(one.id, text=one.text.replace("because of", "a picture of")) for one in texts]
 
         def score(self, pairs):
             asked.extend(pairs)
-            return [-float(int(candidate.id[1:])) for _, candidate in pairs]
+            return [Score(-float(int(candidate.id[1:]))) for _, candidate in pairs]
 
-    monkeypatch.setattr("eval.commands.rerank.DescriptionJudge", Describes)
+    judged_by(Describes({}))
     options = {"of": done, "judge": "x", "top_n": 3, "out": tmp_path / "out"}
     rerank_command(RerankOptions(**options, mix=0.05))
     assert {(query.id, query.text, query.images) for query, _ in asked} == {
@@ -371,18 +385,18 @@ def test_the_command_asks_for_what_the_answer_shows(tmp_path, monkeypatch):
         for path in (done, tmp_path / "out", tmp_path / "alone", tmp_path / "nothing")
     )
     assert found["rerank"]["mix"] == 0.05
-    assert found["rerank"]["question"] == description.QUESTION
+    assert found["rerank"]["before"]["recall@10"] == before["micro"]["recall@10"]
     assert nothing["micro"] == before["micro"] != alone["micro"]
     assert nothing["identity"]["key"] != alone["identity"]["key"]
     with pytest.raises(UserError, match="rerank.mix = 0.05, this one has None"):
         rerank_command(RerankOptions(**options))
 
 
-def test_a_reranked_evaluation_is_not_replaced_by_its_first_ranking_unasked(tmp_path, monkeypatch):
+def test_a_reranked_evaluation_is_not_replaced_by_its_first_ranking_unasked(tmp_path, judged_by):
     data = write_tables(tmp_path / "set", tables())
     options = {"checkpoint": "fake", "set": data, "cache": tmp_path / "cache", "report": False}
     (done,) = run(RunOptions(**options, out=tmp_path / "eval"), loader(FakeEncoder()))
-    monkeypatch.setattr("eval.commands.rerank.DescriptionJudge", lambda *_, **__: Fixed({}))
+    judged_by(Fixed({}))
     rerank_command(RerankOptions(of=done, judge="x", top_n=3, out=tmp_path / "judged"))
     before = (tmp_path / "judged" / "results.json").read_bytes()
     with pytest.raises(UserError, match="already holds an evaluation with rerank.of = "):
@@ -391,14 +405,14 @@ def test_a_reranked_evaluation_is_not_replaced_by_its_first_ranking_unasked(tmp_
     rerank_command(RerankOptions(of=done, judge="x", top_n=3, out=tmp_path / "judged"))
 
 
-def test_samples_of_a_budget_are_told_apart_before_and_after_reranking(tmp_path, monkeypatch):
+def test_samples_of_a_budget_are_told_apart_before_and_after_reranking(tmp_path, judged_by):
     options = {
         "checkpoint": "fake", "set": write_set(tmp_path / "set", num_queries=4, num_candidates=8), "k": 1,
         "fuse": ("mean",), "report": False,
     }  # fmt: skip
     for name, more in {"first": {}, "hotter": {"draw_temperature": 1.0}, "reseeded": {"seed": 1}}.items():
         budget(BudgetOptions(out=tmp_path / name, **options, **more), loader(FakeEncoder()))
-    monkeypatch.setattr("eval.commands.rerank.DescriptionJudge", lambda *_, **__: Fixed({}))
+    judged_by(Fixed({}))
     points = ("first/mean-1", "first/reasoning", "hotter/mean-1", "reseeded/mean-1")
     kinds = {"drawn": [tmp_path / point for point in points]}
     for number in (1, 2):  # a ranking can be reranked again
@@ -420,7 +434,7 @@ def test_samples_of_a_budget_are_told_apart_before_and_after_reranking(tmp_path,
 
 
 @pytest.mark.slow
-def test_the_judge_sees_no_text_that_the_embedder_did_not(tmp_path, monkeypatch):
+def test_the_judge_sees_no_text_that_the_embedder_did_not(tmp_path, judged_by):
     asked = {
         "checkpoint": "fake", "set": write_set(tmp_path / "set"), "report": False,
         "query_mode": ("direct", "reasoning"), "query_modality": ("image",),
@@ -428,25 +442,26 @@ def test_the_judge_sees_no_text_that_the_embedder_did_not(tmp_path, monkeypatch)
     seen = []
 
     class Sees(Fixed):
-        def describe(self, texts, answers):
+        def prepare(self, *given):
+            texts = super().prepare(*given)
             seen.append({one.text for one in texts})
-            return super().describe(texts, answers)
+            return texts
 
-    monkeypatch.setattr("eval.commands.rerank.DescriptionJudge", lambda *_, **__: Sees({}))
+    judged_by(Sees({}))
     for number, done in enumerate(run(RunOptions(**asked, out=tmp_path / "eval"), loader(FakeEncoder()))):
         rerank_command(RerankOptions(of=done, judge="x", top_n=1, out=tmp_path / f"{number}"))
     assert seen == [{f"because of q{n:02d}" for n in range(24)}, {None}]
 
 
 @pytest.mark.slow
-def test_a_query_that_counted_0_is_not_left_out_after_reranking(tmp_path, monkeypatch):
+def test_a_query_that_counted_0_is_not_left_out_after_reranking(tmp_path, judged_by):
     """BM25 ranks nothing for a query whose words occur nowhere; the official profile skips queries without a ranking."""
     content = tables(negatives=False)
     content["corpus"]["text"] = [f"question {name[1:].lstrip('0')}" for name in content["corpus"]["id"]]
     content["queries"]["text"][3] = "zzz"
     data = write_tables(tmp_path / "set", content, {"benchmark": "mmbright"})
     done = bm25(Bm25Options(set=data, out=tmp_path / "bm25", benchmark="mmbright", profile="official"))
-    monkeypatch.setattr("eval.commands.rerank.DescriptionJudge", lambda *_, **__: Fixed({}))
+    judged_by(Fixed({}))
     rerank_command(RerankOptions(of=done, judge="x", mix=0.0, out=tmp_path / "judged"))
     before, after = (json.loads((path / "results.json").read_text()) for path in (done, tmp_path / "judged"))
     assert after["coverage"] == before["coverage"] == 1.0
@@ -455,13 +470,13 @@ def test_a_query_that_counted_0_is_not_left_out_after_reranking(tmp_path, monkey
 
 @pytest.mark.slow
 def test_records_that_teach_to_describe(tmp_path):
-    folder = description.Path("data_prep/demo/data/train").resolve()
-    options = description.JudgeRecordsOptions(
+    folder = Path("data_prep/demo/data/train").resolve()
+    options = judge_records.JudgeRecordsOptions(
         src=(folder / "relations.jsonl",),
         descriptions=(folder / "naming.jsonl",),
         out=tmp_path / "a place" / "out.jsonl",
     )
-    made = RecordFile(description.write_records(options), need_rationale=True)
+    made = RecordFile(judge_records.write_records(options), need_rationale=True)
     records = [made[number] for number in range(len(made))]
     pictures = [one for one in records if one.query.images]
     names = RecordFile(folder / "naming.jsonl")
@@ -473,10 +488,10 @@ def test_records_that_teach_to_describe(tmp_path):
     door = "This is a door; it is unlocked with a key.\n" + description.ANSWER_SHOWS
     assert texts[door] == "This is a key."
     other = replace(options, descriptions=(folder / "relations.jsonl",), src=(folder / "naming.jsonl",))
-    assert len(RecordFile(description.write_records(other))) > 0
+    assert len(RecordFile(judge_records.write_records(other))) > 0
     some = tmp_path / "some.jsonl"
     row = json.loads((folder / "text.jsonl").read_text().splitlines()[0])
     row["positives"][0] |= {"identity": "nobody", "image": None, "text": "words"}
     some.write_text(json.dumps(row))
     with pytest.raises(UserError, match="describes no positive of src"):
-        description.write_records(replace(options, src=(some,)))
+        judge_records.write_records(replace(options, src=(some,)))

@@ -1,0 +1,1 @@
+"""Vision-language models that judge: scores of pairs of a query and a candidate."""

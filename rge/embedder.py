@@ -29,11 +29,12 @@ from rge.checkpoints.settings import CheckpointError, CheckpointSettings, Settin
 from rge.common.commands import progress_bar
 from rge.common.errors import UserError, not_one_of
 from rge.common.files import checkpoint_folder
-from rge.common.images import WEB, fetch_picture, load_image
+from rge.common.images import WEB, load_image
 from rge.common.modes import Mode
 from rge.common.prompt_profiles import PROFILES
 from rge.common.schema import Encoded, ImageRef, Item
 from rge.distributed.workers import Work, Workers
+from rge.web.client import fetch_picture
 
 if TYPE_CHECKING:
     from rge.inference import Inference, OnProgress, Side

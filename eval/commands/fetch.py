@@ -30,6 +30,7 @@ from rge.common.files import read_json, write_json
 from rge.common.mmeb_prompts import SETS
 from rge.common.options import one_of
 from rge.tables.rows import num_rows
+from rge.web.client import make_client
 
 FETCHED = "fetch.json"
 _LONG_DOCUMENTS = {
@@ -103,10 +104,11 @@ def fetch(options: FetchOptions) -> Path:
 
 
 def _download_all(options: FetchOptions, release: Release, about: dict[str, Any]) -> None:
-    from httpx import HTTPError
+    from httpx import Client, HTTPError
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HFValidationError
 
+    make_client(Client).close()  # the hub's own client ends in a traceback where this one names the variable
     for repo, (folder, patterns) in release.repos.items():
         try:
             revision = options.revision or about["commits"].get(repo) or "main"

@@ -45,6 +45,7 @@ from rge.calls.wire.replies import (
     usage,
 )
 from rge.common.images import ImageError
+from rge.web.client import make_client
 
 T = TypeVar("T")
 
@@ -112,8 +113,12 @@ class Sender:
             max_connections=model.concurrency, max_keepalive_connections=model.concurrency
         )
         # No time-outs of its own: `send` limits each request as a whole.
-        self.client = httpx.AsyncClient(
-            base_url=model.base_url or OPENAI, headers=headers(model), limits=connections, timeout=None
+        self.client = make_client(
+            httpx.AsyncClient,
+            base_url=model.base_url or OPENAI,
+            headers=headers(model),
+            limits=connections,
+            timeout=None,
         )
 
     async def add(self, call: Call) -> None:

@@ -4,7 +4,6 @@ import base64
 import hashlib
 import io
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -172,33 +171,6 @@ def _is_file(entry: os.DirEntry) -> bool:
         return False  # a link to itself
 
 
-def fetch_picture(address: str) -> bytes:
-    """Encoded bytes of a picture on the web or in a ``data:`` URL.
-
-    Raises:
-        ImageError: it cannot be fetched within `FETCH_S` seconds, or has more than `FETCH_BYTES` bytes.
-    """
-    if address.startswith("data:"):
-        return decode_data_url(address)
-    import httpx
-
-    shown = _shortened(address)
-    data = bytearray()
-    deadline = time.monotonic() + FETCH_S
-    try:
-        with httpx.stream("GET", address, timeout=FETCH_S, follow_redirects=True) as response:
-            response.raise_for_status()
-            for part in response.iter_bytes():
-                data += part
-                if len(data) > FETCH_BYTES:
-                    raise ImageError(f"picture {shown} is larger than {FETCH_BYTES >> 20} MB")
-                if time.monotonic() > deadline:
-                    raise ImageError(f"picture {shown} did not arrive within {FETCH_S} s")
-    except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
-        raise ImageError(f"picture {shown} cannot be fetched: {error or type(error).__name__}") from error
-    return bytes(data)
-
-
 def decode_data_url(address: str) -> bytes:
     """The content of a ``data:`` URL in base64; anything else is an `ImageError`."""
     head, comma, text = address.partition(",")
@@ -207,10 +179,11 @@ def decode_data_url(address: str) -> bytes:
             raise ValueError("only base64 is supported")
         return base64.b64decode(text, validate=True)
     except ValueError as error:
-        raise ImageError(f"data URL {_shortened(address)} cannot be read: {error}") from None
+        raise ImageError(f"data URL {shortened(address)} cannot be read: {error}") from None
 
 
-def _shortened(address: str) -> str:
+def shortened(address: str) -> str:
+    """An address for messages."""
     return address[:60] + ("..." if len(address) > 60 else "")
 
 

@@ -13,10 +13,10 @@ from starlette.staticfiles import StaticFiles
 
 from rge.common.errors import UserError
 from rge.common.files import DEMO_CHECKPOINT
-from rge.common.images import fetch_picture
 from rge.explore.address import is_local
 from rge.explore.explorer import Explorer, Picture, Query, StoppedError
 from rge.index.sources import thumbnail
+from rge.web.client import fetch_picture
 
 MAX_BYTES = 32 << 20
 """Maximum size of a body: a photo has about 5 MB, and a third more in base64."""

@@ -24,11 +24,12 @@ from PIL import ExifTags, Image
 
 from rge.common.errors import UserError
 from rge.common.files import write_text
-from rge.common.images import WEB, ImageError, fetch_picture, load_image, open_picture, picture_bytes
+from rge.common.images import WEB, ImageError, load_image, open_picture, picture_bytes
 from rge.index.options import Reading
 from rge.tables.listing import Exclude, Skipped, visible_files
 from rge.tables.pictures import SUFFIXES, file_stamp
 from rge.tables.rows import TABLES, picture_cell, reading, table_rows
+from rge.web.client import fetch_picture
 
 MAX_TEXT_BYTES = 1 << 20
 """Largest text file that counts as an item: a prompt has a few thousand tokens."""

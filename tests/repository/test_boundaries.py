@@ -194,3 +194,19 @@ def test_errors_of_the_user_have_one_root():
         "SetError",
         "TableError",
     } <= ours
+
+
+def test_every_http_client_is_made_by_one_function():
+    """It explains a proxy or certificate that cannot be used, and reaches this machine without one."""
+    makers = {"Client", "AsyncClient", "get", "post", "put", "request", "stream"}
+    found = {
+        name
+        for name in FILES
+        for node in nodes(name)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and isinstance(node.func.value, ast.Name)
+        and node.func.value.id in ("httpx", "requests")
+        and node.func.attr in makers
+    }
+    assert not found

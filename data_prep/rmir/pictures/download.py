@@ -12,12 +12,16 @@ from typing import Any
 import httpx
 
 from data_prep.rmir.config import DownloadConfig
+from rge.calls.pace import backoff
 from rge.common.commands import progress_bar
 from rge.common.errors import UserError, ungrouped
 from rge.common.files import FileError, write_bytes
 from rge.common.images import WEB
+from rge.web.client import make_client
 
 TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
+MAX_BACKOFF_S = 60.0
+"""Longest wait before the next attempt."""
 OUTAGE_OF = 20
 """Fewer pictures that cannot be reached are dead links, not an outage."""
 LOST = "lost"
@@ -68,7 +72,7 @@ async def _fetch_all(
     lost: dict[str, Lost] = {}
     queue = iter(todo)
     bar = progress_bar(total=len(todo), desc="download", disable=not progress)
-    client = httpx.AsyncClient(limits=limits, follow_redirects=True, timeout=config.timeout_s)
+    client = make_client(httpx.AsyncClient, limits=limits, follow_redirects=True, timeout=config.timeout_s)
 
     async def worker() -> None:
         for url in queue:
@@ -94,7 +98,7 @@ async def _fetch_one(client: httpx.AsyncClient, url: str, path: Path, config: Do
         except Lost as error:
             if not error.may_pass or attempt == config.max_retries:
                 raise
-        await asyncio.sleep(config.backoff_s * 2**attempt * random.random())
+        await asyncio.sleep(backoff(attempt, config.backoff_s, MAX_BACKOFF_S) * random.random())
 
 
 async def _get(client: httpx.AsyncClient, url: str, config: DownloadConfig) -> bytes:

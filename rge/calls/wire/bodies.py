@@ -11,6 +11,7 @@ from rge.calls.request import Part, Picture, Request
 from rge.calls.wire.pictures import EncodedPictures
 from rge.calls.wire.replies import as_dict, dict_items, valid_unicode
 from rge.common.errors import UserError
+from rge.web.client import make_client
 
 OPENAI = "https://api.openai.com/v1"
 PATH = "/chat/completions"
@@ -86,7 +87,8 @@ def served_model(model: ModelConfig) -> dict[str, Any]:
     """
     address = model.base_url or OPENAI
     try:
-        response = httpx.get(f"{address.rstrip('/')}/models", headers=headers(model), timeout=LIST_TIMEOUT_S)
+        with make_client(httpx.Client, headers=headers(model), timeout=LIST_TIMEOUT_S) as client:
+            response = client.get(f"{address.rstrip('/')}/models")
     except httpx.HTTPError as error:
         message = Mask([model.key()])(str(error) or type(error).__name__)
         raise UserError(f"{model.name}: cannot list the models at {address}: {message}") from None

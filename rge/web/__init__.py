@@ -1,0 +1,1 @@
+"""The web: clients that obey the environment, and pictures by their address."""

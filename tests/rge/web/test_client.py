@@ -1,0 +1,91 @@
+"""Clients of the web: the environment's proxies and certificates, and this machine's own addresses."""
+
+import asyncio
+
+import httpx
+import pytest
+
+from data_prep.rmir.config import DownloadConfig
+from data_prep.rmir.pictures.download import fetch
+from rge.calls.caller import Caller
+from rge.calls.local_server import Answer, LocalServer, chat
+from rge.calls.model_config import ModelConfig
+from rge.calls.request import Request
+from rge.calls.store import AnswerStore
+from rge.calls.wire.bodies import served_model
+from rge.common.errors import UserError
+from rge.index.sources import Entry, load
+from rge.web.client import PROXIES, make_client
+
+BROKEN = {
+    "HTTPS_PROXY": "socks://me:secret-word@proxy:1080",
+    "all_proxy": "socks5://me:secret-word@proxy:1080",
+    "HTTP_PROXY": "http://me:secret-word@[::",
+    "SSL_CERT_FILE": "/no/such/file.pem",
+}
+ADDRESS = "http://host.invalid/v1"
+
+
+@pytest.fixture(autouse=True)
+def plain(monkeypatch):
+    """An environment without proxies and certificates of its own."""
+    for name in PROXIES:
+        for spelt in (name, name.upper()):
+            monkeypatch.delenv(spelt, raising=False)
+    for name in ("SSL_CERT_FILE", "SSL_CERT_DIR", "NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def by_caller(folder):
+    config = ModelConfig(name="m", base_url=ADDRESS)
+    Caller({"m": config}, AnswerStore(None)).run([Request("m", ("a",))])
+
+
+def by_list(folder):
+    served_model(ModelConfig(name="m", base_url=ADDRESS))
+
+
+def by_download(folder):
+    fetch([f"{ADDRESS}/a.png"], folder, DownloadConfig())
+
+
+def by_index(folder):
+    load(Entry("a", "1", image=f"{ADDRESS}/a.png"))
+
+
+@pytest.mark.parametrize("work", [by_caller, by_list, by_download, by_index])
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_variable_that_cannot_be_used_is_named(monkeypatch, tmp_path, name, work):
+    """Calls of models, their list, downloads of a library, and one web picture of a table: each was a traceback."""
+    if name.lower() == "all_proxy":
+        monkeypatch.setitem(__import__("sys").modules, "socksio", None)
+    monkeypatch.setenv(name, BROKEN[name])
+    with pytest.raises(UserError, match=f"^{name}=") as caught:
+        work(tmp_path)
+    assert "secret-word" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["HTTP_PROXY", "http_proxy", "ALL_PROXY"])
+def test_a_proxy_is_not_asked_for_this_machine(monkeypatch, name):
+    """The demo's server is on 127.0.0.1, which a company's proxy does not know."""
+
+    async def proxy(path, body):
+        return Answer("from the proxy", content_type="text/plain")
+
+    async def server(path, body):
+        return chat("from the server")
+
+    with LocalServer(proxy) as between, LocalServer(server) as at:
+        monkeypatch.setenv(name, f"http://127.0.0.1:{between.port}")
+        with make_client(httpx.Client) as client:
+            for host in ("127.0.0.1", "localhost"):
+                answer = client.post(f"http://{host}:{at.port}/v1", json={})
+                assert answer.json()["choices"]
+            assert client.post("http://elsewhere.invalid/v1", json={}).text == "from the proxy"
+
+        async def ask():
+            async with make_client(httpx.AsyncClient) as client:
+                return await client.post(at.url, json={})
+
+        assert asyncio.run(ask()).json()["choices"]

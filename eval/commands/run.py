@@ -27,7 +27,7 @@ from eval.commands.measurement import Measurement
 from eval.embedding.fill_cache import Embeds, Mode, mean_cosine
 from eval.embedding.processes import join
 from eval.embedding.set_embeddings import Embeddings
-from eval.judging.rewrite import RewriteOptions, rewritten
+from eval.judging.rewrite import ALONE, RewriteOptions, rewritten
 from eval.models.registry import ModelOptions
 from eval.scoring.output_files import RESULTS, rerun_command, self_retrieval
 from eval.scoring.search import Ranking, rows_within, search
@@ -197,6 +197,10 @@ class Session:
         depth = protocol.depth(wanted, options.depth)
         modalities = {condition.modality for condition in conditions}
         rewriter = None if modalities == {"image"} else options.load_rewriter(options.root)
+        if rewriter is not None and rewriter.kind == ALONE and "image" in modalities:
+            raise UserError(
+                "rewrite=describe leaves no picture in a query: measure query_modality=image without it"
+            )
 
         def read() -> tuple[Contents, str | None]:
             contents = contents_of(wanted, modalities)

@@ -1,9 +1,10 @@
 """Query rewriting by a vision-language model, before retrieval.
 
-Two baselines of MM-BRIGHT (section 5): a **caption** of the query's pictures is appended to the query's text, and a
+Two baselines are MM-BRIGHT's (section 5): a **caption** of the query's pictures is appended to the query's text, and a
 **reformulation** that makes the query explicit replaces that text, since the paper compares original against reformulated queries.
 Both serve any embedder or BM25; with ``query_modality=text`` they let a text model use pictures. The paper has a template for
-reformulations (Figure 14); the prompts here are ours, and are recorded in results.json.
+reformulations (Figure 14). And PinPoint's proxy generation (arXiv:2603.04598), its strongest method without reranking: the model
+**describes** what the target shows, and that text alone is searched. The prompts here are ours, and are recorded in results.json.
 """
 
 from collections.abc import Sequence
@@ -37,10 +38,18 @@ PROMPTS = {
         "the pictures show and how that bears on it, the full forms of abbreviations and the technical terms, and what "
         "kind of document would help. Give the rewritten query only.",
     ),
+    "describe": (
+        "You imagine what a search should find.",
+        "The text above says what is wanted with regard to the pictures. Describe what the target, the thing to be found, "
+        "shows or says: what stays as in the pictures, with what the text changes or adds. Do not mention the pictures, or "
+        "what must be absent. Write one sentence in the form of a caption, and give it only.",
+    ),
 }
 """Kind -> (system prompt, request after question and pictures)."""
-REPLACING = ("reformulate",)
+REPLACING = ("reformulate", "describe")
 """Kinds whose answer replaces the query's text; other answers are appended."""
+ALONE = "describe"
+"""The kind whose answer replaces the pictures too."""
 MAX_TOKENS = 512
 FORMAT = 2
 """Version of the stored texts; the first held answers that were cut off."""
@@ -137,6 +146,8 @@ class Rewriter:
         system, request = PROMPTS[self.kind]
         # A caption must not repeat or answer the question, so the model sees only the pictures.
         text = [query.text] if query.text and self.kind != "caption" else []
+        if query.instruction and self.kind == ALONE:  # it may say what to find
+            text.insert(0, query.instruction)
         pictures = map(Picture, query.images, picture_digests(query))
         return Request(self.model, (*text, *pictures, request), system, max_tokens=MAX_TOKENS)
 
@@ -155,8 +166,8 @@ class RewriteOptions:
     """Options of commands that rewrite queries."""
 
     rewrite: str | None = None
-    """A vision-language model first appends a caption to each query (caption) or replaces its text (reformulate), see
-    docs/evaluation.md."""
+    """A vision-language model first appends a caption to each query (caption), replaces its text (reformulate), or replaces
+    text and pictures by a description of the target (describe), see docs/evaluation.md."""
     rewriter: str | None = None
     """Address of that model's OpenAI-compatible endpoint."""
     rewriter_model: str | None = None
@@ -185,8 +196,11 @@ def rewritten(wanted: RetrievalSet, rewriter: Rewriter) -> RetrievalSet:
     """
     written = rewriter.texts(wanted.queries)
     replaces = rewriter.kind in REPLACING
+    gone: dict[str, Any] = {"images": (), "parts": ()} if rewriter.kind == ALONE else {}
     queries = [
-        replace(query, text=text if replaces else "\n".join(part for part in (query.text, text) if part))
+        replace(
+            query, text=text if replaces else "\n".join(part for part in (query.text, text) if part), **gone
+        )
         if text
         else query
         for query, text in zip(wanted.queries, written, strict=True)

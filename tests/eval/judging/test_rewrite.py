@@ -203,8 +203,11 @@ def test_the_key_of_a_rewriter_is_read_from_the_variable_that_is_named(
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (("captions", "http://x/v1", "m"), "rewrite must be one of caption, reformulate, got 'captions'"),
-        (("caption", None, "m"), "rewrite=caption or reformulate needs rewriter=ADDRESS"),
+        (
+            ("captions", "http://x/v1", "m"),
+            "rewrite must be one of caption, reformulate, describe, got 'captions'",
+        ),
+        (("caption", None, "m"), "rewrite=caption or reformulate or describe needs rewriter=ADDRESS"),
         ((None, "http://x/v1", None), "and these need rewrite="),
     ],
 )

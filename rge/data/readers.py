@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -146,8 +147,17 @@ def load(config: RecordsConfig) -> tuple[Any, Path]:
 
     assert config.dataset is not None
     datasets.disable_progress_bars()  # we show our own
-    folder = find_shipped(config.dataset)
+    # Absolute, since the library takes "json" or "parquet" for a reader of all such files below the working directory.
+    folder = find_shipped(config.dataset).absolute()
     local = folder.is_dir()
+    if (
+        not local
+        and config.dataset.isidentifier()
+        and find_spec(f"datasets.packaged_modules.{config.dataset}")
+    ):
+        raise RecordError(
+            f"data set {config.label}: there is no folder {folder}, and {config.dataset} is a format, not a name on the hub"
+        )
     try:
         if local and any((folder / name).is_file() for name in ("state.json", "dataset_dict.json")):
             return _saved(config, folder), folder

@@ -324,6 +324,22 @@ def test_pictures_beside_a_table_do_not_make_a_folder_of_pictures(home, tmp_path
     assert len(open_records(config, first=10 * COUNT)) == COUNT
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("name", ["parquet", "json", "csv", "text", "imagefolder"])
+def test_a_folder_may_have_the_name_of_a_format(home, name, streaming, tmp_path, monkeypatch):
+    """The library would read every file of this format below the working directory, held-out ones among them."""
+    monkeypatch.chdir(tmp_path)
+    lines = (home / "lines" / "train.jsonl").read_text().splitlines(keepends=True)
+    for folder, number in ((name, 3), ("elsewhere", 7)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "train.jsonl").write_text("".join(lines[:number]))
+    config = SourceConfig(dataset=name, streaming=streaming)
+    assert [one.id for one in readers.some_records(config, 10)] == ["r0", "r1", "r2"]
+    shutil.rmtree(tmp_path / name)
+    with pytest.raises(RecordError):
+        open_records(config)
+
+
 def test_a_streams_folder_may_be_a_relative_path(home, monkeypatch):
     monkeypatch.chdir(home)
     found = open_records(SourceConfig(dataset="lines", streaming=True), pictures=PictureIndex())

@@ -1,18 +1,32 @@
 """Open a recipe's sources: a file, a data set of the library `datasets`, or a registered source."""
 
-from collections.abc import Callable, Iterator, Mapping
+import io
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Unpack
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pyarrow import json
+
 from rge.common.errors import UserError
 from rge.common.files import find_shipped
 from rge.common.registry import Registry
 from rge.common.schema import Record
 from rge.config import RecordsConfig, SourceConfig
-from rge.data.rows import ArrowRows, Columns, Opened, RowRecords, drop_image_bytes, parsed, rows_of
+from rge.data.rows import (
+    ArrowRows,
+    Columns,
+    Opened,
+    RowRecords,
+    common_type,
+    drop_image_bytes,
+    parsed,
+    rows_of,
+)
 from rge.data.sources import Checks, RecordError, RecordFile, Records, parsed_line, strip_bom
 from rge.data.streams import Stream
 from rge.tables.listing import visible_files
@@ -26,6 +40,9 @@ DATA_SOURCES: Registry[DataSource] = Registry("data source", "rge.data_sources")
 
 register_data_source = DATA_SOURCES.register
 """Decorator: ``{type: NAME, options: {...}}`` as a source reads what the function returns."""
+
+JSON_BYTES = 16 << 20
+"""Bytes of JSON lines whose columns are looked at together."""
 
 SHARDS = 256
 """Shards of a local data set read as a stream: enough for each worker of many processes."""
@@ -161,10 +178,12 @@ def load(config: RecordsConfig) -> tuple[Any, Path]:
     try:
         if local and any((folder / name).is_file() for name in ("state.json", "dataset_dict.json")):
             return _saved(config, folder), folder
+        files, features = _local_files(folder, config) if local else (None, None)
         found = datasets.load_dataset(
             str(folder) if local else config.dataset,
             config.name,
-            data_files=_tables_beside_pictures(folder, config) if local else None,
+            data_files=files,
+            features=features,
             split=config.split,
             revision=config.revision,
             streaming=config.streaming,
@@ -184,16 +203,85 @@ def load(config: RecordsConfig) -> tuple[Any, Path]:
     return found, folder if local else Path()
 
 
-def _tables_beside_pictures(folder: Path, config: RecordsConfig) -> dict[str, list[str]] | None:
-    """Tables in a folder that the library, which goes by the most frequent ending, would read as one of pictures alone."""
+def _local_files(folder: Path, config: RecordsConfig) -> tuple[dict[str, list[str]] | None, Any]:
+    """Files of a folder and their common columns, each None if the library's own choice will do.
+
+    The library goes by the most frequent ending, and would read tables beside many pictures as a folder of pictures alone. It
+    takes the columns of the first file for those of all.
+    """
     import datasets
 
-    if datasets.load_dataset_builder(str(folder), config.name).name != "imagefolder":
+    builder = datasets.load_dataset_builder(str(folder), config.name)
+    files = None
+    if builder.name == "imagefolder":
+        every = (Path(place, name) for place, names in visible_files(folder) for name in names)
+        found = (path for path in every if path.suffix in (".parquet", ".jsonl") and path.stem != "metadata")
+        if not (tables := sorted(str(path.relative_to(folder)) for path in found)):
+            return None, None
+        files = {config.split: tables}
+        builder = datasets.load_dataset_builder(str(folder), config.name, data_files=files)
+    shards = (builder.config.data_files or {}).get(config.split.partition("[")[0], [])
+    if builder.name not in ("parquet", "json") or builder.info.features is not None:
+        return files, None
+    # A JSON file is looked through, since its columns stand nowhere; of a stream's, only the beginning.
+    whole = not config.streaming
+    schemas = (
+        (path, schema)
+        for path in map(str, shards)
+        for schema in ([pq.read_schema(path)] if builder.name == "parquet" else _schemas_of_json(path, whole))
+    )
+    return files, _common_features(schemas, config)
+
+
+def _schemas_of_json(path: str, whole: bool) -> Iterator[pa.Schema]:
+    """Columns of each part of a file of JSON lines; none of a part that is not JSON lines, which the library explains."""
+    with pa.input_stream(path, compression="detect") as file, io.BufferedReader(file) as lines:
+        while part := lines.read(JSON_BYTES):
+            part += lines.readline()
+            try:
+                options = json.ReadOptions(block_size=len(part))
+                yield json.read_json(io.BytesIO(strip_bom(part)), options).schema
+            except pa.ArrowInvalid:
+                return
+            if not whole:
+                return
+
+
+def _common_features(schemas: Iterable[tuple[str, pa.Schema]], config: RecordsConfig) -> Any:
+    """The columns (``datasets.Features``) into which all files can be read; None if they are the same everywhere.
+
+    RecordError: names a column, and two files in which it has types that do not go together.
+    """
+    import datasets
+
+    kinds: dict[str, pa.DataType] = {}
+    first_in: dict[str, str] = {}
+    known: dict[
+        str, list[tuple[pa.DataType, Any]]
+    ] = {}  # features that say more than their type, such as pictures
+    versions: list[pa.Schema] = []
+    for path, schema in schemas:
+        if any(schema.equals(version, check_metadata=True) for version in versions):
+            continue
+        versions.append(schema)
+        features = datasets.Features.from_arrow_schema(schema)
+        for field in schema:
+            known.setdefault(field.name, []).append((field.type, features[field.name]))
+            try:
+                kinds[field.name] = common_type(kinds.get(field.name, field.type), field.type, field.name)
+            except ValueError as error:
+                raise RecordError(
+                    f"data set {config.label} cannot be loaded: {error} ({first_in[field.name]} and {path}); write both alike"
+                ) from None
+            if not pa.types.is_null(field.type):
+                first_in.setdefault(field.name, path)
+    if all(schema.equals(versions[0]) for schema in versions):
         return None
-    every = (Path(place, name) for place, names in visible_files(folder) for name in names)
-    found = (path for path in every if path.suffix in (".parquet", ".jsonl") and path.stem != "metadata")
-    tables = sorted(str(path.relative_to(folder)) for path in found)
-    return {config.split: tables} if tables else None
+    plain = datasets.Features.from_arrow_schema(pa.schema(list(kinds.items())))
+    same = {
+        name: next((one for type_, one in known[name] if type_ == kind), None) for name, kind in kinds.items()
+    }
+    return datasets.Features({name: same[name] or plain[name] for name in kinds})
 
 
 def _saved(config: RecordsConfig, folder: Path) -> Any:

@@ -81,11 +81,49 @@ def _parsed_json(value: Any, kind: pa.DataType) -> Any:
         return None
     if isinstance(kind, pa.JsonType):
         return json.loads(value)
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+    if _is_list(kind):
         return [_parsed_json(one, kind.value_type) for one in value]
     if pa.types.is_struct(kind):
         return {field.name: _parsed_json(value[field.name], field.type) for field in kind}
     return value
+
+
+def common_type(one: pa.DataType, other: pa.DataType, name: str) -> pa.DataType:
+    """The type that values of both can be read as; a ValueError names the column, or the part of it, if there is none.
+
+    Nothing goes with anything, a number with a wider one, a number with text as text; objects have the fields of both.
+    """
+    if one == other or pa.types.is_null(other):
+        return one
+    if pa.types.is_null(one):
+        return other
+    if pa.types.is_struct(one) and pa.types.is_struct(other):
+        fields = {field.name: field.type for field in one}
+        for field in other:
+            inner = fields.get(field.name, field.type)
+            fields[field.name] = common_type(inner, field.type, f"{name}.{field.name}")
+        return pa.struct(list(fields.items()))
+    if _is_list(one) and _is_list(other):
+        return pa.list_(common_type(one.value_type, other.value_type, name))
+    for text, number in ((one, other), (other, one)):
+        if (pa.types.is_string(text) or pa.types.is_large_string(text)) and (
+            pa.types.is_integer(number) or pa.types.is_floating(number)
+        ):
+            return text
+    try:
+        schemas = [pa.schema([(name, kind)]) for kind in (one, other)]
+        return pa.unify_schemas(schemas, promote_options="permissive").field(0).type
+    except (pa.ArrowTypeError, pa.ArrowInvalid):
+        raise ValueError(f"column {name} has the types {_shortened(one)} and {_shortened(other)}") from None
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind)
+
+
+def _shortened(kind: pa.DataType, most: int = 60) -> str:
+    text = str(kind)
+    return text if len(text) <= most else f"{text[:most]}..."
 
 
 def drop_image_bytes(table: pa.Table) -> pa.Table:
@@ -103,7 +141,7 @@ def _without_bytes(array: pa.Array) -> pa.Array:
         return pc.if_else(_has_bytes(pc.struct_field(array, "bytes")), pa.scalar(PRESENT), path)
     if _is_binary(kind):
         return pc.if_else(_has_bytes(array), pa.scalar(PRESENT), pa.scalar(None, pa.string()))
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+    if _is_list(kind):
         # `flatten` drops values hidden by null rows and slices, so offsets follow from the lengths.
         lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False)
         offsets = pa.array([0, *lengths.cumsum().tolist()], pa.int32())

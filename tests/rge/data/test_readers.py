@@ -365,7 +365,7 @@ def test_an_empty_folder_is_an_error(tmp_path):
 
 @pytest.mark.parametrize(
     ("line", "reason"),
-    [('{"query": oops}', "JSON parse error"), ('{"question": "?"}', "column names don't match")],
+    [('{"query": oops}', "JSON parse error"), ('{"query": ["?"]}', "column query has the types")],
 )
 def test_a_file_of_a_data_set_that_cannot_be_read_says_why(tmp_path, line, reason):
     (tmp_path / "a.jsonl").write_text('{"query": {"text": "?"}}\n')
@@ -465,6 +465,48 @@ def test_checking_does_not_read_the_pictures(home, monkeypatch):
     assert len(seen) == COUNT
     assert "<bytes>" in repr(seen)
     assert "PNG" not in repr(seen)
+
+
+def shard_files(folder: Path, form: str, *shards: list[dict]) -> None:
+    folder.mkdir()
+    for number, rows in enumerate(shards):
+        path = folder / f"train-{number}.{form}"
+        if form == "parquet":
+            pq.write_table(pa.Table.from_pylist(rows), path)
+        else:
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+POOR = {"id": "a", "query": {"text": "q"}, "category": None, "price": 1, "negatives": [],
+        "positives": [{"text": "t", "image": None}], "instruction": "Find it."}  # fmt: skip
+RICH = {"id": "b", "query": {"text": "q"}, "category": "c", "price": 1.5, "negatives": [{"text": "n"}], "shelf": "x",
+        "positives": [{"text": "t", "image": "p.png", "identity": "i", "rationale": "so"}], "group": "g"}  # fmt: skip
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("form", ["parquet", "jsonl"])
+def test_shards_may_differ_where_their_columns_go_together(form, streaming, tmp_path):
+    """Null with anything, whole numbers with others, missing with null, whichever shard comes first."""
+    for name, shards in (("poor first", [[POOR], [RICH]]), ("rich first", [[RICH], [POOR]])):
+        shard_files(tmp_path / name, form, *shards)
+        config = SourceConfig(dataset=str(tmp_path / name), streaming=streaming)
+        found = open_records(config)
+        found = found.reader() if streaming else found
+        one, other = sorted((found[0], found[1]), key=lambda record: record.id)
+        assert (one.category, one.positives[0].image, one.instruction) == ("", None, "Find it.")
+        assert not one.negatives
+        assert (other.category, other.negatives[0].text, other.group) == ("c", "n", "g")
+        assert (other.positives[0].identity, Path(other.positives[0].image).name) == ("i", "p.png")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("form", ["parquet", "jsonl"])
+def test_shards_that_do_not_go_together_are_named_with_their_column(form, streaming, tmp_path):
+    odd = RICH | {"positives": [{"text": ["several", "texts"]}]}
+    shard_files(tmp_path / "odd", form, [POOR], [RICH], [odd])
+    with pytest.raises(RecordError) as error:
+        open_records(SourceConfig(dataset=str(tmp_path / "odd"), streaming=streaming))
+    assert all(part in str(error.value) for part in ("positives.text", f"train-0.{form}", f"train-2.{form}"))
 
 
 # ------------------------------------------------------------------------------------------------------------- streams

@@ -132,7 +132,7 @@ def steps(baseline: bool, run: str = RUN) -> list[Step]:
         command = (*EVAL, "compare", *words)
         found.append(Step(f"compare_{name}", command, figures, f"{out}/compare.json", share=0.3))
     report = (
-        *(*EVAL, "report", reported, "page=set", f"out={run}/report.html", "metric=hit@1"),
+        *(*EVAL, "report", reported, f"out={run}/report.html", "metric=hit@1"),
         f"log={run}/cold_start/metrics.jsonl,{run}/joint/metrics.jsonl",
     )
     found.append(Step("report", report, (*figures, f"{run}/joint/metrics.jsonl"), f"{run}/report.html"))

@@ -411,8 +411,6 @@ AUTO = (0.02, 0.1, 0.25, 0.5, 0.75, 0.9, 0.98)
 """Thresholds of `mode=auto`."""
 AUTO_BETWEEN = {"mixed_adaptive_longest": (0.3, 0.35, 0.4, 0.45)}
 """Further thresholds, where most of what can be saved lies between two of these."""
-GATES = {"mixed_adaptive_longest": (30, 40, 50)}
-"""Shares of queries that the gate lets write, %; 50 for all other arms."""
 
 
 def on_demo(options: Options, folder: str, arms: Sequence[Arm], names: Sequence[str], rows: str) -> Finding:
@@ -613,12 +611,10 @@ def mixed_arms(trained: Iterable[str], files: Mapping[str, Path], sets: Mapping[
     records, arms = (sources_word("joint", weights), EQUAL), list[Arm]()
     for name in trained:
         settings = DATA["mixed"][name]
-        shares, thresholds = GATES.get(name, (50,)), sorted((*AUTO, *AUTO_BETWEEN.get(name, ())))
-        auto = f"auto={','.join(f'{value:g}' for value in thresholds)}"
-        asked = ("k=0", f"gate={','.join(f'{share / 100:g}' for share in shares)}", auto)
+        thresholds = sorted((*AUTO, *AUTO_BETWEEN.get(name, ())))
+        asked = (f"auto={','.join(f'{value:g}' for value in thresholds)}",)
         arms.append(Arm(name, "joint", "cold", (*records, *settings), query_mode=""))
         points = {"words": "reasoning", "direct": "direct"}
-        points |= {"gate" if share == 50 else f"gate {share}": f"gate-{share}" for share in shares}
         if any(word.startswith("loss.adaptive.") for word in settings):
             points |= {f"auto {value:g}": f"auto-{value:g}" for value in thresholds}
         arms += [

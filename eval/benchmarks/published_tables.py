@@ -4,19 +4,25 @@ A file lists columns (with the path of the same figure in our results) and rows 
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from pydantic import BaseModel, Field, field_validator
 
 from eval.benchmarks.registry import BENCHMARKS
 from eval.scoring.metrics import lower_is_better
+from eval.scoring.output_files import value_at
 from rge.common.errors import UserError
 
 COUNTED = {"num_members": "sets", "num_queries": "queries", "num_candidates": "candidates"}
 """Counts that identify a published set."""
+MAX_COLUMNS = 8
+"""Of a table on a terminal; the main one comes first."""
+TRAINED = "TRAINED ON THE TEST"
+"""Start of the warning of a checkpoint whose training records hold queries or answers of the set."""
 
 
 class Column(BaseModel):
@@ -92,6 +98,69 @@ def table_of(benchmark: str | None, set_name: str) -> Published | None:
     tables = (table for table in published().values() if table.benchmark == benchmark)
     fitting = (table for table in tables if table.task is None or set_name.endswith(f"task {table.task}"))
     return next(fitting, None)
+
+
+def beside(measured: Mapping[str, Mapping[str, Any]]) -> str:
+    """The published rows of a benchmark with measured ones among them, best first, in per cent, and their source.
+
+    Says why the rows cannot be compared, where that is so. "" for a benchmark without a published table.
+
+    Args:
+        measured: label -> content of results.json; all of one set under one protocol.
+    """
+    first = next(iter(measured.values()))
+    table = table_of(first.get("benchmark"), str(first["set"]["name"]))
+    if table is None:
+        return ""
+    main = table.columns[table.main]
+    columns = [main, *(column for column in table.columns if column is not main)][:MAX_COLUMNS]
+    ours = {
+        f"{label} (measured)": [_of_ours(results, column) for column in columns]
+        for label, results in measured.items()
+    }
+    place = [table.columns.index(column) for column in columns]
+    theirs = {
+        f"{row.model}{f' ({row.note})' if row.note else ''}{' (other release)' if row.other_release else ''}": [
+            row.values[at] for at in place
+        ]
+        for row in table.rows
+    }
+    sign = 1 if main.lower_wins else -1
+    rows = sorted({**ours, **theirs}.items(), key=lambda row: (row[1][0] is None, sign * (row[1][0] or 0.0)))
+    frame = pd.DataFrame(
+        [["–" if value is None else f"{100 * value:.1f}" for value in values] for _, values in rows],
+        [label for label, _ in rows],
+        [column.name for column in columns],
+    )
+    reasons = [f"NOT COMPARABLE: {reason}" for reason in _why_not(table, first)]
+    reasons += [
+        f"NOT COMPARABLE: {label}: {warning}"
+        for label, results in measured.items()
+        for warning in results.get("warnings") or []
+        if TRAINED in str(warning)
+    ]
+    source = f"published rows: {table.source} ({table.url})"
+    return "\n".join([f"\n{table.title}, in per cent", frame.to_string(), source, *reasons, *table.notes])
+
+
+def _of_ours(results: Mapping[str, Any], column: Column) -> float | None:
+    path = (column.official or column.path) if results.get("profile") == "official" else column.path
+    entry = value_at(results, path)
+    value = entry.get("value") if isinstance(entry, Mapping) else entry
+    return None if value is None else float(value)
+
+
+def _why_not(table: Published, results: Mapping[str, Any]) -> Iterator[str]:
+    """Reasons why measured figures cannot be ranked among the published ones."""
+    about = results["set"]
+    if why := table.not_this_set(about):
+        yield why
+    if results.get("profile") not in table.profiles:
+        yield f"measured with profile={results.get('profile')}, published with profile={table.profiles[0]}"
+    for key, value in table.made_with.items():
+        made = (about.get("made_with") or {}).get(key)
+        if made != value:
+            yield f"the set was imported with {key}={made}, the published rows have {key}={value}"
 
 
 @cache

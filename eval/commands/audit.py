@@ -25,6 +25,7 @@ import numpy as np
 import pandas as pd
 from pydantic import ValidationError
 
+from eval.benchmarks.published_tables import TRAINED
 from eval.benchmarks.suite import is_suite, load_suite
 from eval.pages.evaluations import Evaluation, check_one_set, expand, read_evaluation
 from eval.scoring.output_files import PER_QUERY
@@ -39,7 +40,8 @@ from rge.common.schema import ImageRef, Item, Record
 from rge.stats.intervals import cluster_bootstrap, figures, index_of
 from rge.tables.rows import TableError, json_object, reading
 
-WARN = "TRAINED ON THE TEST"
+MAX_NAMED = 3
+"""Training files that a warning names."""
 MIN_ID_LENGTH = 8
 """Minimum length of an id that is considered unique across data sets."""
 
@@ -213,9 +215,11 @@ def audit_training(wanted: RetrievalSet, files: Sequence[Path], *, lenient: bool
             flags_of["query_images"].append(not names.isdisjoint(everywhere))
             flags_of["query_pairs"].append(not seen.asked.isdisjoint(product(names, [_text(query.text)])))
             flags_of["answer_pairs"].append(not seen.answered.isdisjoint(product(names, targets)))
+    named = ", ".join(map(str, files[:MAX_NAMED])) + (", ..." if len(files) > MAX_NAMED else "")
     counts = {key: {"shared": sum(flags), "of": len(flags)} for key, flags in flags_of.items()}
     warnings = [
-        f"{WARN}: {count['shared']} of {count['of']} {COUNTED[key]}; figures on them measure memory"
+        f"{TRAINED}: {count['shared']} of {count['of']} {COUNTED[key]}; figures on them measure memory "
+        f"(training files: {named})"
         for key, count in counts.items()
         if COUNTED[key] is not None and count["shared"]
     ]

@@ -1,10 +1,9 @@
-"""Accuracy against test-time cost: no rationale, one, several, or only for some queries.
+"""Accuracy against test-time cost: no rationale, one for each query, or only for some queries.
 
-    rge eval budget checkpoint=DIR set=DIR out=DIR [k=8] [gate=0.25,0.5]
+    rge eval budget checkpoint=DIR set=DIR out=DIR [auto=0.25,0.5]
 
 Each point (docs/evaluation.md lists them) gets an evaluation directory under ``out``, which `compare`, `report` and `rerank`
-accept like those of ``run``. Embeddings are cached by the seed of their rationale, so a larger k samples only new ones. On a
-suite, accuracy, gains and costs are means over members, and a gate applies its share to each member's queries.
+accept like those of ``run``. On a suite, accuracy, gains and costs are means over members.
 """
 
 import json
@@ -27,24 +26,18 @@ from eval.embedding.identity import versions
 from eval.embedding.set_embeddings import Embeddings
 from eval.pages.charts import budget_file
 from eval.pages.evaluations import BASES, BUDGET
-from eval.scoring.fuse import choose, gated, margin, max_score, mean_embedding, together
 from eval.scoring.output_files import FORMAT, PER_QUERY, read_results, rerun_command
-from eval.scoring.search import Ranking
+from eval.scoring.search import Ranking, choose
 from eval.scoring.tables import write_tables
 from rge.common.errors import UserError
 from rge.common.files import write_text
 from rge.common.modes import Mode
-from rge.common.options import Count, Positive, one_of
 from rge.common.schema import Encoded
 from rge.stats.intervals import OF_DIFFERENCES, Bootstrap, figures, in_words
 
 PLOT, TABLE = "budget.svg", "budget"
-FUSIONS = ("mean", "max")
-GATED = "direct to reasoning, gated"
 DECIDED = "direct to reasoning, decided by the model"
-SETTINGS = (
-    "k", "draw_temperature", "fuse", "gate", "margin", "auto", "batch_size", "seed",
-)  # fmt: skip
+SETTINGS = ("auto", "batch_size", "seed")
 """Options that budget.json records."""
 Fraction = Annotated[float, Field(gt=0, lt=1)]
 
@@ -53,16 +46,6 @@ Fraction = Annotated[float, Field(gt=0, lt=1)]
 class BudgetOptions(RunOptions):
     """Evaluate a checkpoint in all modes: accuracy against tokens and time."""
 
-    k: Count = 8
-    """Rationales sampled per query, for fusion; 0: none."""
-    draw_temperature: Positive = 0.7
-    """Temperature of these samples."""
-    fuse: tuple[str, ...] = FUSIONS
-    """How to fuse: mean of embeddings and/or max of scores."""
-    gate: tuple[Fraction, ...] = ()
-    """Shares of queries that reason (those with the smallest margins), such as 0.25,0.5; this only describes the set."""
-    margin: tuple[Positive, ...] = ()
-    """Margins below which a query reasons, for thresholds known in advance, for example from another set."""
     auto: tuple[Fraction, ...] = (0.02, 0.1, 0.25, 0.5, 0.75, 0.9, 0.98)
     """For a checkpoint that decides for itself (docs/modes.md): thresholds: it writes no rationale if the probability of
     `<emb>` as the first token is at least this high; each is a point of a curve."""
@@ -88,7 +71,6 @@ def budget(options: BudgetOptions, load: Callable[[], Embeds] | None = None) -> 
         raise UserError(
             "budget sets the query mode and modality itself: leave out query_mode= and query_modality="
         )
-    one_of("fuse", options.fuse, FUSIONS)
     options.check_model()
     metric = options.metric or options.protocol().headline[0]
     suite, load = is_suite(options.set), cache(load or options.loader())  # all members share one model
@@ -108,8 +90,8 @@ def budget(options: BudgetOptions, load: Callable[[], Embeds] | None = None) -> 
         rows, options.out, metric, partial(mean_over, names=["value"], members=suite, seed=options.seed)
     )
     for row in rows:
-        if row["name"] in BASES:  # the ends of the gated curve: no query reasons, all queries reason
-            row["curve"] = GATED
+        if row["name"] in BASES:  # the ends of the curve: no query reasons, all queries reason
+            row["curve"] = DECIDED
     content = _content(options, metric, rows)
     formatted = table(content)
     print(f"\n{formatted.to_string(index=False)}")
@@ -117,7 +99,7 @@ def budget(options: BudgetOptions, load: Callable[[], Embeds] | None = None) -> 
     write_text(options.out / BUDGET, text + "\n")
     write_text(options.out / PLOT, budget_file(content))
     write_tables(options.out / TABLE, pd.json_normalize(rows, sep=" "), formatted)
-    if options.report:
+    if options.report and not suite:
         write_page(options.out, [options.out], metric)
     return options.out
 
@@ -131,22 +113,9 @@ def _of_set(options: BudgetOptions, metric: str, load: Callable[[], Embeds]) -> 
         raise UserError(
             f"metric must be one of {', '.join(known)}, or one that metrics= adds, got {metric!r}"
         )
-    if session.embeddings.samples:
-        raise UserError(
-            "temperature= would sample the single rationale too: use draw_temperature= for the k= samples"
-        )
-    for fusion in options.fuse if options.k else ():  # now, and not after all rationales are sampled
-        place = replace(condition, out=options.out / f"{fusion}-1")
-        session.check_out(place, {"budget": {"draw_temperature": options.draw_temperature}})
-    draws = [
-        session.embeddings.asking(seed=options.seed + number, temperature=options.draw_temperature)
-        for number in range(options.k)
-    ]
     session.embeddings.fill_candidates()
     for mode in BASES:
         session.embeddings.fill_queries(mode, "both")
-    for drawn in draws:
-        drawn.fill_queries("reasoning", "both")
     process_group, written_Q = session.embeddings.process_group, np.array([])
     if process_group.is_first:
         candidate_CD = session.embeddings.candidates()
@@ -160,8 +129,6 @@ def _of_set(options: BudgetOptions, metric: str, load: Callable[[], Embeds]) -> 
         return []
     points = chain(
         (Point(mode, mode, 1, ranked[mode], encoded[mode]) for mode in BASES),
-        _fused(base, options, draws),
-        _gated(base, options),
         _decided(base, always) if always else (),
         _thresholds(base, options.auto),
     )
@@ -237,36 +204,29 @@ class _Base:
     def rank(self, encoded: Encoded) -> Ranking:
         return self.session.rank(encoded.embeddings, self.candidate_CD)
 
-    def gated(self, name: str, curve: str, reason_Q: np.ndarray, about: Mapping[str, Any]) -> Point:
+    def choosing(self, name: str, curve: str, reason_Q: np.ndarray, about: Mapping[str, Any]) -> Point:
         """The point at which the queries in `reason_Q` reason."""
         share = float(reason_Q.mean())
         ranking = choose(reason_Q, self.ranked["reasoning"], self.ranked["direct"])
-        chosen = gated(reason_Q, self.encoded["reasoning"], self.encoded["direct"])
-        return Point(name, curve, share, ranking, chosen, {"gate": {**about, "share": share}})
+        chosen = _either(reason_Q, self.encoded["reasoning"], self.encoded["direct"])
+        return Point(name, curve, share, ranking, chosen, {"decided": {**about, "share": share}})
 
 
-def _fused(base: _Base, options: BudgetOptions, draws: Sequence[Embeddings]) -> Iterator[Point]:
-    samples: list[Encoded] = []
-    rankings: list[Ranking] = []
-    for number, drawn in enumerate(draws, 1):
-        samples.append(drawn.queries("reasoning", "both"))
-        fused = together(samples, mean_embedding([sample.embeddings for sample in samples]))
-        about = {"k": number, "draw_temperature": options.draw_temperature}
-        if "mean" in options.fuse:
-            yield Point(f"mean-{number}", "mean of k", number, base.rank(fused), fused, about)
-        if "max" in options.fuse:
-            rankings.append(base.rank(samples[-1]))
-            yield Point(f"max-{number}", "max of k", number, max_score(rankings), fused, about)
+def _either(reason_Q: np.ndarray, reasoned: Encoded, direct: Encoded) -> Encoded:
+    """Results and costs if all queries are embedded directly, and those in `reason_Q` also reason."""
 
+    def either(name: str) -> list[str]:
+        pairs = zip(reason_Q, getattr(reasoned, name), getattr(direct, name), strict=True)
+        return [one if chosen else other for chosen, one, other in pairs]
 
-def _gated(base: _Base, options: BudgetOptions) -> Iterator[Point]:
-    margin_Q = margin(base.ranked["direct"])
-    thresholds = {
-        f"gate-{100 * share:.12g}": float(np.quantile(margin_Q, share)) for share in sorted(options.gate)
-    }
-    thresholds |= {f"gate-below-{threshold:.12g}": threshold for threshold in sorted(options.margin)}
-    for name, threshold in thresholds.items():
-        yield base.gated(name, GATED, margin_Q < threshold, {"margin_below": threshold})
+    return Encoded(
+        embeddings=np.where(reason_Q[:, None], reasoned.embeddings, direct.embeddings),
+        rationales=either("rationales"),
+        num_rationale_tokens=np.where(reason_Q, reasoned.num_rationale_tokens, 0),
+        stop_reasons=either("stop_reasons"),
+        generate_ms=np.where(reason_Q, reasoned.generate_ms, 0.0),
+        embed_ms=direct.embed_ms + np.where(reason_Q, reasoned.embed_ms, 0.0),
+    )
 
 
 def _decided(base: _Base, always: Embeddings) -> Iterator[Point]:
@@ -274,7 +234,7 @@ def _decided(base: _Base, always: Embeddings) -> Iterator[Point]:
     written, reasoned = always.queries("reasoning", "both"), base.encoded["reasoning"]
     yield Point("always", DECIDED, 1, base.rank(written), written)
     share = float((reasoned.num_rationale_tokens > 0).mean())
-    about = {"gate": {"decided_by": "the model", "share": share}}
+    about = {"decided": {"share": share}}
     yield Point("adaptive", DECIDED, share, base.ranked["reasoning"], reasoned, about)
 
 
@@ -286,8 +246,8 @@ def _thresholds(base: _Base, above: Sequence[float]) -> Iterator[Point]:
     probability_Q = encoder.direct_probabilities(base.session.measurement.wanted.query_items("both"))
     for threshold in sorted(set(above)):
         reason_Q = probability_Q < threshold
-        about = {"decided_by": "the model", "direct_above": threshold}
-        point = base.gated(f"auto-{threshold:.12g}", DECIDED, reason_Q, about)
+        about = {"direct_above": threshold}
+        point = base.choosing(f"auto-{threshold:.12g}", DECIDED, reason_Q, about)
         # the prompt is encoded once, so a query that reasons does not also pay for direct mode
         spent = np.where(reason_Q, base.encoded["reasoning"].embed_ms, base.encoded["direct"].embed_ms)
         yield replace(point, encoded=replace(point.encoded, embed_ms=spent))
@@ -309,9 +269,11 @@ def _add_gains(
     for row in rows:
         value_Q = values[row["name"]][metric]
         row["gain"] = None if row["name"] == "direct" else figure(value_Q - direct[metric])
-        if "gate" in row:  # compare with the same number of random queries of each member
-            share = row["gate"]["share"]
-            share_Q = direct["category"].map(row["gate"]["shares"]) if "shares" in row["gate"] else share
+        if "decided" in row:  # compare with the same number of random queries of each member
+            share = row["decided"]["share"]
+            share_Q = (
+                direct["category"].map(row["decided"]["shares"]) if "shares" in row["decided"] else share
+            )
             written = values["always" if row["name"] == "adaptive" else "reasoning"][metric]
             expected = (1 - share_Q) * direct[metric] + share_Q * written
             row["over_random"] = figure(value_Q - expected)
@@ -322,14 +284,9 @@ def _joined(of_member: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Join one point over all members: means of costs and shares."""
     parts = list(of_member.values())
     row = dict(parts[0]) | _means(parts, ("at", "tokens", "ms"))
-    if "gate" in row:
-        gates = {name: part["gate"] for name, part in of_member.items()}
-        of_each = {
-            key.replace("share", "shares"): {name: gate[key] for name, gate in gates.items()}
-            for key in row["gate"]
-            if key == "share" or key.startswith("margin_")
-        }
-        row["gate"] |= of_each | _means(list(gates.values()), ("share",))
+    if "decided" in row:
+        shares = {name: part["decided"]["share"] for name, part in of_member.items()}
+        row["decided"] |= {"shares": shares, "share": float(np.mean(list(shares.values())))}
     return row
 
 

@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from eval.benchmarks.published_tables import beside
 from eval.benchmarks.suite import mean_over
 from eval.embedding.identity import differences, versions
-from eval.pages.boards.comparison import write_comparison
 from eval.pages.charts import interval_chart
+from eval.pages.comparison import write_comparison
 from eval.pages.evaluations import Evaluation, check_one_set, read_evaluation, warnings_of
 from eval.scoring.output_files import FORMAT, statistics_settings
 from eval.scoring.stats import POWER, effect_size, holm, minimum_detectable, sign_flip_p
@@ -71,6 +72,7 @@ def compare(options: CompareOptions) -> pd.DataFrame:
     for warning in warnings:
         print(f"WARNING: {warning}", file=sys.stderr, flush=True)
     print(_heading(a, b), _formatted(rows).to_string(index=False), sep="\n")
+    print(beside({letter: run.results for letter, run in (("a", a), ("b", b))}))
     if options.out is not None:
         _write(options, options.out, a, b, rows, warnings)
     return rows

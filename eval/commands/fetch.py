@@ -1,6 +1,6 @@
 """Download the release of a benchmark from the Hugging Face hub, and check that it is complete.
 
-    rge eval fetch mmeb|mmeb2|rmir|mmbright|pinpoint|mbeir out=DIR [revision=COMMIT] [part=visdoc] [repo=OWNER/NAME]
+    rge eval fetch mmeb|mmeb2|rmir|mmbright|pinpoint out=DIR [revision=COMMIT] [part=visdoc] [repo=OWNER/NAME]
 
 All files of a repository come from one commit, recorded in ``fetch.json``. Repeating the command resumes an interrupted
 download at the same commit. Archives of pictures are unpacked. The counts are compared with the published ones, which
@@ -21,7 +21,6 @@ from typing import Any, Literal
 
 from eval.benchmarks.published_tables import COUNTED, published
 from eval.benchmarks.release_files import files_of_split, iter_rows
-from eval.benchmarks.releases.mbeir import TASKS, local_pool, query_file
 from eval.benchmarks.releases.mmbright import domains_of
 from eval.benchmarks.releases.mmeb2 import DOCUMENTS
 from eval.benchmarks.releases.pinpoint import INDEX, TABLE
@@ -39,9 +38,6 @@ _LONG_DOCUMENTS = {
     "MMLongBench-doc": "MMLongBench-doc",
     "MMLongBench-page": "MMLongBench-page-fixed",
 }
-_MBEIR_FILES = (
-    "query/test/*", "qrels/test/*", "instructions/*", "cand_pool/local/*", "cand_pool/global/*test*", "mbeir_images*",
-)  # fmt: skip
 
 
 @dataclass
@@ -49,7 +45,7 @@ class FetchOptions:
     """Download the release of a benchmark from the Hugging Face hub, and check its counts."""
 
     benchmark: str
-    """mmeb, mmeb2, rmir, mmbright, pinpoint or mbeir; short form: `rge eval fetch mmeb`."""
+    """mmeb, mmeb2, rmir, mmbright or pinpoint; short form: `rge eval fetch mmeb`."""
     out: Path
     """Folder for the release; `rge eval import` takes it as src=."""
     part: Literal["image", "visdoc"] = "image"
@@ -235,17 +231,6 @@ def _count_pinpoint(src: Path) -> dict[str, dict[str, int]]:
     return {"pinpoint": {"num_queries": _num_rows(src / TABLE), "num_candidates": num_candidates}}
 
 
-def _count_mbeir(src: Path) -> dict[str, dict[str, int]]:
-    files = [(src / query_file(task), src / local_pool(task)) for task in TASKS]
-    return {
-        "mbeir": {
-            "num_members": sum(queries.is_file() and pool.is_file() for queries, pool in files),
-            "num_queries": sum(_num_rows(queries) for queries, _ in files),
-            "num_candidates": sum(_num_rows(pool) for _, pool in files),
-        }
-    }
-
-
 def _num_rows(path: Path) -> int:
     """Number of rows of a table; 0 if it does not exist."""
     if not path.is_file():
@@ -280,6 +265,5 @@ RELEASES = {
     "rmir": Release({"amazon-science/rmir": ("", ())}, None, {}),
     "mmbright": Release({"mm-bright/MM-BRIGHT": ("", ())}, _count_mmbright, {}),
     "pinpoint": Release({}, _count_pinpoint, {}),
-    "mbeir": Release({"TIGER-Lab/M-BEIR": ("", _MBEIR_FILES)}, _count_mbeir, {"mbeir_images.tar.gz": ""}),
 }
 """Benchmark, and part if it has several -> its release."""

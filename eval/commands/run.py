@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal, get_args
 import numpy as np
 from pydantic import Field
 
+from eval.benchmarks.published_tables import beside
 from eval.benchmarks.registry import MeasureOptions
 from eval.benchmarks.suite import is_suite, load_suite, measure_members
 from eval.commands.audit import audit_run
@@ -29,7 +30,7 @@ from eval.embedding.processes import join
 from eval.embedding.set_embeddings import Embeddings
 from eval.judging.rewrite import ALONE, RewriteOptions, rewritten
 from eval.models.registry import ModelOptions
-from eval.scoring.output_files import RESULTS, rerun_command, self_retrieval
+from eval.scoring.output_files import RESULTS, read_results, rerun_command, self_retrieval
 from eval.scoring.search import Ranking, rows_within, search
 from eval.sets.contents import Contents, contents_of, query_contents, with_content
 from eval.sets.retrieval_set import MODALITIES, Modality, RetrievalSet
@@ -112,7 +113,9 @@ def run_command(options: RunOptions, load: Callable[[], Embeds] | None = None) -
         )
     else:
         dirs = run(options, load)
-    if options.report and join().is_first:
+    if join().is_first:
+        print(beside({path.name: read_results(path) for path in dirs}))
+    if options.report and join().is_first and not is_suite(options.set):
         write_page(options.out, dirs, options.protocol().headline[0])
     return dirs
 

@@ -10,11 +10,12 @@ import hashlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from eval.benchmarks.published_tables import beside
 from eval.benchmarks.registry import MeasureOptions
 from eval.benchmarks.suite import is_suite, load_suite, measure_members
 from eval.commands.measurement import Measurement
 from eval.scoring.metrics import deepest
-from eval.scoring.output_files import RUN, rerun_command
+from eval.scoring.output_files import RUN, read_results, rerun_command
 from eval.scoring.trec import read_run
 from eval.sets.contents import with_readable_content
 from rge.common.errors import UserError
@@ -33,8 +34,8 @@ class ScoreOptions(MeasureOptions):
     """Order equal scores by candidate id instead of refusing the run."""
 
 
-def score(options: ScoreOptions) -> Path:
-    """Score a run file, write the outputs, and return their directory."""
+def score(options: ScoreOptions, *, of_suite: bool = False) -> Path:
+    """Score a run file, write the outputs, and return their directory; a member `of_suite` is compared with its suite."""
     options.protocol()  # report its errors first
     if is_suite(options.set):
         suite = load_suite(options.set)
@@ -42,9 +43,10 @@ def score(options: ScoreOptions) -> Path:
         measure_members(
             suite,
             options,
-            lambda name, of_member: [score(replace(of_member, run=runs[name]))],
+            lambda name, of_member: [score(replace(of_member, run=runs[name]), of_suite=True)],
             title=str(options.run),
         )
+        print(beside({options.run.stem: read_results(options.out)}))
         return options.out
     protocol, wanted = options.prepared()
     wanted, unread = with_readable_content(wanted)
@@ -79,6 +81,8 @@ def score(options: ScoreOptions) -> Path:
         print(f"coverage {results['coverage']:.4f}: {len(read.missing)} queries without a line {counted}")
     if short:
         print(f"{short} queries list fewer than {needed} candidates; the others count as not found")
+    if not of_suite:
+        print(beside({options.run.stem: results}))
     return options.out
 
 

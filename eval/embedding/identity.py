@@ -86,8 +86,8 @@ def _asked(results: Mapping[str, Any]) -> dict[str, Any]:
     keys = ("query_mode", "query_modality", "candidate_mode", "embedding_dims", "ranked_with")
     at = {key: rewrite.get(key) for key in ("at", "served", "rge")}
     depth = results.get("depth")  # of the mean reciprocal rank; a pool may be smaller
-    further = {"mix": rerank, "draw_temperature": budget}  # left out where they do not apply
-    is_sampled = decoding.get("temperature") or budget.get("k")
+    further = {"mix": rerank}  # left out where they do not apply
+    is_sampled = decoding.get("temperature")
     return {
         **{key: results.get(key) for key in keys},
         "rewrite": rewrite.get("kind"),

@@ -114,25 +114,6 @@ def thinned(points: pd.DataFrame) -> pd.DataFrame:
     return means.assign(stage=points["stage"].iloc[0])
 
 
-def scatter(points: Rows, *, name: str, x_label: str) -> Markup:
-    """Points in per cent over a cost, with vertical intervals; the x axis is logarithmic if costs differ tenfold.
-
-    Each has a ``name``, a ``number``, a ``cost`` and a ``value``.
-    """
-    costs = [point["cost"] for point in points]
-    log = min(costs) > 0 and max(costs) >= 10 * min(costs)
-    alone = [{**point, "curve": f"{point['number']} {point['name']}"} for point in points]
-    spec = _over_cost(alone, "cost", x_label, log=log, zero=True)
-    spec["layer"].append(
-        {
-            "mark": {"type": "text", "dx": 8, "dy": 1, "align": "left", "fontWeight": 600},
-            "encoding": {"text": {"field": "number"}},
-        }
-    )
-    spoken = "; ".join(f"{p['name']} {100 * p['value']:.1f} % at {number(p['cost'])}" for p in points)
-    return _on_page(spec, f"{name} over {x_label}: {spoken}")
-
-
 def budget_on_page(budget: Mapping[str, Any]) -> dict[str, Any]:
     """Charts and table of a budget.json for a page: curves of accuracy over each cost, each point with its interval."""
     metric, points = budget["metric"], budget["points"]
@@ -259,24 +240,22 @@ def _over_cost(
     cost: str,
     x_label: str,
     *,
-    log: bool = False,
-    zero: bool = False,
     legend: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     rows = [
-        {"curve": p["curve"], "number": str(p.get("number")), "x": p[cost], "y": 100 * p["value"],
+        {"curve": p["curve"], "x": p[cost], "y": 100 * p["value"],
          "low": p["low"] and 100 * p["low"], "high": p["high"] and 100 * p["high"],
          "words": f"{p['name']}: {100 * p['value']:.1f} %{_interval(p)} at {number(p[cost])}"}
         for p in points
     ]  # fmt: skip
-    y_scale: dict[str, Any] = {"zero": zero}
+    y_scale: dict[str, Any] = {"zero": False}
     if max(p["value"] if p["high"] is None else p["high"] for p in points) <= 0:
         y_scale["domain"] = [0, 1]
     names = list(dict.fromkeys(p["curve"] for p in points))
     return {
         "data": {"values": rows},
         "encoding": {
-            "x": _of("x", title=x_label, scale={"type": "log"} if log else {"zero": True}),
+            "x": _of("x", title=x_label, scale={"zero": True}),
             "color": _by("curve", sort=None, legend=legend, scale={"domain": names, "range": COLOURS}),
             "y": _of("y", title=None, axis={"labelExpr": "datum.label + '%'"}, scale=y_scale),
         },

@@ -200,7 +200,7 @@ def check_one_set(evaluations: Sequence[Evaluation]) -> None:
             if expected != value:
                 raise UserError(
                     f"{first.directory} has {key} {expected!r}, {other.directory} {value!r}, so their figures are not "
-                    "comparable; page=leaderboard shows them on separate boards"
+                    "comparable"
                 )
         missing = first.per_query.index.symmetric_difference(other.per_query.index)
         if len(missing):
@@ -264,3 +264,19 @@ def ways_of(results: Mapping[str, Any]) -> Iterator[str]:
         yield "candidate_mode=reasoning"
     if judged := results.get("rerank"):
         yield f"top {judged['top_n']} reranked"
+
+
+def name_of(run: Evaluation) -> str:
+    """Name of the model behind an evaluation that has no label."""
+    name = str((run.results.get("model") or {}).get("name") or run.results.get("checkpoint") or "")
+    if not name:
+        return str(run.results.get("tag") or run.directory.name)
+    parts = [part for part in Path(name).parts if part not in ("final", "/")]
+    return "/".join(parts[-2:])
+
+
+def note_of(run: Evaluation) -> str:
+    """How an evaluation was made, in words."""
+    modality = run.results.get("query_modality")
+    withheld = [] if modality in (None, "both") else [f"query {modality} only"]
+    return ", ".join([*ways_of(run.results), *withheld])

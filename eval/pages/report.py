@@ -2,8 +2,6 @@
 
     rge eval report runs=[LABEL:]DIR[,DIR...] out=FILE [log=FILE,...]
 
-The command also writes leaderboards, see `eval.pages.boards.leaderboard`.
-
 evaluation directories --evaluations--> Evaluation --tables, examples, training logs--> context
   --templates/report.html.j2--> one file: no network, every picture in it once, readable without script
 
@@ -17,21 +15,18 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pandas as pd
 
 from eval.pages import tables
-from eval.pages.boards.leaderboard import write_leaderboard
 from eval.pages.charts import budget_on_page, line_chart
 from eval.pages.evaluations import (
     BUDGET,
     Evaluation,
     check_one_set,
     compared,
-    expand,
     featured,
-    read_evaluation,
     read_evaluations,
     set_of,
     warnings_of,
@@ -61,7 +56,7 @@ class ReportOptions(PluginOptions):
     """Write one HTML page from finished evaluations."""
 
     runs: tuple[str, ...]
-    """Evaluation directories, or directories that contain them. LABEL:DIR names a row; with page=set, that of another
+    """Evaluation directories, or directories that contain them. LABEL:DIR names the row of another
     checkpoint."""
     out: Path
     """The HTML file to write."""
@@ -69,55 +64,27 @@ class ReportOptions(PluginOptions):
     """``metrics.jsonl`` of each stage of the training run, in order."""
     metric: str = "recall@1"
     """Metric of the main table."""
-    examples: int | None = None
-    """Number of queries shown with pictures; null: 48, on a leaderboard 24."""
+    examples: int = 48
+    """Number of queries shown with pictures."""
     set: Path | None = None
     """Current location of the retrieval set; null: as in results.json."""
-    page: Literal["auto", "set", "leaderboard"] = "auto"
-    """``set`` for conditions of one set, ``leaderboard`` for many models; ``auto``: a leaderboard if the evaluations
-    are for a suite or for several sets, or have labels."""
-    published: Literal["auto", "all", "none"] = "auto"
-    """Published tables on a leaderboard: ``auto`` (those of the benchmarks at hand), ``all`` or ``none``."""
 
 
 def report(options: ReportOptions) -> Path:
-    """``rge eval report``: write the page that the options describe, print its path and return it."""
-    runs = [word for word in options.runs if word]
-    if not runs:
-        raise UserError("runs must name at least one evaluation directory")
-    board = _is_for_leaderboard(runs) if options.page == "auto" else options.page == "leaderboard"
-    if board:
-        if options.log:
-            raise UserError("log= is for page=set")
-        num_examples = 24 if options.examples is None else options.examples
-        path = write_leaderboard(
-            runs, options.out, which=options.published, num_examples=num_examples, set_dir=options.set
-        )
-    else:
-        path = _write_report(options, runs)
-    print(path)
-    return path
-
-
-def _is_for_leaderboard(runs: Sequence[str]) -> bool:
-    """Whether runs are of a suite or of several sets, or have labels."""
-    for word in runs:
-        if not Path(word).is_dir():
-            return ":" in word
-    results = [read_evaluation(path).results for word in runs for path in expand(Path(word))]
-    return (
-        any(about.get("suite") for about in results)
-        or len({about["set"]["fingerprint"] for about in results}) > 1
-    )
-
-
-def _write_report(options: ReportOptions, runs: Sequence[str]) -> Path:
-    """Write the page of one or more evaluations of one set, or of the output of `budget`.
+    """``rge eval report``: write the page of evaluations of one set, or of the output of `budget`; print and return its path.
 
     The output is deterministic: examples are drawn by a hash of the query id, and the page has no dates.
     """
+    runs = [word for word in options.runs if word]
+    if not runs:
+        raise UserError("runs must name at least one evaluation directory")
     metric, budget = options.metric, read_json(Path(runs[0]) / BUDGET) if len(runs) == 1 else None
     evaluations = read_evaluations(runs)
+    if of_suite := next((one for one in evaluations if one.results.get("suite")), None):
+        raise UserError(
+            f"{of_suite.directory} is the mean of a suite, and a page shows one set: name a member's evaluation, "
+            f"{of_suite.directory}/members/NAME, or compare two suites with `rge eval compare`"
+        )
     check_one_set(evaluations)
     main = featured(evaluations)
     if main.figure("micro", metric) is None:
@@ -128,8 +95,7 @@ def _write_report(options: ReportOptions, runs: Sequence[str]) -> Path:
     rows = compared(evaluations)
     gallery = Gallery()
     loaded = set_of(main, options.set)
-    num_examples = 48 if options.examples is None else options.examples
-    examples = cards_of(rows, main, loaded, metric, num_examples, gallery)
+    examples = cards_of(rows, main, loaded, metric, options.examples, gallery)
     table, other_tables = tables.main_table(rows, main, metric, tables.random_floors(main, loaded, metric))
     notes = loaded.meta.get("slice_notes", {}).get(table.by, {})
     content = dict(
@@ -153,7 +119,9 @@ def _write_report(options: ReportOptions, runs: Sequence[str]) -> Path:
         provenance=provenance_of(evaluations),
         max_slices=tables.MAX_MAIN_SLICES,
     )
-    return write_page(options.out, "report.html.j2", ["report.css"], content)
+    path = write_page(options.out, "report.html.j2", ["report.css"], content)
+    print(path)
+    return path
 
 
 def curves_of(paths: Sequence[Path]) -> list[dict[str, Any]]:

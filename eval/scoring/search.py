@@ -228,3 +228,12 @@ def trec_ties(ranking: Ranking) -> Ranking:
         order = np.lexsort((-rows_QW[query].astype(np.int64), -score_QW[query]))
         rows_QW[query] = rows_QW[query][order]
     return replace(ranking, rows_QW=rows_QW)
+
+
+def choose(reason_Q: np.ndarray, reasoned: Ranking, direct: Ranking) -> Ranking:
+    """Choose each query's ranking: `reasoned` where `reason_Q`, else `direct`."""
+    parts = [
+        (chosen, ranking.rows_QW[chosen], ranking.score_QW[chosen])
+        for chosen, ranking in ((reason_Q, reasoned), (~reason_Q, direct))
+    ]
+    return Ranking(*stack_rankings(len(reason_Q), parts), direct.depth)

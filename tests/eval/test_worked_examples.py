@@ -44,7 +44,10 @@ def test_they_run(lively, tmp_path, monkeypatch, capsys):
     for name in ("rmir", "pinpoint", "mmeb", "mmbright"):
         results = json.loads((tmp_path / f"runs/small/{name}_eval/results.json").read_text())
         assert results["benchmark"] == name
-        assert (tmp_path / f"runs/small/{name}_eval/report.html").stat().st_size > 20_000
+        page = tmp_path / f"runs/small/{name}_eval/report.html"
+        assert (
+            page.stat().st_size > 20_000 if name in ("rmir", "pinpoint") else not page.exists()
+        )  # suites have none
     own = [
         "mine",
         "runs/small/own/photos",
@@ -59,11 +62,6 @@ def test_they_run(lively, tmp_path, monkeypatch, capsys):
     assert "the spreadsheet turned the value into a date (2024-04-03)" in said
     assert main([*own, "queries=runs/small/own/corrected.xlsx"]) == 0
     assert "pictures left out because they cannot be opened: notes.jpg" in capsys.readouterr().err
-    page = (tmp_path / "runs/small/leaderboard.html").read_text()
-    assert page.count('class="board"') == 4
-    assert "Accuracy and cost: curves" in page
-    assert '<span class="kind">measured</span>' in page
-    assert ">bm25 <" in page
     assert {words[2] for words in asked if words[0] == "rge"} >= {
-        "import", "run", "report", "export", "audit", "bm25", "budget",
+        "import", "run", "export", "audit", "bm25", "budget",
     }  # fmt: skip

@@ -3,7 +3,6 @@
 import functools
 import importlib
 import json
-import re
 import shutil
 import sys
 from dataclasses import replace
@@ -17,7 +16,6 @@ from paths import ROOT
 
 from rge.common.errors import UserError
 from rge.config import load_recipe
-from rge.stats.intervals import cluster_bootstrap
 from rge.towers import smollm2
 
 HITS = {"self": 30, "oracle": 20, "none": 10, "joint": 10, "again": 15, "rl_con": 30}
@@ -56,8 +54,7 @@ def study(monkeypatch, tmp_path):
             (out / f"{kind}.json").write_text(json.dumps(found))
             return
         if "budget" in command:
-            gates = (f"gate-{100 * float(share):g}" for share in given["gate"].split(","))
-            points = ["direct", "reasoning", *gates, *(f"auto-{value}" for value in given["auto"].split(","))]
+            points = ["direct", "reasoning", *(f"auto-{value}" for value in given["auto"].split(","))]
             for point in points:
                 (out / point).mkdir(parents=True)
                 hits = 1.0 * (np.arange(40) < (10 if point == "direct" else 30))
@@ -356,41 +353,6 @@ def test_rows_whose_seeds_differ_more_than_their_groups_are_named(study):
     assert study.arms.too_narrow(rows[1:-1]) == []
 
 
-INTERVAL = re.compile(r"\[([-+]?[\d.]+), ([-+]?[\d.]+)\]")
-COLLECTED = (
-    "a seeds=7", "a seeds=11", "a", "b seeds=4", "c seeds=4", "d", "e seeds=4", "f", "f seeds=6", "f seeds=9", "g", "h", "i", "i seeds=7", "rl", "smol", "smol_long seeds=4", "smol_words seeds=2",
-    "f seeds=12 seeds_9_to_11",
-)  # fmt: skip
-"""Findings that README.md, docs/evidence.md, docs/modes.md and docs/rl_tables.md quote; the last with runs kept in a folder of their own."""
-NOT_KEPT = {
-    # README.md: scripts/unseen.py
-    ("16.6", "22.9"), ("48.3", "57.8"),
-    ("-1.2", "0.0"),  # docs/modes.md: a diagnosis, as printed
-    ("-0.5", "8.0"),  # docs/rl_tables.md: a shorter joint stage
-    ("-1.5", "1.1"),  # docs/modes.md: a trial whose code was not kept
-    # docs/modes.md: routing of a checkpoint that finds no query easy; runs whose per-query results the page says were not kept,
-    # and two with intervals over groups only, one of which, [-1.7, 0.3], another row has by chance
-    ("-2.2", "3.0"), ("2.1", "6.4"), ("12.1", "16.4"), ("4.5", "8.3"), ("1.7", "5.1"),
-}  # fmt: skip
-
-
-@pytest.mark.slow
-def test_intervals_on_the_pages_are_those_of_the_kept_results(study, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(study.arms, "cluster_bootstrap", cluster_bootstrap)
-    for words in COLLECTED:
-        name, *given = words.split()
-        kept = ROOT / "docs/kept" / (given.pop() if given and "=" not in given[-1] else "")
-        study.main([name, *given, "collect=true", f"out={tmp_path / words}", f"kept={kept}"])
-    printed = INTERVAL.findall(capsys.readouterr().out)
-    known = {*printed, *((f"{-float(high):.1f}", f"{-float(low):.1f}") for low, high in printed)}
-    names = ("README.md", "docs/evidence.md", "docs/modes.md", "docs/rl_tables.md")
-    pages = [(ROOT / name).read_text() for name in names]
-    pages[1], _, _ = pages[1].partition("## Advice from data")  # its own command measures knowability
-    quoted = {each for page in pages for each in INTERVAL.findall(" ".join(page.split()))}
-    assert len(quoted) > 80
-    assert quoted - known == NOT_KEPT
-
-
 def test_every_finding_has_arms_that_exist_and_recipes_that_load(study):
     options = study.Options(out=study.folder, steps=2)
     asked = set()
@@ -486,7 +448,7 @@ def test_one_budget_gives_all_points_of_a_checkpoint_that_decides(study):
         "seed_0",
         "seed_1",
     ]
-    assert {f"set={study.folder}/shipped/data/test", "k=0", "gate=0.5"} <= set(asked[0])
+    assert {f"set={study.folder}/shipped/data/test"} <= set(asked[0])
     text = (study.folder / "shipped" / "page_f.md").read_text()
     # Written for half of the queries: at random 20 of 40 are right.
     assert "| mixed_adaptive, auto 0.5 | 50 | 75.0 [" in text

@@ -219,28 +219,6 @@ def test_a_set_of_a_benchmark_with_several_main_scores_has_its_own(tmp_path, ben
     assert task.metadata.main_score == main_score
 
 
-@pytest.mark.parametrize("profile", ["clean", "official"])
-@pytest.mark.parametrize(
-    ("categories", "main_score"),
-    [
-        ("fashioniq_task7", "hit_rate_at_10"),
-        ("fashion200k_task0", "hit_rate_at_10"),
-        ("cirr_task7", "hit_rate_at_5"),
-        (("cirr_task7", "fashioniq_task7"), "hit_rate_at_5"),  # with the global pool
-    ],
-)
-def test_the_main_score_of_a_task_of_mbeir_is_its_published_hit_rate(
-    tmp_path, categories, main_score, profile
-):
-    tables = small_tables()
-    num = len(tables["queries"]["id"])
-    names = [categories] if isinstance(categories, str) else list(categories)
-    tables["queries"]["category"] = [names[number % len(names)] for number in range(num)]
-    write_tables(tmp_path, tables, {"name": "one", "benchmark": "mbeir"})
-    (task,) = tasks(tmp_path, benchmark="mbeir", profile=profile)
-    assert task.metadata.main_score == main_score
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("benchmark", "more", "profile", "least"),

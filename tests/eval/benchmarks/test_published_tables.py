@@ -5,13 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from eval.benchmarks.published_tables import _read, published, table_of
+from eval.benchmarks.published_tables import TRAINED, _read, beside, published, table_of
 from eval.benchmarks.registry import BENCHMARKS
 from rge.common.errors import UserError
 from rge.common.mmeb_prompts import SETS
 
 NUM_ROWS = {
-    "mbeir": 16,
     "mmbright1": 11,
     "mmbright2": 7,
     "mmbright3": 7,
@@ -46,7 +45,6 @@ def test_cells_as_printed():
         ("pinpoint", "bge_vl_mllm_s1", "NegRecall@10 ↓", 8.65),
         ("pinpoint", "LinCIR", "mAP@10", 11.0),
         ("pinpoint", "MMRet-CLIP-L + reranking", "NegRecall@10 ↓", 7.4),
-        ("mbeir", "UniIR-CLIP_SF", "FashionIQ it→i", 24.4),
     ]
     for key, model, name, value in printed:
         table = published()[key]
@@ -79,3 +77,34 @@ def test_a_row_of_another_length_is_refused(tmp_path, monkeypatch):
     _read.cache_clear()
     with pytest.raises(UserError, match="row 'Qwen2.5-VL-3B-Instruct' has 7 of 8 values"):
         _read(tmp_path / "x.json")
+
+
+def measured(value, **more):
+    about = {"name": "MMEB", "num_members": 36, "num_queries": 36_000}
+    figures = {"benchmark": "mmeb", "profile": "official", "set": about | more.pop("set", {})}
+    table = published()["mmeb"]
+    path = table.columns[table.main].official or table.columns[table.main].path
+    for key in reversed(path):
+        value = {key: value}
+    return figures | value | more
+
+
+def test_measured_rows_stand_among_the_published_ones_best_first():
+    shown = beside({"mine": measured({"value": 0.689}), "none": measured(None)})
+    lines = shown.splitlines()
+    assert "RGE (Qwen2.5VL-3B)" in lines[3]
+    mine = next(number for number, line in enumerate(lines) if line.startswith("mine (measured)"))
+    first = [float(line.split()[-len(published()["mmeb"].columns)]) for line in lines[3 : mine + 2]]
+    assert first == sorted(first, reverse=True)
+    assert 68.9 in first
+    assert any(line.startswith("none (measured)") and "–" in line for line in lines)
+    assert published()["mmeb"].source in shown
+    assert "NOT COMPARABLE" not in shown
+    assert beside({"x": measured({"value": 0.5}) | {"benchmark": "generic"}}) == ""
+
+
+def test_rows_that_cannot_be_compared_say_why():
+    other = beside({"x": measured({"value": 0.5}, set={"num_members": 3}, profile="clean")})
+    assert other.count("NOT COMPARABLE") == 2
+    known = f"{TRAINED}: 2 of 24 query pictures"
+    assert known in beside({"x": measured({"value": 0.5}, warnings=[known])})

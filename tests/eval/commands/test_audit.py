@@ -8,9 +8,10 @@ import pytest
 from eval_fakes import FakeEncoder, loader, picture, tables, write_set, write_tables
 
 from eval.__main__ import main
+from eval.benchmarks.published_tables import TRAINED
 from eval.benchmarks.suite import write_suite
 from eval.commands import audit as audit_module
-from eval.commands.audit import WARN, AuditOptions, audit_command, audit_run, audit_training, files_in
+from eval.commands.audit import AuditOptions, audit_command, audit_run, audit_training, files_in
 from eval.commands.run import RunOptions, run, run_command
 from eval.sets.retrieval_set import load_set
 from rge.checkpoints.settings import Settings
@@ -66,7 +67,7 @@ def test_shared_pictures_and_pairs(set_dir, tmp_path):
     assert (found["query_images"], found["query_pairs"]) == (2, 1)
     assert found["positive_images"] == 1
     assert found["answer_pairs"] >= 1
-    assert all(line.startswith(WARN) for line in audit.warnings)
+    assert all(line.startswith(TRAINED) for line in audit.warnings)
     assert len(audit.warnings) == 4
 
 
@@ -101,7 +102,7 @@ def test_a_run_warns_in_results_and_on_stderr(set_dir, tmp_path, capsys):
     assert direct["audit"]["train"] == [str(path)]
     err = capsys.readouterr().err
     assert "WARNING: query_mode=reasoning, but" in err
-    assert f"WARNING: {WARN}: 2 of 24" in err
+    assert f"WARNING: {TRAINED}: 2 of 24" in err
 
 
 @pytest.mark.parametrize("on_bad", ["stop", "skip"])
@@ -159,7 +160,7 @@ def test_training_files_of_a_recipe(tmp_path):
 def test_the_command(set_dir, tmp_path, capsys):
     path = train_file(tmp_path / "train" / "a.jsonl", image=picture(1000), text="x", target=picture(9999))
     assert main(["audit", f"set={set_dir}", f"train={path}"]) == 0
-    assert WARN in capsys.readouterr().out
+    assert TRAINED in capsys.readouterr().out
     path.write_text("{broken\n")
     with pytest.raises(UserError, match="line 1"):
         audit_training(load_set(set_dir), [path])
@@ -195,8 +196,8 @@ def test_a_suite_is_audited_member_by_member(tmp_path, capsys):
     path = train_file(tmp_path / "train" / "a.jsonl", image=picture(1001), text="x", target=picture(8888))
     assert main(["audit", f"set={suite}", f"train={path}"]) == 0  # picture 1001 is that of queries 2 and 3
     out = capsys.readouterr().out
-    assert f"one: {WARN}: 1 of 3 query pictures are in the training files" in out
-    assert f"two: {WARN}: 2 of 4 query pictures are in the training files" in out
+    assert f"one: {TRAINED}: 1 of 3 query pictures are in the training files" in out
+    assert f"two: {TRAINED}: 2 of 4 query pictures are in the training files" in out
 
 
 @pytest.mark.slow

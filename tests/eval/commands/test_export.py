@@ -14,8 +14,7 @@ from eval.__main__ import main
 from eval.commands.export import ExportOptions, export, with_evaluation
 from eval.commands.run import RunOptions, run
 from eval.commands.score import ScoreOptions, score
-from eval.pages.boards.rows import note_of
-from eval.pages.evaluations import read_evaluation
+from eval.pages.evaluations import note_of, read_evaluation
 from rge.checkpoints.export import checkpoint_hash
 from rge.common.errors import UserError
 from rge.common.mmeb_prompts import SETS

@@ -120,12 +120,6 @@ def test_mmbright_and_pinpoint_are_counted_too(held, tmp_path):
         fetch(FetchOptions("pinpoint", tmp_path / "p", repo="me/pinpoint"))
 
 
-def test_a_copy_is_fetched_without_the_files_that_the_published_release_is_fetched_without(held, tmp_path):
-    held.files = {"query/test/a.jsonl": b"{}\n", "query/train/a.jsonl": b"{}\n"}
-    fetch(FetchOptions("mbeir", tmp_path / "m", repo="me/M-BEIR", partial=True))
-    assert [one.rpartition("/resolve/")[2] for one in downloads(held)] == [f"{COMMIT}/query/test/a.jsonl"]
-
-
 def test_what_cannot_be_is_refused(tmp_path, capsys):
     assert main(["fetch", "mmebb", f"out={tmp_path}"]) == 2
     assert "did you mean 'mmeb'?" in capsys.readouterr().err

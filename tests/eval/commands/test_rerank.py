@@ -14,13 +14,9 @@ from eval_fakes import FakeEncoder, loader, tables, write_set, write_tables
 from stock import nll_of, stock_forward
 
 from eval.commands.bm25 import Bm25Options, bm25
-from eval.commands.budget import BudgetOptions, budget
 from eval.commands.rerank import RerankOptions, reorder, rerank, rerank_command
 from eval.commands.run import RunOptions, run
-from eval.embedding.identity import differences
 from eval.judging import records as judge_records
-from eval.pages.boards.rows import note_of
-from eval.pages.evaluations import read_evaluation
 from eval.scoring.search import Ranking
 from eval.sets.retrieval_set import load_set
 from rge.calls.store import AnswerStore, value_key
@@ -403,34 +399,6 @@ def test_a_reranked_evaluation_is_not_replaced_by_its_first_ranking_unasked(tmp_
         run(RunOptions(**options, out=tmp_path / "judged"), loader(FakeEncoder()))
     assert (tmp_path / "judged" / "results.json").read_bytes() == before
     rerank_command(RerankOptions(of=done, judge="x", top_n=3, out=tmp_path / "judged"))
-
-
-def test_samples_of_a_budget_are_told_apart_before_and_after_reranking(tmp_path, judged_by):
-    options = {
-        "checkpoint": "fake", "set": write_set(tmp_path / "set", num_queries=4, num_candidates=8), "k": 1,
-        "fuse": ("mean",), "report": False,
-    }  # fmt: skip
-    for name, more in {"first": {}, "hotter": {"draw_temperature": 1.0}, "reseeded": {"seed": 1}}.items():
-        budget(BudgetOptions(out=tmp_path / name, **options, **more), loader(FakeEncoder()))
-    judged_by(Fixed({}))
-    points = ("first/mean-1", "first/reasoning", "hotter/mean-1", "reseeded/mean-1")
-    kinds = {"drawn": [tmp_path / point for point in points]}
-    for number in (1, 2):  # a ranking can be reranked again
-        kinds[f"judged {number}"] = [
-            rerank_command(RerankOptions(of=of, judge="x", top_n=1, out=tmp_path / f"{number}{point}"))
-            for of, point in zip(list(kinds.values())[-1], points, strict=True)
-        ]
-    for dirs in kinds.values():
-        first, single, hotter, reseeded = (read_evaluation(path).results for path in dirs)
-        assert len({one["identity"]["key"] for one in (first, single, hotter, reseeded)}) == 4
-        assert differences(first, single)["asked.way"] == ("mean-1", "reasoning")
-        assert differences(first, hotter) == {"asked.draw_temperature": (0.7, 1.0)}
-        assert differences(first, reseeded) == {"asked.seed": (0, 1)}
-    assert note_of(read_evaluation(dirs[0])) == "mean-1, top 1 reranked"
-    older = read_evaluation(kinds["judged 1"][0]).results
-    del older["budget"]  # which was not recorded
-    (kinds["judged 1"][0] / "results.json").write_text(json.dumps(older))
-    rerank_command(RerankOptions(of=kinds["drawn"][0], judge="x", top_n=1, out=kinds["judged 1"][0]))
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from eval.commands.compare import CompareOptions, compare
 from eval.commands.rerank import RerankOptions, rerank_command
 from eval.commands.run import RunOptions, run_command
 from eval.commands.score import ScoreOptions, score
-from eval.pages.boards.leaderboard import write_leaderboard
+from eval.pages.report import ReportOptions, report
 from eval.sets.retrieval_set import load_set
 from rge.common.errors import UserError
 
@@ -66,13 +66,14 @@ def mean_of_members(path, metric):
 @pytest.fixture(scope="module")
 def curves(suite, tmp_path_factory):
     out = tmp_path_factory.mktemp("budget") / "out"
-    loads, encoder = [], FakeEncoder()
+    loads, encoder = [], FakeEncoder(recipe={"loss": {"adaptive": {"share": 0.5}}})
+    encoder.direct_probabilities = lambda items: np.resize([0.4, 0.6], len(list(items)))
 
     def load():
         loads.append(encoder)
         return encoder
 
-    options = BudgetOptions(checkpoint="fake", set=suite, out=out, k=2, gate=(0.5,), metric="mrr")
+    options = BudgetOptions(checkpoint="fake", set=suite, out=out, auto=(0.5,), metric="mrr")
     assert budget(options, load) == out
     assert len(loads) == 1
     return out, json.loads((out / "budget.json").read_text())
@@ -82,9 +83,7 @@ def curves(suite, tmp_path_factory):
 def test_every_way_of_asking_is_a_mean_over_members(curves):
     out, content = curves
     names = [row["name"] for row in content["points"]]
-    assert names == [
-        "direct", "reasoning", "mean-1", "max-1", "mean-2", "max-2", "gate-50",
-    ]  # fmt: skip
+    assert names == ["direct", "reasoning", "auto-0.5"]
     assert (content["set"]["name"], content["num_members"], content["num_queries"]) == ("compass", 2, 20)
     for row in content["points"]:
         assert row["value"] == pytest.approx(mean_of_members(out / row["name"], "mrr"))
@@ -98,25 +97,27 @@ def test_every_way_of_asking_is_a_mean_over_members(curves):
         assert set(results["by_half"]) == {"NORTH", "SOUTH"}
 
 
-def test_gains_are_paired_within_members_and_a_gate_takes_its_share_of_each(curves):
+def test_gains_are_paired_within_members_and_chance_takes_the_share_of_each(curves):
     out, content = curves
     of = {row["name"]: row for row in content["points"]}
     assert of["direct"]["gain"] is None
-    gain = of["mean-2"]["gain"]
-    assert gain["value"] == pytest.approx(of["mean-2"]["value"] - of["direct"]["value"])
+    gain = of["auto-0.5"]["gain"]
+    assert gain["value"] == pytest.approx(of["auto-0.5"]["value"] - of["direct"]["value"])
     assert gain["low"] < gain["value"] < gain["high"]
-    rows = list(compare(CompareOptions(a=out / "mean-2", b=out / "direct", metric=("mrr",))).itertuples())
+    rows = list(compare(CompareOptions(a=out / "auto-0.5", b=out / "direct", metric=("mrr",))).itertuples())
     of_slice = {row.slice: row for row in rows}
     macro = of_slice["macro"]
     assert (gain["value"], gain["low"], gain["high"]) == pytest.approx(
         (macro.difference, macro.low, macro.high)
     )
     assert of_slice["pair seen"].num_queries + of_slice["pair held_out"].num_queries == SIZES["north"][0]
-    gate = pd.read_parquet(out / "gate-50" / "per_query.parquet")
+    gate = pd.read_parquet(out / "auto-0.5" / "per_query.parquet")
     share = (gate["rationale_tokens"] > 0).groupby(gate["category"]).mean()
     assert share.tolist() == [0.5, 0.5]
-    assert set(of["gate-50"]["gate"]["margin_below"]) == set(SIZES)
-    assert of["gate-50"]["at_random"] == pytest.approx((of["direct"]["value"] + of["reasoning"]["value"]) / 2)
+    assert of["auto-0.5"]["decided"]["shares"] == dict.fromkeys(SIZES, 0.5)
+    assert of["auto-0.5"]["at_random"] == pytest.approx(
+        (of["direct"]["value"] + of["reasoning"]["value"]) / 2
+    )
 
 
 @pytest.mark.slow
@@ -180,33 +181,21 @@ def test_a_page_shows_no_value_of_a_column_that_a_member_lacks(tmp_path):
     assert "nan pair" not in page
 
 
-@pytest.mark.slow
-def test_the_leaderboard_page_shows_the_curves(curves, tmp_path):
-    out, content = curves
-    assert (out / "report.html").exists()
-    page = write_leaderboard([f"Mine:{out}"], tmp_path / "p.html").read_text()
-    assert page.count('<tr class="measured" ') == 2  # the rest is in the curves
-    assert "Accuracy and cost: Mine" in page
-    for row in content["points"]:
-        assert f'<th scope="row">{row["name"]}</th>' in page
-        assert page.count(f"<title>{row['name']}: {100 * row['value']:.1f} %") == 2  # against tokens and ms
-    words = [f"Mine:{out}", f"Mine:{out / 'mean-2'}", f"Mine:{out / 'max-2'}"]
-    page = write_leaderboard(words, tmp_path / "more.html", num_examples=0).read_text()
-    for note in ("mean-2", "max-2"):
-        assert f'<span class="note">{note}</span>' in page
-
-
 def test_members_may_be_folders_in_folders(tmp_path):
     for name in ("far/north", "far/south"):
         write_tables(tmp_path / "suite" / name, tables(4, 60))
     members = dict.fromkeys(("far/north", "far/south"), {})
     write_suite(tmp_path / "suite", name="poles", benchmark="generic", column="side", members=members)
     options = RunOptions(checkpoint="fake", set=tmp_path / "suite", out=tmp_path / "out")
-    run_command(options, loader(FakeEncoder()))
-    assert (tmp_path / "out" / "report.html").read_text().count("question 3") >= 2
+    (out,) = run_command(options, loader(FakeEncoder()))
+    assert set(results_of(out)["by_category"]) == set(members)
+    page = tmp_path / "page.html"
+    with pytest.raises(UserError, match="is the mean of a suite"):
+        report(ReportOptions(runs=(str(out),), out=page))
+    assert not page.exists()
 
 
-@pytest.mark.parametrize("benchmark", ["mrmr", "mmeb2", "mbeir"])
+@pytest.mark.parametrize("benchmark", ["mrmr", "mmeb2"])
 def test_a_suite_of_a_benchmark_can_be_measured_without_its_protocol(tmp_path, benchmark):
     about = {"benchmark": benchmark, "task": "knowledge", "part": "image"}
     for name in SIZES:
@@ -284,9 +273,6 @@ def test_a_judge_reorders_every_member(suite, tmp_path, monkeypatch):
     assert (results["rerank"]["of"], results["query_mode"]) == (str(before), "reasoning")
     assert results["macro"]["mrr"]["value"] == pytest.approx(mean_of_members(judged, "mrr"))
     assert results["set"]["fingerprint"] == results_of(before)["set"]["fingerprint"]
-    page = write_leaderboard([str(before), str(judged)], tmp_path / "p.html", num_examples=0).read_text()
-    assert "reasoning, top 4 reranked" in page
-
     with pytest.raises(UserError, match="is not the suite that .* was measured on: pass set=DIR"):
         rerank_command(RerankOptions(of=before, out=tmp_path / "x", judge="x", set=suite / "north"))
     (tmp_path / "run" / "members" / "south" / "reasoning-both").rename(tmp_path / "elsewhere")

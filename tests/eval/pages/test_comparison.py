@@ -11,7 +11,6 @@ from eval_fakes import FakeEncoder, loader, write_set
 
 from eval.commands.compare import CompareOptions, compare
 from eval.commands.run import RunOptions, run
-from eval.pages.boards.leaderboard import write_leaderboard
 from eval.pages.wording import percent, signed
 from rge.common.errors import UserError
 
@@ -47,7 +46,6 @@ def test_every_query_is_won_by_the_side_with_the_better_metric(world):
         num = [winner for _, winner in cards].count(name)
         assert not num or re.search(rf"\b{num} are {words}", said)
     assert page.count("because of q") == 24  # A's rationale of every query; B writes none
-    assert page.count('data-run="A"') == page.count('data-run="B"') == 24
 
 
 @pytest.mark.slow
@@ -125,19 +123,5 @@ def test_in_a_browser(world, tmp_path):
         assert browser.js(f"{large} > 3 * {small}")
         browser.js("document.querySelector('dialog').click()")
         assert not browser.js("document.querySelector('dialog').open")
-
-        board = write_leaderboard([str(world / "a"), str(world / "b")], tmp_path / "p.html")
-        assert board.read_text().count('class="one-run"') == 2
-        browser.open(board, 1400, 900)
-        browser.js(fill.format("x, reasoning", ".filters [name=a]"))
-        browser.js(fill.format("x/b, direct", ".filters [name=b]"))
-        runs = f"[...new Set({visible}.flatMap(c => [...c.querySelectorAll('.duel > li')].filter(l => l.checkVisibility()).map(l => l.dataset.run)))].sort()"
-        assert browser.js(runs) == ["x, reasoning", "x/b, direct"]
-        browser.js(fill.format("x, reasoning", ".filters [name=winner]"))
-        ranks = f"{visible}.map(c => ['x, reasoning', 'x/b, direct'].map(r => Number([...c.querySelectorAll('li')].find(l => l.dataset.run === r).dataset.place)))"
-        found = browser.js(ranks)
-        assert found
-        assert all(mine < theirs for mine, theirs in found)
-        assert browser.complaints() == []
     finally:
         browser.close()

@@ -175,7 +175,7 @@ def write_log(path: Path, entries: list[dict]) -> Path:
 
 
 def write_report(dirs: list[Path], out: Path, **options) -> Path:
-    return report(ReportOptions(runs=tuple(map(str, dirs)), out=out, page="set", **options))
+    return report(ReportOptions(runs=tuple(map(str, dirs)), out=out, **options))
 
 
 def written(world: Path, **options) -> str:
@@ -632,7 +632,7 @@ def test_the_page_opens_with_reasons_that_the_set_gives(world):
 
 def test_results_of_two_protocols_do_not_share_a_page(world):
     edit(world / "out/direct-both", lambda r: r.update(benchmark="rmir", profile="official"))
-    with pytest.raises(UserError, match="has benchmark .*'rmir'.*page=leaderboard"):
+    with pytest.raises(UserError, match="has benchmark .*'rmir'"):
         written(world, baseline=())
     for folder in (world / "out").iterdir():
         edit(folder, lambda r: r.update(benchmark="rmir", profile="clean"))
@@ -994,7 +994,6 @@ def test_command(world):
     words = [
         f"runs={world / 'out/reasoning-both'},{world / 'out/direct-both'},none:{world / 'none'}",
         f"out={world / 'sub/page.html'}",
-        "page=set",
         f"log={world / 'cold/metrics.jsonl'}",
         "examples=6",
     ]

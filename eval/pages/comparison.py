@@ -10,8 +10,7 @@ import numpy as np
 import pandas as pd
 
 from eval.pages import examples
-from eval.pages.boards.rows import name_of, note_of
-from eval.pages.evaluations import RANK_COLUMN, Evaluation
+from eval.pages.evaluations import RANK_COLUMN, Evaluation, name_of, note_of
 from eval.pages.examples import Gallery, SetView
 from eval.pages.single_file import write_page
 from eval.pages.wording import Scale
@@ -60,24 +59,17 @@ def write_comparison(
         differs=compared["differs"],
         pictures=gallery.pictures,
     )
-    return write_page(out, "compare.html.j2", ["report.css", "leaderboard.css"], content)
+    return write_page(out, "compare.html.j2", ["report.css", "compare.css"], content)
 
 
 def side_by_side(
-    runs: Mapping[str, Evaluation],
-    gallery: Gallery,
-    num: int,
-    set_dir: Path | None,
-    metric: str | None = None,
+    runs: Mapping[str, Evaluation], gallery: Gallery, num: int, set_dir: Path | None, metric: str
 ) -> dict[str, Any]:
-    """Example cards with the first candidates of every run, and their filters.
-
-    The metric decides who wins; without one, the rank of the first right candidate does.
-    """
+    """Example cards with the first candidates of every run, and their filters; the metric decides who wins."""
     names, first = list(runs), next(iter(runs.values()))
     frame = _ranked(runs, metric)
     counts = frame["winner"].value_counts()
-    winners = [name for name in (*names, TIE, "several", "none") if name in counts]
+    winners = [name for name in (*names, TIE, "none") if name in counts]
     columns = examples.varying(frame, list(dict.fromkeys(("category", *first.reported_by))))
     frame[columns] = frame[columns].fillna(UNCATEGORISED)  # members of a suite may lack a column
     drawn = frame
@@ -109,7 +101,7 @@ def side_by_side(
     }
 
 
-def _ranked(runs: Mapping[str, Evaluation], metric: str | None) -> pd.DataFrame:
+def _ranked(runs: Mapping[str, Evaluation], metric: str) -> pd.DataFrame:
     """The first run's table, limited to queries of all runs, with the ``winner`` and best rank of each."""
     index = next(iter(runs.values())).per_query.index
     for run in runs.values():
@@ -121,21 +113,19 @@ def _ranked(runs: Mapping[str, Evaluation], metric: str | None) -> pd.DataFrame:
     frame = next(iter(runs.values())).per_query.loc[index].copy()
     ranks = of_all(RANK_COLUMN)
     ranks = ranks.where(ranks >= 1)
-    values = ranks if metric is None else of_all(metric)
-    lower_wins = values if metric is None or lower_is_better(metric) else -values
+    values = of_all(metric)
+    lower_wins = values if lower_is_better(metric) else -values
     frame["winner"] = [who_wins(row, list(runs)) for row in lower_wins.to_numpy(np.float64)]
     frame[RANK_COLUMN] = ranks.min(axis=1)
     return frame
 
 
 def who_wins(values: np.ndarray, names: Sequence[str]) -> str:
-    """Name with the lowest value, such as the rank of the first right candidate; NaN means none."""
+    """Name with the lowest value; NaN means that it has none."""
     if np.isnan(values).all():
         return "none"
     best = np.flatnonzero(values == np.nanmin(values))
-    if len(best) == 1 and len(names) > 1:
-        return names[int(best[0])]
-    return TIE if len(best) == len(names) else "several"
+    return names[int(best[0])] if len(best) == 1 else TIE
 
 
 def _sets_of(

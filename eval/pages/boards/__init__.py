@@ -1,1 +1,0 @@
-"""Leaderboards: many models on one set, with published and measured rows."""

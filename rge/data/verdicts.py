@@ -1,7 +1,7 @@
 """Cache of record and picture validation.
 
 A record file is read, and a picture decoded, again only after its size or modification time changed, or that of a
-folder or library with its pictures. The cache is in ``$RGE_CACHE``, otherwise in ``rge`` below ``$XDG_CACHE_HOME`` or
+library or of any file in a folder with its pictures; of a link, those of what it points to. The cache is in ``$RGE_CACHE``, otherwise in ``rge`` below ``$XDG_CACHE_HOME`` or
 ``~/.cache``; deleting it only costs time, and an unreadable or unwritable one counts as empty. Only good files are
 cached, with what ``data.on_bad=skip`` leaves out: others have to be fixed.
 """
@@ -63,6 +63,7 @@ class Verdicts:
         self.pictures = PictureIndex()
         self.began_ns = time.time_ns()
         self._files: dict[str, dict[str, Any]] = {}  # by record file: stamps of what its check depends on
+        self._folders: dict[str, list[int] | None] = {}  # stamps of folders, each listed once
 
     def open(self, path: str | Path, *, need_rationale: bool, on_bad: str) -> RecordFile:
         """A record file with its pictures looked up; see `RecordFile`, also for what it raises."""
@@ -77,7 +78,7 @@ class Verdicts:
         self.pictures.asked.clear()
         checks = Checks(need_rationale=need_rationale, pictures=self.pictures, progress=True, on_bad=on_bad)
         file = RecordFile(path, **checks)
-        files = {file.name: before} | {place: _stamp(place) for place in sorted(self.pictures.asked)}
+        files = {file.name: before} | {place: self._stamp_of(place) for place in sorted(self.pictures.asked)}
         newest_ns = max((stamp[0] for stamp in files.values() if stamp is not None), default=0)
         if newest_ns < self.began_ns - RECENT_NS and before == _stamp(path):
             self._files[file.name] = files
@@ -144,7 +145,7 @@ class Verdicts:
         try:
             with np.load(entry, allow_pickle=False) as stored:  # checks the CRC of what is read
                 about, numbers = json.loads(stored["about"].tobytes()), stored["numbers"]
-            changed = any(_stamp(place) != at for place, at in about["files"].items())
+            changed = any(self._stamp_of(place) != at for place, at in about["files"].items())
             if changed or about["code"] != version_of(rge.common, rge.data):  # which may decide differently
                 return None
         except Exception:  # noqa: BLE001 - missing, or damaged in any way
@@ -152,6 +153,14 @@ class Verdicts:
         with suppress(OSError):
             os.utime(entry)
         return about, numbers
+
+    def _stamp_of(self, place: str) -> list[int] | None:
+        """Stamp of a file, or of a folder and the files in it."""
+        if not os.path.isdir(place or "."):
+            return _stamp(place)
+        if place not in self._folders:
+            self._folders[place] = _stamp_of_folder(place)
+        return self._folders[place]
 
     def _keep(self, entry: Path, numbers: np.ndarray, **about: Any) -> None:
         text = json.dumps({**about, "code": version_of(rge.common, rge.data)}).encode()
@@ -243,3 +252,35 @@ def _stamp(path: str | Path) -> list[int] | None:
     except (OSError, ValueError):
         return None
     return [found.st_mtime_ns, found.st_size]
+
+
+def _stamp_of_folder(folder: str) -> list[int] | None:
+    """Newest modification time (ns) of a folder and its files, and a hash of their names, times and sizes.
+
+    A file that is overwritten, and a link whose target goes, leave the folder's own time as it was. File systems on a network
+    send what `os.scandir` and the stats that follow it need in few answers.
+    """
+    stamp = _stamp(folder)
+    try:
+        with os.scandir(folder or ".") as entries:
+            stamps = [(entry.name, _stamp_of_entry(entry)) for entry in entries]
+    except OSError:
+        return stamp
+    newest_ns, total = stamp[0] if stamp else 0, 0
+    for name, found in stamps:
+        if found is not None:
+            newest_ns = max(newest_ns, found[0])
+        named = hashlib.blake2b(os.fsencode(name) + f"\0{found}".encode(), digest_size=8).digest()
+        total += int.from_bytes(named, "big")  # in any order
+    return [newest_ns, total % 2**63]
+
+
+def _stamp_of_entry(entry: os.DirEntry[str]) -> tuple[int, int] | None:
+    """Modification time (ns) and size of a file; None for a folder, and for a link to nothing."""
+    try:
+        if entry.is_dir():
+            return None
+        found = entry.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size

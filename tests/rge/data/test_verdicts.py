@@ -115,6 +115,43 @@ def test_what_changed_is_read_again(home, opened, change, raises):
     assert opened["files"] == 2 + raises
 
 
+def test_pictures_that_were_overwritten_are_looked_at_again(home, opened):
+    """In place, with a picture's name: the folder stays as it was."""
+    look(home)
+    then = (home / "pictures").stat().st_mtime_ns
+    (home / "pictures/1.png").write_bytes(b"no picture")
+    assert (home / "pictures").stat().st_mtime_ns == then
+    look(home)
+    assert opened["files"] == 2
+
+
+def test_links_to_pictures_on_a_disk_that_is_gone(home, opened):
+    (home / "pictures").rename(home / "disk")
+    (home / "pictures").mkdir()
+    for path in (home / "disk").iterdir():
+        (home / "pictures" / path.name).symlink_to(path)
+    age(home)
+    look(home)
+    look(home)
+    assert opened["files"] == 1
+    (home / "disk").rename(home / "unmounted")
+    with pytest.raises(RecordError):
+        look(home)
+
+
+def test_a_folder_of_pictures_is_listed_once_whoever_asks(home, monkeypatch):
+    look(home)
+    listed = []
+    real = os.scandir
+    monkeypatch.setattr(verdicts.os, "scandir", lambda place: listed.append(str(place)) or real(place))
+    found = Verdicts(home / "kept")
+    for _ in range(3):
+        file = found.open(home / "records.jsonl", need_rationale=True, on_bad="stop")
+        found.keep_numbers(file, "lengths", np.arange(4))
+        assert found.numbers(file, "lengths").tolist() == [0, 1, 2, 3]
+    assert listed == [str(home / "pictures")]
+
+
 def test_what_changed_a_moment_ago_may_change_unseen_and_is_not_remembered(home, opened):
     os.utime(home / "records.jsonl")
     look(home)

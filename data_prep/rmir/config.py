@@ -8,7 +8,7 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import Field
 
 from data_prep.rmir.wording import wording
-from rge.calls.model_config import ModelConfig, check_model
+from rge.calls.model_config import ModelConfig, cache_names, check_model
 from rge.calls.prices import fill_prices
 from rge.common.errors import UserError
 from rge.common.files import RECIPES
@@ -41,7 +41,7 @@ class LibraryConfig:
     image_column: str = "image"
     """Column with the encoded pictures, paths relative to the table's folder, or addresses."""
     caption_column: str | None = "caption"
-    """Column of the captions. Captions may be missing or empty: ``caption.model`` writes them, or such pictures are
+    """Column of the captions; null: there are none. Captions may be missing or empty: ``caption.model`` writes them, or such pictures are
     only found by the image index."""
     licence: str = "unknown"
     """Licence of pictures for which ``licence_column`` has none, to be recorded in the data set."""
@@ -338,6 +338,7 @@ def check(config: RmirConfig) -> None:
             )
     for name, model in config.models.items():
         check_model(f"models.{name}", model)
+    cache_names({f"models.{name}": model for name, model in config.models.items()})
     if config.library.path is None and not config.oracle:
         raise UserError("library.path is missing: give a folder of pictures, or a table")
 

@@ -15,7 +15,7 @@ from rge.calls.batches import BatchJobs
 from rge.calls.failures import BudgetReached, StopCalls
 from rge.calls.grouping import Counts, Grouping, Outcome, Read
 from rge.calls.keys import Mask
-from rge.calls.model_config import ModelConfig, check_model
+from rge.calls.model_config import ModelConfig, cache_names, check_model
 from rge.calls.pace import Pace
 from rge.calls.request import Request
 from rge.calls.sender import Endpoint, Sender
@@ -35,7 +35,7 @@ class Caller:
         budget: cap on the total cost of all models, over all runs that share the store; None: no limit.
 
     Raises:
-        UserError: a model's settings are invalid, or the environment variable of its key is not set.
+        UserError: a model's settings are invalid, the environment variable of its key is not set, or `cache_names` refuses them.
     """
 
     def __init__(
@@ -49,6 +49,7 @@ class Caller:
         self.models, self.store, self.counts, self.progress = dict(models), store, Counts(), progress
         for name, model in models.items():
             check_model(f"models.{name}", model)
+        cache_names(models)
         self._mask = Mask(model.key() for model in models.values())
         self._paces = {model.endpoint: Pace() for model in models.values()}
         self._budget = budget

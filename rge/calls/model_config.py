@@ -15,6 +15,7 @@ from rge.common.options import AtLeastOne, Count, NotNegative, Positive, Share
 
 CHARACTERS_PER_TOKEN = 3
 """For token estimates of prompts; low on purpose, so that estimates err on the high side."""
+OPENAI = "https://api.openai.com/v1"
 WITHOUT_BATCHES = ("https://api.anthropic.com/v1", "https://generativelanguage.googleapis.com/v1beta/openai")
 """Addresses of compatible APIs without OpenAI's batch API: Anthropic, Gemini."""
 
@@ -34,10 +35,13 @@ class ModelConfig:
     """A model behind an endpoint."""
 
     name: str
-    """The model's name at the endpoint; answers are cached under it."""
+    """The model's name at the endpoint."""
     base_url: str | None = None
     """Address of an OpenAI-compatible endpoint: https://api.anthropic.com/v1,
     https://generativelanguage.googleapis.com/v1beta/openai, or http://HOST:8000/v1 of `vllm serve`; null: OpenAI's own."""
+    cache_as: str | None = None
+    """Name under which answers are cached, whatever the address; null: ``name``. Needed if two addresses serve one name: the same
+    for equal weights, another for others."""
     mode: Literal["calls", "batch"] = "calls"
     """calls; or batch: OpenAI's batch API (or a compatible one), cheaper and within a day. Requests that fail
     in a batch are repeated as calls."""
@@ -100,7 +104,15 @@ class ModelConfig:
     @property
     def endpoint(self) -> str:
         """Name and address: the key of budgets, rate limits and the ledger."""
-        return f"{self.name} at {self.base_url or 'openai'}"
+        return f"{self.name} at {self.address}"
+
+    @property
+    def address(self) -> str:
+        """The address in one spelling: without a slash at its end, a default port or capitals in its host."""
+        try:
+            return str(httpx.URL(self.base_url or OPENAI)).rstrip("/")
+        except httpx.InvalidURL:
+            return str(self.base_url)
 
     @property
     def published_name(self) -> str:
@@ -110,6 +122,10 @@ class ModelConfig:
     def key(self) -> str | None:
         """The key of ``key_env``; raises as `read_key` does."""
         return read_key(self.name, self.key_env) if self.key_env else None
+
+    def has_price(self) -> bool:
+        """Whether it is known what a call costs, be it nothing."""
+        return self.input_price is not None or self.output_price is not None
 
     def paid(self) -> bool:
         """Whether a call costs anything."""
@@ -162,7 +178,7 @@ def check_model(where: str, model: ModelConfig) -> None:
         raise UserError(f"{where}.extra_body must be JSON: {error}") from None
     if model.base_url is None:
         return
-    if model.mode == "batch" and model.base_url.rstrip("/") in WITHOUT_BATCHES:
+    if model.mode == "batch" and model.address in WITHOUT_BATCHES:
         raise UserError(f"{where}.mode=batch: {model.base_url} has no batches; use mode=calls")
     try:
         url = httpx.URL(model.base_url)
@@ -177,14 +193,21 @@ def check_model(where: str, model: ModelConfig) -> None:
 
 
 def cache_names(models: Mapping[str, ModelConfig]) -> dict[str, str]:
-    """The name under which each model's answers are cached, by label.
+    """The name under which each model's answers are cached, by label: it depends on no other model.
 
-    It is the model's own name, whatever its address, so a server that moves to another port keeps its cache. If one name is
-    served at several addresses, the weights may differ, so the later ones also carry their label.
+    It does not depend on the address either, so a server that moves to another port keeps its cache.
+
+    Raises:
+        UserError: several addresses serve one name, so the weights may differ, and `ModelConfig.cache_as` does not say.
     """
-    names: dict[str, str] = {}
-    first: dict[str, str | None] = {}
+    unsaid: dict[str, tuple[str, str]] = {}
     for label, model in models.items():
-        same = first.setdefault(model.name, model.base_url) == model.base_url
-        names[label] = model.name if same else f"{model.name} as {label}"
-    return names
+        if model.cache_as is not None:
+            continue
+        other, address = unsaid.setdefault(model.name, (label, model.address))
+        if address != model.address:
+            raise UserError(
+                f"models {other} and {label} have the name {model.name!r} at two addresses, {address} and {model.address}, so one might "
+                f"get the other's stored answers: set {label}.cache_as={model.name} if their weights are the same, else to a new name"
+            )
+    return {label: model.cache_as or model.name for label, model in models.items()}

@@ -5,13 +5,13 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from rge.calls.model_config import WITHOUT_BATCHES, ModelConfig
+from rge.calls.model_config import OPENAI, WITHOUT_BATCHES, ModelConfig
 from rge.common.errors import UserError
 from rge.common.options import NotNegative, Share, build, read_yaml
 
 TABLE = Path(__file__).with_name("prices.yaml")
-ADDRESSES = (None, *WITHOUT_BATCHES)
-"""Endpoints to which the shipped prices apply; None: OpenAI."""
+ADDRESSES = (OPENAI, *WITHOUT_BATCHES)
+"""Endpoints to which the shipped prices apply."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,9 +34,8 @@ def fill_prices(models: Mapping[str, ModelConfig], table: Path | None = None) ->
     rows = read_yaml(path)
     filled = dict(models)
     for label, model in models.items():
-        shipped = (model.base_url and model.base_url.rstrip("/")) in ADDRESSES
-        has_prices = (model.input_price, model.output_price) != (None, None)
-        if model.name not in rows or has_prices or not (shipped or table):
+        shipped = model.address in ADDRESSES
+        if model.name not in rows or model.has_price() or not (shipped or table):
             continue
         row = build(Prices, [(f"{path}: {model.name}: ", rows[model.name])])
         given = {key: value for key, value in dataclasses.asdict(row).items() if getattr(model, key) is None}

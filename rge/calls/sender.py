@@ -31,7 +31,7 @@ from rge.calls.model_config import BillingStats, ModelConfig
 from rge.calls.pace import Pace, backoff
 from rge.calls.request import Part, Picture, Request
 from rge.calls.store import Attempt, Budgets
-from rge.calls.wire.bodies import OPENAI, PATH, body, headers
+from rge.calls.wire.bodies import PATH, body, headers
 from rge.calls.wire.pictures import EncodedPictures, Pictures
 from rge.calls.wire.replies import (
     EmptyChoices,
@@ -115,7 +115,7 @@ class Sender:
         # No time-outs of its own: `send` limits each request as a whole.
         self.client = make_client(
             httpx.AsyncClient,
-            base_url=model.base_url or OPENAI,
+            base_url=model.address,
             headers=headers(model),
             limits=connections,
             timeout=None,
@@ -377,7 +377,7 @@ class Sender:
             )
         if error.no_chat and endpoint.accepted_at == -math.inf:
             return StopCalls(
-                f"{self.model.name}: {error}. Is {self.model.base_url or OPENAI} (base_url) the address of an OpenAI-compatible "
+                f"{self.model.name}: {error}. Is {self.model.address} (base_url) the address of an OpenAI-compatible "
                 "API? Most end in /v1"
             )
         unanswered = self._unanswered(str(error))

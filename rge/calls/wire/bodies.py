@@ -13,7 +13,6 @@ from rge.calls.wire.replies import as_dict, dict_items, valid_unicode
 from rge.common.errors import UserError
 from rge.web.client import make_client
 
-OPENAI = "https://api.openai.com/v1"
 PATH = "/chat/completions"
 BY_SCHEMA = "Answer by a JSON object; its fields are named like the tags."
 LIST_TIMEOUT_S = 20.0
@@ -85,14 +84,13 @@ def served_model(model: ModelConfig) -> dict[str, Any]:
     Raises:
         UserError: the server cannot be reached.
     """
-    address = model.base_url or OPENAI
     try:
         with make_client(httpx.Client, headers=headers(model), timeout=LIST_TIMEOUT_S) as client:
-            response = client.get(f"{address.rstrip('/')}/models")
+            response = client.get(f"{model.address}/models")
     except httpx.HTTPError as error:
         message = Mask([model.key()])(str(error) or type(error).__name__)
-        raise UserError(f"{model.name}: cannot list the models at {address}: {message}") from None
-    return {"at": address, "served": _listed(response, model.name), "rge": rge.__version__}
+        raise UserError(f"{model.name}: cannot list the models at {model.address}: {message}") from None
+    return {"at": model.address, "served": _listed(response, model.name), "rge": rge.__version__}
 
 
 def _listed(response: httpx.Response, name: str) -> dict[str, Any] | None:

@@ -189,9 +189,12 @@ def _choice(choice: dict[str, Any]) -> Reply | ReplyError:
     text = _without_thoughts(_text(message.get("content")))
     if isinstance(message.get("refusal"), str) and message["refusal"]:
         text, stop = message["refusal"], "refusal"
-    if not text.strip() and stop == "length":
+    # Probabilities of the first tokens are what some requests ask for, whatever these tokens are.
+    listed = dict_items(as_dict(choice.get("logprobs")).get("content"))
+    is_empty = not text.strip() and not any(token.get("top_logprobs") for token in listed)
+    if is_empty and stop == "length":
         return Truncated("the answer was cut off by max_tokens before it had any content")
-    if not text.strip() and stop != "refusal":
+    if is_empty and stop != "refusal":
         return EmptyChoices(f"the answer has no content{_instead(message)} (finish_reason: {_excerpt(stop)})")
     return Reply(_as_tags(text, whole=stop != "length"), stop)
 
@@ -247,8 +250,9 @@ def _tagged(value: Any) -> str:
 
 def usage(raw: bytes, expected: tuple[int, int]) -> Usage:
     """Tokens billed for an answer, even a malformed one; ``expected`` (input, output) replaces counts that are not reported."""
-    body = as_dict(parse(raw))
-    reported, refused = as_dict(body.get("usage")), bool(stated_error(body))
+    value = parse(raw)
+    body, refused = as_dict(value), bool(stated_error(value))
+    reported = as_dict(body.get("usage"))
 
     def count(value: Any, default: int) -> int:
         return value if type(value) is int and 0 <= value < 2**31 else default

@@ -545,6 +545,13 @@ def test_json_of_any_kind_becomes_text(written, text):
     assert read_replies(json.dumps(body).encode()) == [reply(text)]
 
 
+def test_probabilities_of_tokens_are_content():
+    """A model that only thinks has no text in its first token, but a judge may read yes and no in its probabilities."""
+    choice = {"message": {"content": None}, "finish_reason": "length"}
+    choice["logprobs"] = {"content": [{"token": "yes", "top_logprobs": [{"token": "yes", "logprob": -0.1}]}]}
+    assert read_replies(json.dumps({"choices": [choice]}).encode()) == [reply("", "length")]
+
+
 def test_tags():
     assert tag("<x>one</x> <X>\n two  words</X>", "x") == "two words"
     with pytest.raises(MissingTag, match="<x> is missing in 'nothing'"):

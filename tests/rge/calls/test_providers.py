@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from rge.calls.caller import Caller
-from rge.calls.failures import StopCalls, parse_seconds
+from rge.calls.failures import BudgetReached, StopCalls, parse_seconds
 from rge.calls.keys import Mask
 from rge.calls.local_server import Answer, LocalServer, chat
 from rge.calls.model_config import WITHOUT_BATCHES, ModelConfig, cache_names, check_model
@@ -472,7 +472,7 @@ def test_two_endpoints_of_one_model_are_asked_each_for_itself(store):
     with LocalServer(servers[0]) as first, LocalServer(servers[1]) as second:
         models = {
             "a": ModelConfig(name="m", base_url=first.url),
-            "b": ModelConfig(name="m", base_url=second.url),
+            "b": ModelConfig(name="m", base_url=second.url, cache_as="m of b"),
         }
         for config in models.values():
             config.output_price, config.budget = 1e6, 1100
@@ -491,7 +491,40 @@ def test_a_server_that_moves_keeps_its_answers():
     moved = ModelConfig(name="m", base_url="http://host:2/v1")
     assert cache_names({"a": one}) == cache_names({"a": moved}) == {"a": "m"}
     assert cache_names({"a": one, "b": one}) == {"a": "m", "b": "m"}
-    assert cache_names({"a": one, "b": moved}) == {"a": "m", "b": "m as b"}
+
+
+@pytest.mark.parametrize("name", ["other", "m"])
+def test_a_model_s_answers_do_not_depend_on_which_others_there_are(store, name):
+    """Two judges that are both called m: the second one's answers stay its own where it comes first, or alone."""
+    servers = [Server(lambda body, word=word: chat(word)) for word in ("NO", "YES")]
+    with LocalServer(servers[0]) as first, LocalServer(servers[1]) as second:
+        a, b = ModelConfig(name="m", base_url=first.url), ModelConfig(name="m", base_url=second.url)
+        for models in ({"a": a, "b": b}, {"b": b, "a": a}):
+            with pytest.raises(UserError, match="cache_as"):
+                Caller(models, store)
+        b.cache_as = name
+        for models in ({"a": a, "b": b}, {"b": b, "a": a}, {"b": b}):
+            found = Caller(models, store).run([Request(label, ("x",)) for label in models])
+            said = {label: one.reply.text for label, one in zip(models, found, strict=True)}
+            assert said["b"] == ("YES" if name == "other" else "NO")
+    assert [sum(server.seen.values()) for server in servers] == [1, name == "other"]
+
+
+def test_one_endpoint_is_one_however_it_is_written(store):
+    """A slash would give its budget and its pace a second time."""
+    server = Server(lambda body: chat("fine"))
+    with LocalServer(server) as at:
+        spellings = (at.url, f"{at.url}/", at.url.replace("http:", "HTTP:"))
+        models = {
+            str(number): ModelConfig(name="m", base_url=url, output_price=1e6, budget=50)
+            for number, url in enumerate(spellings)
+        }
+        requests = [Request(label, (label,), max_tokens=20) for label in models]
+        with pytest.raises(BudgetReached):
+            Caller(models, store).run(requests)
+    assert [entry.cost for entry in store.ledger()] == [40]
+    hosts = ("https://API.openai.com:443/v1", "https://api.openai.com/v1/", None)
+    assert len({ModelConfig(name="m", base_url=host).endpoint for host in hosts}) == 1
 
 
 # --------------------------------------------------------------------------------------------------------------- the pace

@@ -31,7 +31,7 @@ from rge.embedder import Embedder
 from rge.inference import Inference
 from rge.model.backbone import load_backbone
 from rge.model.embedding_model import EmbeddingModel, normalise
-from rge.model.prompts import PromptBuilder, user_text
+from rge.model.prompts import PromptBuilder, rendered_turn, user_text
 
 RELEASE = {"min": 256 * 28 * 28, "max": 1024 * 28 * 28}
 """Pixel limits of the released evaluation."""
@@ -146,8 +146,7 @@ class Released(ThirdParty):
             text = places + user_text(item, side, PROFILES["rge"])
         text = text if text.endswith("\n") else text + "\n"
         text = text.replace(PLACEHOLDER, PICTURE if item.images else "")
-        turn = [{"role": "user", "content": [{"type": "text", "text": text}]}]
-        return self.processor.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+        return rendered_turn(self.processor, [{"type": "text", "text": text}])
 
     def inputs(self, item: Item, side: str, mode: str) -> dict[str, Tensor]:
         """Token ids and pixels, one row; a UserError if the numbers of placeholders and pictures differ."""

@@ -43,9 +43,7 @@ class UmeBuilder(PromptBuilder):
         generative = self.emb_id == self.tokenizer.convert_tokens_to_ids(GEN)
         content = [{"type": "image"} for _ in range(num_images)]
         content.append({"type": "text", "text": f"{text}\n{DISC}\n{INSTRUCTION if generative else ''}"})
-        rendered = self.processor.apply_chat_template(
-            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
-        )
+        rendered = self._turn(content)
         # in direct mode <disc_emb> itself is appended as the embedding token
         return rendered if generative else rendered.partition(DISC)[0]
 

@@ -12,6 +12,7 @@ from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 import torch
+from jinja2 import TemplateError
 from PIL import Image
 from torch import Tensor
 
@@ -351,9 +352,7 @@ class PromptBuilder:
         return len(self.tokenizer(rendered).input_ids)
 
     def _turn(self, content: list[dict[str, str]]) -> str:
-        return self.processor.apply_chat_template(
-            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
-        )
+        return rendered_turn(self.processor, content)
 
     def _encode(self, name: str, images: Sequence[Image.Image], text: str, num_cut: int) -> Prompt:
         # Rendering and tokenising depend only on the text and the pictures' sizes. Candidates without a text, and
@@ -420,3 +419,16 @@ def _of_pictures(name: str) -> Iterator[None]:
         raise
     except ValueError as error:
         raise ImageError(f"pictures of item {name!r} cannot be processed: {error}") from error
+
+
+def rendered_turn(processor: Any, content: Sequence[Mapping[str, str]]) -> str:
+    """A user's turn, and the assistant's header, by a processor's chat template. Raises `UserError`: the template fails."""
+    try:
+        return processor.apply_chat_template(
+            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+        )
+    except TemplateError as error:
+        raise UserError(
+            f"the model's chat template cannot be used: {error} ({type(error).__name__}). It runs in a sandbox, which refuses code "
+            "that could reach the system: use the template that the model was published with"
+        ) from None

@@ -281,6 +281,16 @@ def test_decode_leaves_special_tokens_out(builder):
     assert builder.decode(builder.rationale_ids("a key", "r")) == "a key"
 
 
+@pytest.mark.parametrize(
+    "template", ["{{ ''.__class__.__mro__ }}", "{{ raise_exception('no system') }}", "{% if %}"]
+)
+def test_a_chat_template_that_fails_is_no_traceback(builder, monkeypatch, template):
+    """Code that the sandbox refuses, an error of the template's own, and one that is no template."""
+    monkeypatch.setattr(builder.processor, "chat_template", template)
+    with pytest.raises(UserError, match="chat template"):
+        builder.build(Item("a", "never seen before"), "query")
+
+
 def test_a_picture_the_processor_refuses_names_the_item(builder, picture):
     with pytest.raises(ImageError, match="pictures of item 'thread' cannot be processed: .*aspect ratio"):
         builder.build(Item("thread", "egg"), "query", [picture(2000, 2)])

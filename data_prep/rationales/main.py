@@ -71,10 +71,16 @@ def estimate(options: RationaleOptions) -> str:
     batch = model.mode == "batch"
     least = model.cost(total["in"], 0, batch=batch)
     most = model.cost(total["most in"], total["most out"], batch=batch)
+    cost = f"from {least:,.2f} (input alone) to at most {most:,.2f}"
+    if not model.has_price():
+        cost = (
+            f"the cost is not known, since no price is given for {model.name}: set model.input_price and model.output_price (0 if it "
+            "costs nothing), or prices=FILE"
+        )
     rows = "\n".join(f"| {task} | {number:,} |" for task, number in tasks.most_common())
     text = (
         f"| task | pairs |\n|---|---:|\n{rows}\n\n{total['calls']:,} calls, {total['in']:,} input tokens, at most "
-        f"{total['out']:,} output tokens: from {least:,.2f} (input alone) to at most {most:,.2f}. No calls were made yet."
+        f"{total['out']:,} output tokens: {cost}. No calls were made yet."
     )
     if kept:
         text += f" {kept:,} answers are stored from before and not paid for again."

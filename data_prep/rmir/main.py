@@ -90,7 +90,7 @@ def _models_asked(run: Run, stages: Sequence[str]) -> list[ModelConfig]:
     for model in config.models.values() if asked else ():
         model.key()
     for name, model in asked.items():
-        if config.budget is not None and model.input_price is None and model.output_price is None:
+        if config.budget is not None and not model.has_price():
             raise UserError(
                 f"budget needs the price of models.{name}, which no table lists: set its input_price and output_price (0 if it "
                 "costs nothing)"
@@ -233,6 +233,7 @@ def estimate(config: RmirConfig) -> str:
         "|---|---|---:|---:|---:|---:|",
     ]
     total = left = most_left = 0.0
+    unpriced = set()
     with closing(Run(config, read_only=True)) as run:
         stages = stages_of(config)
         finished = {stage: found["counts"] for stage in stages if (found := run.done(stage))}
@@ -241,6 +242,8 @@ def estimate(config: RmirConfig) -> str:
         for stage in stages:
             mark = f"{stage} (done)" if stage in finished else stage
             for calls in asked.get(stage, ()):
+                if not config.models[calls.model].has_price():
+                    unpriced.add(f"models.{calls.model}")
                 row, cost, most = _costs(config, run.store, stage, calls)
                 total += cost
                 if stage not in finished:
@@ -249,9 +252,19 @@ def estimate(config: RmirConfig) -> str:
             if stage not in asked:
                 lines.append(f"| {mark} | none | 0 | 0 | 0 | 0.00 |")
     guesses = [GUESSES[stage] for stage in stages if stage in GUESSES and stage not in finished]
+    cost = (
+        f"{total:,.2f} in total, {left:,.2f} of it in stages not done yet (at most {most_left:,.2f}, if every question is valid, "
+        "every answer max_tokens long and no call repeated)"
+    )
+    names = " and ".join(sorted(unpriced))
+    if unpriced == {
+        f"models.{calls.model}" for of_stage in asked.values() for calls in of_stage if calls.model
+    }:
+        cost = f"the cost is not known, {_no_price(names)}"
+    elif unpriced:
+        cost += f", without the calls of {names}, {_no_price('it' if len(unpriced) == 1 else 'these')}"
     lines += [
-        f"\n{seed['listed']:,} pictures listed; {total:,.2f} in total, {left:,.2f} of it in stages not done yet (at most "
-        f"{most_left:,.2f}, if every question is valid, every answer max_tokens long and no call repeated).",
+        f"\n{seed['listed']:,} pictures listed; {cost}.",
         f"No calls were made yet. Guesses: {', '.join([*guesses, 'tokens of prompts and answers'])}.",
     ]
     if num_addresses:
@@ -260,6 +273,10 @@ def estimate(config: RmirConfig) -> str:
     if unset := sorted(key for key in keys if key and not os.environ.get(key)):
         lines.append(f"Not set in the environment: {', '.join(unset)}")
     return "\n".join(lines)
+
+
+def _no_price(names: str) -> str:
+    return f"since no price is given for {names}: set input_price and output_price (0 if a model costs nothing), or prices=FILE"
 
 
 def _costs(config: RmirConfig, store: AnswerStore, stage: str, asked: _Asked) -> tuple[str, float, float]:
@@ -275,5 +292,6 @@ def _costs(config: RmirConfig, store: AnswerStore, stage: str, asked: _Asked) ->
     batch = model.mode == "batch"
     cost = model.cost(int(tokens_in), int(tokens_out), batch=batch)
     most_cost = model.cost(int(most_in), int(most_out), batch=batch)
-    row = f"{model.name} | {number:,.0f} | {tokens_in:,.0f} | {tokens_out:,.0f} | {cost:,.2f}"
+    shown = f"{cost:,.2f}" if model.has_price() else "unknown"
+    row = f"{model.name} | {number:,.0f} | {tokens_in:,.0f} | {tokens_out:,.0f} | {shown}"
     return row, cost, max(cost, most_cost)

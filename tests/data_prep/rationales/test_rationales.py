@@ -635,7 +635,7 @@ def test_the_dry_run_counts_and_asks_nothing(records, tmp_path, capsys):
     assert "at most 0.77." in capsys.readouterr().out
     main(["rationales", *words, "candidates=3", "dry_run=true", "model.draws_a_call=2"])
     assert "8 calls," in (together := capsys.readouterr().out)
-    assert "at most 3,072 output tokens" in together
+    assert "at most 3,072 output tokens: the cost is not known" in together
     assert not list(tmp_path.glob("out*"))
 
 

@@ -942,6 +942,22 @@ def test_the_dry_run_asks_nothing_and_multiplies(tmp_path):
         assert f"| judge | large | {6 * of_a_query:,} |" in estimate(few)
 
 
+@pytest.mark.parametrize("unpriced", [("writer",), ("writer", "judge")])
+def test_a_cost_that_is_not_known_is_not_shown_as_nothing(tmp_path, unpriced):
+    oracle.write_library(tmp_path / "all.csv")
+    config = small(tmp_path / "out", tmp_path / "all.csv", "http://127.0.0.1:9/v1")
+    for name in unpriced:
+        config.models[name].input_price = config.models[name].output_price = None
+    shown = estimate(config)
+    cells = {
+        line.split("|")[2].strip(): line.split("|")[6].strip() for line in shown.splitlines() if "|" in line
+    }
+    assert cells["large"] == "unknown"
+    assert (cells["small"] == "unknown") == ("in total" not in shown) == (len(unpriced) == 2)
+    assert "models.writer" in shown
+    assert ("models.judge" in shown) == (len(unpriced) == 2)
+
+
 @pytest.mark.slow
 def test_the_embedded_default(tmp_path, capsys):
     """What comes out is what the trainer and the evaluation read."""

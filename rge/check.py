@@ -228,8 +228,8 @@ class Preflight:
             "need_rationale": wanted.oracle,
             "on_bad": "stop" if wanted.held_out else recipe.data.on_bad,
         }
-        if wanted.source.path is not None:
-            records: Records = self.verdicts.open(wanted.source.path, **checks)
+        if wanted.source.lines is not None:
+            records: Records = self.verdicts.open(wanted.source.lines, **checks)
         else:
             records = open_records(
                 wanted.source,

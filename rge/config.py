@@ -131,15 +131,26 @@ class ModelConfig:
     """Largest picture, in pixels: 1024 patches of 28x28, as released with RGE."""
 
 
+JSON_FILES = (".jsonl", ".json", ".ndjson")
+OTHER_FILES = (
+    ".parquet",
+    ".csv",
+    ".tsv",
+    *(f"{kind}.{packed}" for packed in ("gz", "xz", "zst") for kind in JSON_FILES),
+)
+"""Files of records that are not plain JSON lines, by their endings."""
+
+
 @dataclass
 class RecordsConfig:
     """Where records come from: exactly one of `path`, `dataset` and `type`."""
 
     path: str | None = None
-    """A file of training records: JSON lines, see docs/record.md; picture paths are relative to the file."""
+    """A file of training records: JSON lines, see docs/record.md, also compressed (.jsonl.gz, .xz, .zst), Parquet or CSV;
+    picture paths are relative to the file."""
     dataset: str | None = None
-    """A data set for the library `datasets`: a folder saved by save_to_disk, a folder of Parquet or JSON lines, or a
-    name on the hub."""
+    """A data set for the library `datasets`: a folder saved by save_to_disk, a folder or file of Parquet or JSON lines, or
+    a name on the hub."""
     name: str | None = None
     """With `dataset`: its subset, if it has several."""
     split: str = "train"
@@ -168,6 +179,11 @@ class RecordsConfig:
         if not changed:
             return None
         return self.path if list(changed) == ["path"] else json.dumps(changed, sort_keys=True)
+
+    @property
+    def lines(self) -> str | None:
+        """Its file of JSON lines, which is read by position; files of `OTHER_FILES` are read as data sets."""
+        return None if self.path is None or self.path.lower().endswith(OTHER_FILES) else self.path
 
     @property
     def label(self) -> str:
@@ -908,12 +924,14 @@ def _check_records(key: str, config: RecordsConfig) -> Iterator[str]:
         return
     owners = {
         **dict.fromkeys(("name", "split", "revision", "streaming"), ("dataset",)),
-        "columns": ("dataset", "type"),
+        "columns": ("dataset", "type", "table"),
         "options": ("type",),
     }
     for name, owner in owners.items():
-        if given[0] not in owner and getattr(config, name) != getattr(RecordsConfig(), name):
-            yield f"{key}.{name} belongs to {' or '.join(owner)}, and this source has a {given[0]}"
+        kind = "table" if config.path is not None and config.lines is None else given[0]
+        if kind not in owner and getattr(config, name) != getattr(RecordsConfig(), name):
+            wanted = " or ".join(one for one in owner if one != "table")
+            yield f"{key}.{name} belongs to {wanted}, and this source has a {given[0]}"
 
 
 def _check_stream(recipe: Recipe, name: str, stage: StageConfig, source: SourceConfig) -> Iterator[str]:

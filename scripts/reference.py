@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from data_prep.demo.build import DemoOptions
+from data_prep.download import DownloadOptions
 from data_prep.mmeb import MmebOptions
 from data_prep.rationales.options import RationaleOptions
 from data_prep.rmir.main import RmirCommand
@@ -28,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "reference.md"
 DATA = {
     "demo": DemoOptions, "study": StudyOptions, "rmir": RmirCommand, "review": ReviewOptions, "agreement": AgreementOptions,
-    "rationales": RationaleOptions, "mmeb": MmebOptions,
+    "rationales": RationaleOptions, "mmeb": MmebOptions, "download": DownloadOptions,
 }  # fmt: skip
 
 

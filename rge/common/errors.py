@@ -47,6 +47,13 @@ def not_one_of(key: str, value: object, allowed: Iterable[object]) -> str:
     return f"{key} must be one of {', '.join(names)}, got {value!r}{did_you_mean(str(value), names)}"
 
 
+def shortened(text: str, most: int = 200) -> str:
+    """The text, or its beginning and end with the number of characters: a picture in base64 would fill the screen."""
+    if len(text) <= most:
+        return text
+    return f"{text[: most - 70]}... ({len(text):,} characters) ...{text[-30:]}"
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A hint at the most similar name, if there is one."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)

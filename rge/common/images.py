@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from rge.common.errors import UserError
-from rge.common.schema import ImageRef
+from rge.common.schema import ImageRef, data_url_content
 
 WEB = ("http://", "https://")
 FETCH_S, FETCH_BYTES = 30, 64 << 20
@@ -173,11 +173,8 @@ def _is_file(entry: os.DirEntry) -> bool:
 
 def decode_data_url(address: str) -> bytes:
     """The content of a ``data:`` URL in base64; anything else is an `ImageError`."""
-    head, comma, text = address.partition(",")
     try:
-        if not comma or not head.lower().endswith(";base64"):
-            raise ValueError("only base64 is supported")
-        return base64.b64decode(text, validate=True)
+        return data_url_content(address)
     except ValueError as error:
         raise ImageError(f"data URL {shortened(address)} cannot be read: {error}") from None
 

@@ -1,6 +1,7 @@
 """Open a recipe's sources: a file, a data set of the library `datasets`, or a registered source."""
 
 import io
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -16,7 +17,7 @@ from rge.common.errors import UserError
 from rge.common.files import find_shipped
 from rge.common.registry import Registry
 from rge.common.schema import Record
-from rge.config import RecordsConfig, SourceConfig
+from rge.config import JSON_FILES, OTHER_FILES, RecordsConfig, SourceConfig
 from rge.data.rows import (
     ArrowRows,
     Columns,
@@ -30,6 +31,7 @@ from rge.data.rows import (
 from rge.data.sources import Checks, RecordError, RecordFile, Records, parsed_line, strip_bom
 from rge.data.streams import Stream
 from rge.tables.listing import visible_files
+from rge.tables.rows import table_rows
 
 DataSource = Callable[..., Any]
 """Called with the source's `options`; returns rows: a list, or anything with a length and ``[number]``. A row maps names of the
@@ -61,8 +63,8 @@ def open_records(
     With `first`, only this number of a stream's records is read, as a fixed set; `seed` and `notes` are those of
     `rge.data.streams.Stream`. A source that is missing or unreadable, or has records that break the format, is a `RecordError`.
     """
-    if config.path is not None:
-        return RecordFile(config.path, **checks)
+    if config.lines is not None:
+        return RecordFile(config.lines, **checks)
     if not config.streaming or first is not None:
         return RowRecords(config, partial(_open_rows, first=first), **checks)
     assert isinstance(config, SourceConfig)
@@ -74,8 +76,8 @@ def some_records(config: RecordsConfig, most: int) -> Iterator[Record]:
 
     Those that break the format are left out.
     """
-    if config.path is not None:
-        path = find_shipped(config.path)
+    if config.lines is not None:
+        path = find_shipped(config.lines)
         found = [parsed_line(line, path.name, 0)[0] for line in _some_lines(path, most)]
     else:
         rows, columns, _ = _open_rows(config, most, without_pictures=True)
@@ -106,7 +108,7 @@ def _open_rows(config: RecordsConfig, first: int | None = None, *, without_pictu
         return rows, Columns(config, None), Path()
     if not config.streaming:
         dataset, folder = load(config)
-        columns = Columns(config, dataset.column_names)
+        columns = Columns(config, dataset.column_names, dataset.features)
         return ArrowRows(dataset, columns.used or []), columns, folder
     assert first is not None
     stream, columns, folder = _open_stream(config)
@@ -151,7 +153,7 @@ def _open_stream(config: RecordsConfig) -> Opened:
     names = dataset.column_names
     if names is None:  # not known before the first row
         names = list(next(iter(dataset.take(1)), {}))
-    columns = Columns(config, names)
+    columns = Columns(config, names, dataset.features)
     return dataset.select_columns(columns.used).with_format("arrow"), columns, folder
 
 
@@ -162,25 +164,26 @@ def load(config: RecordsConfig) -> tuple[Any, Path]:
     """
     import datasets  # takes a second, and training on files does not need it
 
-    assert config.dataset is not None
+    named = config.dataset or config.path
+    assert named is not None
     datasets.disable_progress_bars()  # we show our own
     # Absolute, since the library takes "json" or "parquet" for a reader of all such files below the working directory.
-    folder = find_shipped(config.dataset).absolute()
+    folder = find_shipped(Path(named).expanduser()).absolute()
+    if folder.is_file():
+        return _of_file(config, folder), folder.parent
     local = folder.is_dir()
-    if (
-        not local
-        and config.dataset.isidentifier()
-        and find_spec(f"datasets.packaged_modules.{config.dataset}")
-    ):
+    if not local and not _HUB_NAME.fullmatch(named):
+        raise RecordError(f"data set {config.label} does not exist: there is no file or folder {folder}")
+    if not local and named.isidentifier() and find_spec(f"datasets.packaged_modules.{named}"):
         raise RecordError(
-            f"data set {config.label}: there is no folder {folder}, and {config.dataset} is a format, not a name on the hub"
+            f"data set {config.label}: there is no folder {folder}, and {named} is a format, not a name on the hub"
         )
     try:
         if local and any((folder / name).is_file() for name in ("state.json", "dataset_dict.json")):
             return _saved(config, folder), folder
         files, features = _local_files(folder, config) if local else (None, None)
         found = datasets.load_dataset(
-            str(folder) if local else config.dataset,
+            str(folder) if local else named,
             config.name,
             data_files=files,
             features=features,
@@ -193,14 +196,62 @@ def load(config: RecordsConfig) -> tuple[Any, Path]:
     except Exception as error:  # the library raises what its readers, and the network's, run into
         fix = "a folder must hold Parquet or JSON lines, or what save_to_disk wrote"
         if not local:
-            fix = (
-                "there is no such folder. If it is a file of JSON lines, give it as path:; if it is a name on the hub, it may "
-                "need `hf auth login`, or HF_HUB_OFFLINE or HF_DATASETS_OFFLINE is set and it is not in this machine's cache"
-            )
-        says_why = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else None
-        reason = str(says_why or error) or type(error).__name__
-        raise RecordError(f"data set {config.label} cannot be loaded: {reason}; {fix}") from error
+            fix = "there is no such folder or file. If it is a name on the hub, it may need `hf auth login`, or HF_HUB_OFFLINE or HF_DATASETS_OFFLINE is set and it is not in this machine's cache"
+        raise RecordError(f"data set {config.label} cannot be loaded: {_reason(error)}; {fix}") from error
     return found, folder if local else Path()
+
+
+_HUB_NAME = re.compile(
+    r"(?!.*\.(parquet|csv|tsv|jsonl?|gz|xz|zst|bz2|zip|arrow)$)\w[\w.-]*(/[\w.-]+)?", re.IGNORECASE
+)
+"""A name that may be asked for on the hub; anything else is a path, which nobody else needs to know."""
+
+
+def _of_file(config: RecordsConfig, file: Path) -> Any:
+    """One file as a data set.
+
+    RecordError: it is of another format, or unreadable.
+    """
+    import datasets
+
+    if config.name is not None or config.revision is not None:
+        raise RecordError(f"data set {file} is a file: leave out name and revision")
+    name = file.name.lower()
+    try:
+        if name.endswith((".csv", ".tsv")):
+            # The library's reader would turn the id 007 into 7, and the answer "None" into nothing.
+            table = datasets.Dataset.from_list(list(table_rows(file)))
+            return table.to_iterable_dataset() if config.streaming else table
+        kind = "parquet" if name.endswith(".parquet") else "json"
+        if kind == "json" and not name.endswith((*JSON_FILES, *OTHER_FILES)):
+            raise RecordError(
+                f"data set {file} has an ending that says nothing: rename it, to one of {', '.join((*JSON_FILES, *OTHER_FILES))}"
+            )
+        if name.endswith(".zst") and find_spec("zstandard") is None:
+            raise RecordError(f"{file} needs a package that is not installed: pip install zstandard")
+        features = None
+        if kind == "json":
+            parts = _schemas_of_json(str(file), whole=not config.streaming)
+            features = _common_features(((str(file), part) for part in parts), config)
+        return datasets.load_dataset(
+            kind,
+            data_files={config.split: [str(file)]},
+            features=features,
+            split=config.split,
+            streaming=config.streaming,
+        )
+    except UserError as error:
+        raise RecordError(str(error)) from error
+    except Exception as error:  # the library raises what its readers run into
+        raise RecordError(f"data set {file} cannot be read: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    """Why a data set cannot be loaded, which the library hides behind a message of its own."""
+    import datasets
+
+    says_why = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else None
+    return str(says_why or error) or type(error).__name__
 
 
 def _local_files(folder: Path, config: RecordsConfig) -> tuple[dict[str, list[str]] | None, Any]:

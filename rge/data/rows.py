@@ -25,6 +25,7 @@ from rge.data.sources import (
     Records,
     Scanned,
     StoredRecords,
+    as_list,
     names_of,
     parsed_fields,
     texts_of,
@@ -136,10 +137,14 @@ def drop_image_bytes(table: pa.Table) -> pa.Table:
 
 def _without_bytes(array: pa.Array) -> pa.Array:
     kind = array.type
-    if pa.types.is_struct(kind) and {field.name for field in kind} == {"bytes", "path"}:
-        path = pc.struct_field(array, "path").cast(pa.string())
-        return pc.if_else(_has_bytes(pc.struct_field(array, "bytes")), pa.scalar(PRESENT), path)
-    if _is_binary(kind):
+    if pa.types.is_struct(kind) and (names := {field.name for field in kind}) & {"bytes", "path"}:
+        path = pc.struct_field(array, "path") if "path" in names else pa.nulls(len(array))
+        if "bytes" not in names:
+            return path
+        return pc.if_else(
+            _has_bytes(pc.struct_field(array, "bytes")), pa.scalar(PRESENT), path.cast(pa.string())
+        )
+    if _is_binary(kind) or _is_byte_list(kind):
         return pc.if_else(_has_bytes(array), pa.scalar(PRESENT), pa.scalar(None, pa.string()))
     if _is_list(kind):
         # `flatten` drops values hidden by null rows and slices, so offsets follow from the lengths.
@@ -156,7 +161,18 @@ def _is_binary(kind: pa.DataType) -> bool:
     return pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind)
 
 
+def _is_byte_list(kind: pa.DataType) -> bool:
+    return (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and kind.value_type in (
+        pa.uint8(),
+        pa.int8(),
+    )
+
+
 def _has_bytes(array: pa.Array) -> pa.Array:
+    if pa.types.is_list(array.type) or pa.types.is_large_list(array.type):  # integers
+        return pc.greater(pc.fill_null(pc.list_value_length(array), 0), 0)
+    if pa.types.is_string(array.type) or pa.types.is_large_string(array.type):  # base64
+        return pc.greater(pc.fill_null(pc.utf8_length(array), 0), 0)
     if not _is_binary(array.type):  # null, where no row has any
         return pc.is_valid(array)
     return pc.greater(pc.fill_null(pc.binary_length(array.cast(pa.large_binary())), 0), 0)
@@ -166,14 +182,19 @@ class Columns:
     """Maps rows to records; a field or a column that does not exist is a `RecordError`.
 
     `there` are the columns of the source, None if known only by row; `used` those that are read, None for all, each of which must
-    be mapped.
+    be mapped. `features` are their types in the library `datasets`, which have the names of numbered classes.
     """
 
-    def __init__(self, config: RecordsConfig, there: Sequence[str] | None):
+    def __init__(
+        self, config: RecordsConfig, there: Sequence[str] | None, features: Mapping[str, Any] | None = None
+    ):
         self.config = config
-        theirs_all = config.columns.values()
+        self._classes = {name: kind for name, kind in (features or {}).items() if _has_classes(kind)}
+        own = {name: name for name in there or () if "." in name and name in FIELDS}
+        self.columns = own | config.columns
+        theirs_all = self.columns.values()
         self._mapped = {*theirs_all, *(theirs.split(".")[0] for theirs in theirs_all)}
-        for ours, theirs in config.columns.items():
+        for ours, theirs in self.columns.items():
             if ours not in FIELDS:
                 raise RecordError(
                     f"columns of {config.label}: a record has no field {ours!r}{did_you_mean(ours, FIELDS)}"
@@ -188,7 +209,7 @@ class Columns:
             self.used = [name for name in there if name in self._mapped or name in Record.model_fields]
             missing = [
                 part for part in ("query", "positives")
-                if part not in self.used and not any(ours.split(".")[0] == part for ours in config.columns)
+                if part not in self.used and not any(ours.split(".")[0] == part for ours in self.columns)
             ]  # fmt: skip
             if missing:
                 raise RecordError(
@@ -203,9 +224,10 @@ class Columns:
         if self.used is None and (unknown := row.keys() - Record.model_fields.keys() - self._mapped):
             name = sorted(unknown)[0]
             raise ValueError(f"{name}: a record has no such field{did_you_mean(name, Record.model_fields)}")
+        row = {name: _with_class_names(value, self._classes.get(name)) for name, value in row.items()}
         found = {name: without_nulls(row[name]) for name in Record.model_fields if row.get(name) is not None}
         lists: dict[str, dict[str, list[Any]]] = {}
-        for ours, theirs in self.config.columns.items():
+        for ours, theirs in self.columns.items():
             value = without_nulls(_get_path(row, theirs))
             part, _, leaf = ours.partition(".")
             if not leaf:
@@ -215,7 +237,7 @@ class Columns:
             elif part != "query":
                 leaves = lists.setdefault(part, {})
                 if value is not None:
-                    leaves[leaf] = value if isinstance(value, list) else [value]
+                    leaves[leaf] = as_list(value)
             elif value is not None:
                 found[part] = self._fields_of_query(found.get(part, {})) | {leaf: value}
         for part, leaves in lists.items():
@@ -226,11 +248,39 @@ class Columns:
         """Fields of a column `query`; none if it is the text alone, and another column is mapped to that."""
         if isinstance(query, dict):
             return _known(query, QueryPart)
-        if "query.text" not in self.config.columns:
+        if "query.text" not in self.columns:
             raise ValueError(
                 f"query: must have text or images, got {type(query).__name__}; map it, for example query.text: query"
             )
         return {}
+
+
+def _inner_types(kind: Any) -> Mapping[str, Any] | Any:
+    """The types of a struct's fields, or of a list's values; None of anything else."""
+    if isinstance(kind, Mapping):
+        return kind
+    return kind[0] if isinstance(kind, list) else getattr(kind, "feature", None)
+
+
+def _has_classes(kind: Any) -> bool:
+    inner = _inner_types(kind)
+    if isinstance(inner, Mapping):
+        return any(map(_has_classes, inner.values()))
+    return hasattr(kind, "int2str") or (inner is not None and _has_classes(inner))
+
+
+def _with_class_names(value: Any, kind: Any) -> Any:
+    """A value in which the numbers of classes (the library's ``ClassLabel``) are their names; -1 means none."""
+    if value is None or kind is None:
+        return value
+    if hasattr(kind, "int2str"):
+        return None if value == -1 else kind.int2str(value)
+    inner = _inner_types(kind)
+    if isinstance(value, list):
+        return [_with_class_names(one, inner) for one in value]
+    if isinstance(value, Mapping) and isinstance(inner, Mapping):
+        return {name: _with_class_names(one, inner.get(name)) for name, one in value.items()}
+    return value
 
 
 def _get_path(row: Mapping[str, Any], path: str) -> Any:
@@ -317,8 +367,7 @@ class RowRecords(Reopened, StoredRecords):
                     record, problems = parsed(columns, row, number)
                     if record is not None and PRESENT in (*texts_of(record), *names_of(record)):
                         problems = ["a text is stored as bytes: cast its column to text"]
-                    # Problems too, so a message with other words refuses the resume of runs that left such rows out.
-                    sha256.update(repr(record or problems).encode(errors="backslashreplace"))
+                    sha256.update(repr(None if problems else record).encode(errors="backslashreplace"))
                     yield Scanned(number, number, record, problems)
                 bar.update(len(numbers))
 

@@ -18,11 +18,12 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 
 from rge.common.commands import progress_bar
-from rge.common.errors import UserError
+from rge.common.errors import UserError, shortened
 from rge.common.files import find_shipped, write_text
 from rge.common.images import PictureIndex
 from rge.common.prompt_profiles import EMB_TOKEN, PROFILES
-from rge.common.schema import Record, Target
+from rge.common.schema import PRESENT, Record, Target, are_bytes, picture_of
+from rge.config import OTHER_FILES
 
 
 class RecordError(UserError):
@@ -34,8 +35,6 @@ SPILL_BYTES = 8 << 20
 """Longer arrays of positions are on the disk."""
 Parsed = tuple[Record | None, list[str]]
 """A record, or None and its problems."""
-PRESENT = "<bytes>"
-"""In place of the bytes of a picture that are not needed."""
 
 
 class BrokenRecord(RecordError):
@@ -260,17 +259,23 @@ def on_disk(numbers: "array[int] | np.ndarray") -> np.ndarray:
 
 
 def _refuse_other_formats(path: Path) -> None:
-    if path.is_dir() or path.suffix == ".parquet":
+    if path.is_dir() or str(path).lower().endswith(OTHER_FILES):
         raise RecordError(
             f"training records {path} is not a file of JSON lines: give a folder of Parquet or JSON lines as dataset:"
         )
     if not path.is_file():
         raise RecordError(f"training records {path} do not exist")
     with _open(path) as file:
-        if strip_bom(file.read(1024)).lstrip().startswith(b"["):
-            raise RecordError(
-                f"training records {path} is a JSON array: write each of its objects on a line of its own (JSON lines)"
-            )
+        start = strip_bom(file.read(1024)).lstrip()
+    if start.startswith(b"["):
+        raise RecordError(
+            f"training records {path} is a JSON array: write each of its objects on a line of its own (JSON lines), or give it as dataset:"
+        )
+    if start and not start.startswith(b"{"):
+        raise RecordError(
+            f"training records {path} begins with {shortened(repr(start[:60])[1:])}, which is not a JSON object: a file of another "
+            f"format is recognised by its ending, {', '.join(OTHER_FILES)}"
+        )
 
 
 def _open(path: Path) -> BinaryIO:
@@ -286,7 +291,7 @@ def strip_bom(line: bytes) -> bytes:
 
 
 def parsed_line(line: bytes, title: str, place: int, folder: Path | None = None) -> Parsed:
-    """Parse a line of a file (its `title` and byte offset as of `with_defaults`); pictures are joined to `folder`."""
+    """Parse a line of a file (its `title` and byte offset as of `with_defaults`); pictures as of `parsed_fields`."""
     try:
         return Record.model_validate_json(line, context={"folder": folder}), []
     except ValidationError as error:
@@ -299,7 +304,7 @@ def parsed_line(line: bytes, title: str, place: int, folder: Path | None = None)
 
 
 def parsed_fields(fields: dict[str, Any], folder: Path | None = None) -> Parsed:
-    """Make a record of its fields; pictures are joined to `folder`."""
+    """Make a record of its fields; pictures are joined to `folder`. Without one, `PRESENT` stands for their bytes."""
     try:
         return Record.model_validate(fields, context={"folder": folder}), []
     except ValidationError as error:
@@ -313,8 +318,8 @@ def with_defaults(fields: dict[str, Any], title: str, split: str, place: int | s
     fields.setdefault("source", title)
     fields.setdefault("split", split)
     query = fields.get("query")
-    if isinstance(query, dict) and "images" in query and not isinstance(query["images"], list):
-        query["images"] = [query["images"]]
+    if isinstance(query, dict) and "images" in query:
+        query["images"] = as_list(query["images"])
     for part in ("positives", "negatives"):
         targets = fields.get(part)
         for target in targets if isinstance(targets, list) else []:
@@ -323,11 +328,16 @@ def with_defaults(fields: dict[str, Any], title: str, split: str, place: int | s
     return fields
 
 
+def as_list(value: Any) -> list[Any]:
+    """A list of values from a cell that has several, or one; bytes written as a list of integers are one."""
+    return value if isinstance(value, list) and not are_bytes(value) else [value]
+
+
 def without_nulls(value: Any) -> Any:
     """Pictures as bytes or paths, and no empty fields: Arrow gives every row every field."""
     if isinstance(value, Mapping):
-        if value.keys() == {"bytes", "path"}:
-            return value["bytes"] or value["path"]
+        if value.keys() & {"bytes", "path"}:
+            return value.get("bytes") or value.get("path")
         return {name: bare for name, one in value.items() if (bare := without_nulls(one)) is not None}
     if isinstance(value, (list, tuple)):
         return [without_nulls(one) for one in value]
@@ -337,7 +347,10 @@ def without_nulls(value: Any) -> Any:
 def _id_of(target: Mapping[str, Any]) -> str:
     """Identity of a target: targets with equal content are never negatives of each other."""
     digest = hashlib.blake2b(digest_size=8)
-    for part in (target.get("text"), target.get("image")):
+    image = target.get("image")
+    with suppress(ValueError):  # reported when the record is made
+        image = picture_of(image)
+    for part in (target.get("text"), image):
         digest.update(part if isinstance(part, bytes) else str(part).encode())
         digest.update(b"\0")
     return digest.hexdigest()

@@ -2,6 +2,7 @@
 
 import http.server
 import io
+import json
 import resource
 import threading
 from collections import Counter
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from data_prep.download import main
 from data_prep.rmir import stages
 from data_prep.rmir.config import DownloadConfig, LibraryConfig, load_config
 from data_prep.rmir.main import run_stages
@@ -19,6 +21,9 @@ from data_prep.rmir.pictures.download import fetch, local_path, without_secrets
 from data_prep.rmir.pictures.library import Library
 from data_prep.rmir.run import Run
 from rge.common.errors import UserError
+from rge.common.images import PictureIndex, load_image
+from rge.config import RecordsConfig
+from rge.data.readers import open_records
 
 PATIENT = DownloadConfig(backoff_s=0.01, timeout_s=60.0, max_retries=2, max_bytes=20_000)
 
@@ -228,3 +233,36 @@ def test_a_table_that_cannot_be_read_is_named(tmp_path):
     (tmp_path / "t.jsonl").write_text('{"id": "1"\n')
     with pytest.raises(UserError, match=r"t.jsonl, line 1: not valid JSON"):
         list(Library(LibraryConfig(path=str(tmp_path / "t.jsonl"))).rows())
+
+
+def test_records_that_name_addresses_get_files(site, tmp_path):
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures/0.png").write_bytes(picture(1))
+    rows = [
+        {"query": {"text": "a", "images": [f"{site}/good", "pictures/0.png"]}, "positives": [{"image": f"{site}/moved"}]},
+        {"query": {"text": "b"}, "positives": [{"text": "x"}], "negatives": [{"image": {"path": f"{site}/good"}}]},
+        {"query": {"text": "c"}, "positives": [{"image": f"{site}/lost?key=secret"}]},
+    ]  # fmt: skip
+    source, out = tmp_path / "mine.jsonl", tmp_path / "out"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [f"records={source}", f"out={out}", "download.backoff_s=0.01"]
+    with pytest.raises(UserError, match="HTTP 404") as raised:
+        main(words)
+    assert "secret" not in str(raised.value)
+    assert not (out / "mine.jsonl").exists()
+    Site.asked.clear()
+    main([*words, "missing=drop"])
+    assert set(Site.asked) == {"/lost"}, "what is there is not asked for again"
+    first, second = open_records(RecordsConfig(path=str(out / "mine.jsonl")), pictures=PictureIndex())
+    assert [load_image(ref).size for ref in first.query.images] == [(40, 40)] * 2
+    assert first.query.images[0] == second.negatives[0].image
+
+
+def test_a_table_keeps_its_columns(site, tmp_path):
+    (tmp_path / "a.csv").write_text(f"q,photo\na,{site}/good\n")
+    main([f"records={tmp_path / 'a.csv'}", f"out={tmp_path / 'out'}", "fields=photo"])
+    columns = {"query.text": "q", "positives.image": "photo"}
+    [record] = open_records(RecordsConfig(dataset=str(tmp_path / "out/a.jsonl"), columns=columns))
+    assert (record.query.text, load_image(record.positives[0].image).size) == ("a", (40, 40))
+    with pytest.raises(UserError, match=r"none of the fields .*q, photo"):
+        main([f"records={tmp_path / 'a.csv'}", f"out={tmp_path / 'out'}"])

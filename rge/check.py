@@ -33,7 +33,7 @@ from accelerate import Accelerator
 from rge import logs, validation
 from rge.checkpoints import resume
 from rge.checkpoints.run_lock import held
-from rge.common.errors import USER, UserError
+from rge.common.errors import USER, UserError, brief, grouped
 from rge.common.files import checkpoint_folder, find_shipped, raise_descriptor_limit
 from rge.common.schema import Target
 from rge.data import collate, conflicts, layout
@@ -44,10 +44,18 @@ from rge.data.verdicts import Verdicts
 from rge.distributed import collectives as dist
 from rge.distributed import launch
 from rge.distributed.failure_detection import CoordinatedExit, after_main
-from rge.losses import CONTRASTIVE_LOSSES
+from rge.losses import try_out
 from rge.model.adapter_files import check_form, find_base, is_adapter_checkpoint
 from rge.model.adapters import add_adapters
-from rge.model.backbone import check_sizes, collapsed_ids, read_config, skeleton
+from rge.model.backbone import (
+    BackboneError,
+    check_sizes,
+    collapsed_ids,
+    lacks_head,
+    read_config,
+    skeleton,
+    without_head,
+)
 from rge.model.embedding_model import Kept
 from rge.model.hub_model import HubModel
 from rge.objective import Objective
@@ -255,7 +263,7 @@ class Preflight:
             self.check_pool()
         for name, weight in recipe.loss.terms.items():
             if weight:  # the plugin of a dropped term may no longer exist
-                self.attempt(CONTRASTIVE_LOSSES.__getitem__, name)
+                self.attempt(try_out, name, recipe.loss.temperature)
         writing = [name for name in stages if Objective.of(recipe, name).needs_rollout]
         self.problems += collate.problems(recipe, stages, self.accelerator.num_processes)
         self.problems += writer.problems(recipe, writing, self.accelerator)
@@ -274,6 +282,7 @@ class Preflight:
         """Compute the lengths of all records in the open sources, except streams; look for pictures of the pool's candidates."""
         try:
             builder = collate.prompt_builder(processor_of(self.recipe, self.found.records), self.recipe)
+            builder.check_template()
             for key, file in self.found.records.items():
                 if file.size is None:
                     self.warn(f"{file.name} is a stream: its records are measured as they are read")
@@ -283,10 +292,8 @@ class Preflight:
                     file, builder, self.verdicts, need_oracle=wanted.oracle, need_candidates=wanted.candidates
                 )
                 used = self.recipe.validation.max_records if wanted.held_out else len(file)
-                faults = [fault for number, fault in laid.faults.items() if number < used]
-                more = len(faults) - MAX_REPORTED
-                faults[MAX_REPORTED:] = [f"... and {more:,} more"] * (more > 0)
-                self.tell(faults, held_out=wanted.held_out)
+                faults = (fault for number, fault in laid.faults.items() if number < used)
+                self.tell(grouped(faults, MAX_REPORTED), held_out=wanted.held_out)
             self.problems += unusable(
                 pool_path(self.recipe), self.pool, self.verdicts.pictures, builder if decode else None
             )
@@ -335,7 +342,7 @@ class Preflight:
         if len(reasons) > most * total:
             self.problems.append(
                 f"{len(reasons)} of {total} records of {name} are bad, more than data.max_bad_share={most}: "
-                + "\n".join(reasons[:MAX_REPORTED])
+                + "\n".join(grouped(reasons, MAX_REPORTED))
             )
 
     def check_model(self, model: HubModel) -> None:
@@ -347,6 +354,8 @@ class Preflight:
             stage: StageConfig = getattr(recipe, name)
             num_steps[name] = stage.num_steps(sum(sizes.get(source.key or "", 0) for source in stage.sources))
         self.attempt(check_sizes, recipe.loss.matryoshka_dims, model)
+        if any(Objective.of(recipe, name).needs_head for name in found.stages):
+            self.attempt(_check_head, recipe, model)
         if self.attempt(num_parameters, model, recipe.model) is None:  # model.lora has unknown names
             return
         self.attempt(_check_continued_adapters, recipe, model)
@@ -425,8 +434,8 @@ def wanted_sources(recipe: Recipe, stages: Sequence[str]) -> dict[str, Wanted]:
 
 def _report(problems: Sequence[str]) -> str:
     if len(problems) == 1:
-        return f"error: {problems[0]}"
-    indented = [problem.replace("\n", "\n   ") for problem in problems]
+        return f"error: {brief(problems[0])}"
+    indented = [brief(problem).replace("\n", "\n   ") for problem in problems]
     numbered = [f"{number}. {problem}" for number, problem in enumerate(indented, start=1)]
     return "\n".join([f"error: {len(problems)} problems; nothing was started:", *numbered])
 
@@ -440,6 +449,15 @@ def _outline(recipe: Recipe) -> HubModel:
     elif recipe.model.path is not None:
         read_config(recipe.model.path, recipe.model.revision)
     return outline(recipe.model, recipe.init)[0]
+
+
+def _check_head(recipe: Recipe, model: HubModel) -> None:
+    """Raise BackboneError if the start lacks the output matrix that a loss or the rationales need."""
+    start = recipe.model.path if recipe.init is None else str(checkpoint_folder(Path(recipe.init)))
+    if start is not None and not is_adapter_checkpoint(start):
+        revision = recipe.model.revision if recipe.init is None else None
+        if lacks_head(start, model.config, revision):
+            raise BackboneError(without_head(start))
 
 
 def _check_continued_adapters(recipe: Recipe, model: HubModel) -> None:

@@ -2,6 +2,8 @@
 
 import json
 import os
+import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -12,8 +14,10 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import LoggerType
+from tqdm import tqdm
 
 from rge.common.commands import progress_bar
+from rge.common.errors import brief
 from rge.common.files import read_json_lines, write_text
 from rge.common.options import nearest
 from rge.config import LogConfig, Recipe, to_dict
@@ -31,20 +35,66 @@ def problems(log: LogConfig) -> Iterator[str]:
 
 
 def start_trackers(accelerator: Accelerator, recipe: Recipe) -> None:
-    """Start a run in every tracker of the recipe, which has no `problems`; a resumed run continues the same run of W&B."""
-    if recipe.log.trackers:
-        accelerator.project_configuration.logging_dir = str(Path(recipe.out) / "trackers")
-        accelerator.log_with = [LoggerType(name) for name in dict.fromkeys(recipe.log.trackers)]
-        # TensorBoard only takes texts, numbers and booleans.
-        config = {
-            key: value if isinstance(value, (str, int, float)) else json.dumps(value)
-            for key, value in flattened(to_dict(recipe)).items()
-        }
-        accelerator.init_trackers(
-            recipe.log.project,
-            config=config,
-            init_kwargs={"wandb": _same_run(Path(recipe.out))} if accelerator.is_main_process else {},
+    """Start a run in every tracker of the recipe, which has no `problems`; a resumed run continues the same run of W&B.
+
+    A tracker that cannot be started, such as W&B without a key or a network, is left out with a warning.
+    """
+    if not recipe.log.trackers:
+        return
+    accelerator.project_configuration.logging_dir = str(Path(recipe.out) / "trackers")
+    # TensorBoard only takes texts, numbers and booleans.
+    config = {
+        key: value if isinstance(value, (str, int, float)) else json.dumps(value)
+        for key, value in flattened(to_dict(recipe)).items()
+    }
+    started: list[Any] = []
+    for name in dict.fromkeys(recipe.log.trackers):
+        accelerator.log_with = [LoggerType(name)]
+        with tracker_may_fail(name):
+            accelerator.init_trackers(
+                recipe.log.project,
+                config=config,
+                init_kwargs={"wandb": _same_run(Path(recipe.out))} if accelerator.is_main_process else {},
+            )
+            started += accelerator.trackers
+    accelerator.trackers = started
+
+
+@contextmanager
+def tracker_may_fail(name: str) -> Iterator[None]:
+    """Turn any exception of a tracker into a warning: no tracker may end a run, whose figures are in metrics.jsonl."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - the library's own, or its network's
+        reason = brief(" ".join(str(error).split())) or type(error).__name__
+        fix = "; `wandb login`, or WANDB_MODE=offline, before the next start" if name == "wandb" else ""
+        tqdm.write(
+            f"warning: the tracker {name} fails and is left out ({reason}){fix}. All figures are in metrics.jsonl",
+            file=sys.stderr,
         )
+
+
+def end_trackers(accelerator: Accelerator) -> None:
+    """End every tracker's run; one that still waits for its network after `FINISH_S` is left."""
+    for tracker in accelerator.trackers:
+        ending = threading.Thread(target=_finish, args=(tracker,), daemon=True)
+        ending.start()
+        ending.join(FINISH_S)
+        if ending.is_alive():
+            with tracker_may_fail(tracker.name):
+                raise TimeoutError(
+                    f"its figures were not sent within {FINISH_S:.0f} s; its own folder has them"
+                )
+    accelerator.trackers = []
+
+
+def _finish(tracker: Any) -> None:
+    with tracker_may_fail(tracker.name):
+        tracker.finish()
+
+
+FINISH_S = 60.0
+"""Time in which a tracker sends what it still has."""
 
 
 def _same_run(out: Path) -> dict[str, Any]:
@@ -165,9 +215,14 @@ class Logs:
             for name, value in flattened(line).items()
             if isinstance(value, (int, float))
         }
-        for tracker in self.accelerator.trackers:
-            # W&B's only step axis must increase over all stages, so it counts the logged lines of this process.
-            tracker.log(values, step=None if tracker.name == "wandb" else step)
+        for tracker in list(self.accelerator.trackers):
+            logged = False
+            with tracker_may_fail(tracker.name):
+                # W&B's only step axis must increase over all stages, so it counts the logged lines of this process.
+                tracker.log(values, step=None if tracker.name == "wandb" else step)
+                logged = True
+            if not logged:
+                self.accelerator.trackers.remove(tracker)
 
     def close(self) -> None:
         """Close the bar and the file, and print the shares of time spent waiting; trackers stay open."""

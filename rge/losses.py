@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rge.common.errors import UserError
-from rge.common.registry import Registry
+from rge.common.registry import Registry, said_by_plugin
 from rge.distributed.transfer import moved
 
 CHUNK_TOKENS = 1024
@@ -111,11 +111,42 @@ def contrastive_losses(
     for name in terms:
         loss = CONTRASTIVE_LOSSES[name]
         found = [loss(q, c, positive_BC, ignored_BC, temperature=temperature) for q, c in cuts]
-        if not all(isinstance(one, Tensor) and one.dim() == 0 for one in found):
-            raise UserError(f"loss.terms: {name} must return a scalar tensor, the sum of the queries' losses")
+        if (
+            wrong := next((one for one in found if not isinstance(one, Tensor) or one.dim()), None)
+        ) is not None:
+            got = (
+                f"a tensor of shape {tuple(wrong.shape)}"
+                if isinstance(wrong, Tensor)
+                else type(wrong).__name__
+            )
+            raise UserError(
+                f"loss.terms: {name} must return a scalar tensor, the sum of the queries' losses, and returned {got}"
+            )
         losses[name] = torch.stack(found).mean()
     weighted = [losses[name] * weight for name, weight in terms.items()]
     return losses | {"contrastive_loss": sum(weighted[1:], weighted[0])}
+
+
+def try_out(name: str, temperature: float) -> None:
+    """Call a registered loss once, on two queries and three candidates, and compute its gradient.
+
+    Raises:
+        UserError: unknown name; the loss fails, or returns anything but a scalar with a gradient. The message names plug-in, file
+            and line.
+    """
+    chance = torch.Generator().manual_seed(0)
+    q_BD, c_CD = (F.normalize(torch.randn(n, 8, generator=chance), dim=-1).requires_grad_() for n in (2, 3))
+    positive_BC = torch.tensor([[True, False, False], [False, True, False]])
+    CONTRASTIVE_LOSSES[name]  # unknown names are reported by themselves
+    try:
+        losses = contrastive_losses(
+            q_BD, c_CD, positive_BC, torch.zeros_like(positive_BC), terms={name: 1.0}, temperature=temperature
+        )
+        losses[name].backward()
+    except Exception as error:  # it may raise anything
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"loss.terms: {name} fails on a small batch: {said_by_plugin(error)}") from error
 
 
 def alignment(

@@ -96,6 +96,11 @@ class Objective:
         return self.alpha_rl > 0 or (self.alpha_con > 0 and self.anchor in ("self", "mix"))
 
     @property
+    def needs_head(self) -> bool:
+        """Whether the model's output matrix is used: for an LM loss, or to write rationales."""
+        return self.alpha_lm > 0 or self.needs_rollout
+
+    @property
     def needs(self) -> dict[str, bool]:
         """What batches have to hold, as arguments of `rge.data.collate.Collator`."""
         return {"need_oracle": self.needs_oracle, "need_candidates": self.needs_candidates}

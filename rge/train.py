@@ -40,7 +40,7 @@ from rge.distributed import collectives as dist
 from rge.distributed import launch
 from rge.distributed.failure_detection import watch_other_ranks
 from rge.distributed.stop_signals import restoring_handlers
-from rge.logs import Logs, start_trackers
+from rge.logs import Logs, end_trackers, start_trackers
 from rge.model.backbone import vision_parameters
 from rge.model.embedding_model import embedder_to_train
 from rge.objective import Objective
@@ -83,6 +83,7 @@ def train(recipe: Recipe, run: Checked, accelerator: Accelerator) -> None:
             with divergence_explained(name, folder, recipe.optim.skip_nonfinite):
                 train_stage(recipe, name, folder, start, run, accelerator)
         start = str(folder / "final")
+    end_trackers(accelerator)
     accelerator.end_training()
 
 
@@ -94,7 +95,9 @@ def train_stage(
     records, kept = run.records, run.kept[name]
     stage: StageConfig = getattr(recipe, name)
     objective = Objective.of(recipe, name)
-    embedder = embedder_to_train(start, recipe.model, recipe.export.adapters_only)
+    embedder = embedder_to_train(
+        start, recipe.model, recipe.export.adapters_only, needs_head=objective.needs_head
+    )
     batches = make_batches(recipe, stage, embedder.processor, records, **objective.needs)
     rewarded = name == "rl" and objective.needs_rollout
     reinforcement = make_reinforcement(recipe, embedder, folder, accelerator) if rewarded else None

@@ -5,14 +5,17 @@ import os
 import select
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NoReturn, TextIO, TypeVar
 
 from tqdm import tqdm
 
-from rge.common.errors import BUG, SIGNALLED, UserError
+from rge.common.errors import BUG, SIGNALLED, UserError, brief
 from rge.common.options import HELP, nearest
+from rge.common.registry import place_in_plugin
 
 T = TypeVar("T")
 
@@ -32,6 +35,7 @@ def start(main: Callable[[list[str]], int | None]) -> NoReturn:
     message without a traceback; 3: a bug, with its traceback; 128 + n: ended by signal n: 130 after Ctrl-C, 143 after
     SIGTERM, 141 when the output pipe is closed (``| head``).
     """
+    warnings.showwarning = _show_warning
     try:
         code = _code_of(main)
         sys.stdout.flush()
@@ -56,6 +60,20 @@ def answer_first(read: Callable[[list[str]], object]) -> None:
         sys.exit(error.exit_code)
 
 
+FLAWED = {"PIL": "a picture has a flaw, and is read as far as possible"}
+"""What warnings of a library are about, where its own words do not say."""
+
+
+def _show_warning(message: Warning | str, category: type[Warning], filename: str, *_: Any) -> None:
+    """Print a warning as one line that names the library it is from, instead of a line of its source."""
+    parts = Path(filename).parts
+    library = parts[parts.index("site-packages") + 1] if "site-packages" in parts[:-1] else ""
+    text = brief(" ".join(str(message).split()))
+    about = f"{FLAWED[library]}: " if library in FLAWED else ""
+    source = f" (from {library})" if library else ""
+    print(f"warning: {about}{text}{source}", file=sys.stderr)  # noqa: T201 - output of a command
+
+
 def _code_of(main: Callable[[list[str]], int | None]) -> int | str | None:
     try:
         return main(sys.argv[1:]) or 0
@@ -74,7 +92,9 @@ def _code_of(main: Callable[[list[str]], int | None]) -> int | str | None:
         return UserError.exit_code
     except KeyboardInterrupt:
         return SIGNALLED + signal.SIGINT
-    except Exception:  # noqa: BLE001 - shown as Python shows it; but its exit code, 1, is our "no"
+    except Exception as error:  # noqa: BLE001 - shown as Python shows it; but its exit code, 1, is our "no"
+        if where := place_in_plugin(error):
+            error.add_note(f"This is an error in the {where}, not in rge.")
         sys.excepthook(*sys.exc_info())
         return BUG
 

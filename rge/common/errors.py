@@ -2,6 +2,7 @@
 
 import difflib
 import pickle
+import re
 import signal
 import traceback
 from collections.abc import Iterable, Iterator
@@ -25,6 +26,9 @@ class UserError(ValueError):
 
     exit_code = USER
 
+    def __str__(self) -> str:
+        return brief(super().__str__())
+
 
 @contextmanager
 def ungrouped(kind: type[Exception]) -> Iterator[None]:
@@ -44,7 +48,7 @@ def ungrouped(kind: type[Exception]) -> Iterator[None]:
 def not_one_of(key: str, value: object, allowed: Iterable[object]) -> str:
     """The message for a value that is not allowed, with the nearest one that is."""
     names = [str(name) for name in allowed]
-    return f"{key} must be one of {', '.join(names)}, got {value!r}{did_you_mean(str(value), names)}"
+    return f"{key} must be one of {', '.join(names)}, got {shortened(repr(value))}{did_you_mean(str(value), names)}"
 
 
 def shortened(text: str, most: int = 200) -> str:
@@ -54,9 +58,50 @@ def shortened(text: str, most: int = 200) -> str:
     return f"{text[: most - 70]}... ({len(text):,} characters) ...{text[-30:]}"
 
 
+_LONG = re.compile(
+    r"(?<![^\s(\[=])'(?:[^'\\\n]|\\.){200,}'(?![^\s)\]:;,.])"  # a quoted value; an apostrophe follows a letter
+    r"|\S{201,}"
+)
+
+
+def brief(message: str) -> str:
+    """The message with each word, and each value in quotes, `shortened`."""
+    return _LONG.sub(lambda found: shortened(found[0]), message) if len(message) > 200 else message
+
+
+_VARIABLE = re.compile(
+    r"(?<=picture ).+?(?= (?:does|cannot|has|is) )"  # a file's name may contain spaces
+    r"|'(?:[^'\\\n]|\\.)*'"
+    r'|"(?:[^"\\\n]|\\.)*"'
+    r"|\S*[/\\]\S*"
+    r"|\d[\d.,]*"
+)
+"""What differs between messages about the same fault: quoted values, paths and numbers."""
+
+
+def grouped(faults: Iterable[str], most: int) -> list[str]:
+    """One line for each kind of fault, in their order: its first example, and the number of faults like it; at most `most` lines.
+
+    Faults are of the same kind if they differ only in quoted values, paths and numbers.
+    """
+    kinds: dict[str, tuple[str, int]] = {}
+    for fault in faults:
+        kind = _VARIABLE.sub("*", brief(fault))
+        example, count = kinds.get(kind, (fault, 0))
+        kinds[kind] = example, count + 1
+    lines = [
+        example + (f" (and {count - 1:,} more like this)" if count > 1 else "")
+        for example, count in kinds.values()
+    ]
+    if len(lines) > most:
+        others = sum(count for _, count in list(kinds.values())[most:])
+        lines[most:] = [f"... and {others:,} of other kinds"]
+    return lines
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A hint at the most similar name, if there is one."""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    near = difflib.get_close_matches(shortened(name), list(known), n=1, cutoff=0.5)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 

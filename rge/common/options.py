@@ -26,7 +26,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 import yaml
 from pydantic import Field, TypeAdapter, ValidationError
 
-from rge.common.errors import UserError, not_one_of
+from rge.common.errors import UserError, not_one_of, shortened
 from rge.common.registry import PluginOptions, load_plugins
 
 T = TypeVar("T")
@@ -178,7 +178,7 @@ def split_word(word: str) -> tuple[str, str]:
     key, mark, value = word.partition("=")
     key = key.lstrip("-")
     if not mark or not key:
-        raise UserError(f"arguments must be key=value, got {word!r}")
+        raise UserError(f"arguments must be key=value, got {shortened(repr(word))}")
     if not value:
         raise UserError(f"{key} needs a value: {key}=...")
     try:
@@ -466,6 +466,7 @@ def _merged(base: Any, override: Any) -> Any:
 def _sentence(schema: type, details: Any, layers: Layers) -> str:
     loc, kind, got = details["loc"], details["type"], details["input"]
     name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).removeprefix(".")
+    name = shortened(name)
     given_loc = loc[:-1] if kind == "missing" else loc
     where = next((origin for origin, layer in reversed(layers) if _contains(layer, given_loc)), "")
     if kind == "unexpected_keyword_argument":
@@ -481,7 +482,7 @@ def _sentence(schema: type, details: Any, layers: Layers) -> str:
     if kind in _SIGNS:
         wanted = f"{_SIGNS[kind]} {next(iter(details['ctx'].values())):.12g}"
     rule = f" must be {wanted}" if wanted else f": {details['msg']}"
-    return f"{where}{name}{rule}, got {shown}"
+    return f"{where}{name}{rule}, got {shortened(shown)}"
 
 
 _WANTED = {

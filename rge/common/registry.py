@@ -7,6 +7,7 @@ packages through the registry's entry point group, such as ``rge.metrics``.
 import importlib
 import importlib.metadata
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,11 +124,41 @@ def load_plugins(modules: Sequence[str]) -> None:
             _plugins.setdefault(name, {})
         except ModuleNotFoundError as error:
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-                raise  # the module exists, and imports one that does not
+                raise _not_imported(name, error) from error  # it exists, and imports one that does not
             raise UserError(
                 f"plugins={name}: no module of that name in {here}, on PYTHONPATH or installed "
                 "(a name such as my_module, not a path)"
             ) from None
+        except UserError:
+            raise
+        except Exception as error:  # it may raise anything
+            raise _not_imported(name, error) from error
+
+
+def _not_imported(name: str, error: Exception) -> UserError:
+    if isinstance(error, SyntaxError):
+        return UserError(f"plugins={name} cannot be imported: {error}")
+    places = [
+        frame for frame in traceback.extract_tb(error.__traceback__)[1:] if not frame.filename.startswith("<")
+    ]
+    where = f" (line {places[-1].lineno} of {places[-1].filename})" if places else ""
+    return UserError(f"plugins={name} cannot be imported: {type(error).__name__}: {error}{where}")
+
+
+def said_by_plugin(error: BaseException) -> str:
+    """An error that a plug-in's code caused: what, and in which file and line of it."""
+    kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+    where = place_in_plugin(error)
+    return f"{kind}{error}" + (f" ({where})" if where else "")
+
+
+def place_in_plugin(error: BaseException) -> str | None:
+    """File and line of the innermost frame of an error that is in a plug-in; None if there is none."""
+    files = {getattr(sys.modules.get(name), "__file__", None): name for name in _plugins}
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files]
+    if not frames:
+        return None
+    return f"plug-in {files[frames[-1].filename]}, line {frames[-1].lineno} of {frames[-1].filename}"
 
 
 def plugins_loaded() -> list[str]:

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 
 from rge.common.commands import progress_bar
-from rge.common.errors import UserError, shortened
+from rge.common.errors import UserError, grouped, shortened
 from rge.common.files import find_shipped, write_text
 from rge.common.images import PictureIndex
 from rge.common.prompt_profiles import EMB_TOKEN, PROFILES
@@ -112,7 +112,7 @@ class StoredRecords(Records, ABC):
     """Records of known number, each checked once when the source is opened. Subclasses say how they are read.
 
     Raises:
-        RecordError: the source is empty, or records break the format (`MAX_REPORTED` are listed); with ``on_bad=skip``, no
+        RecordError: the source is empty, or records break the format (`MAX_REPORTED` kinds of faults are listed); with ``on_bad=skip``, no
             record is good.
     """
 
@@ -179,9 +179,8 @@ class StoredRecords(Records, ABC):
             seen.setdefault(record.id, label)
 
     def _listed(self, broken: Broken) -> str:
-        problems = [f"{self.name}:{label}: {one}" for label, _, several in broken.values() for one in several]
-        more = f"\n... and {len(problems) - MAX_REPORTED} more" if len(problems) > MAX_REPORTED else ""
-        return "\n".join(problems[:MAX_REPORTED]) + more
+        problems = (f"{self.name}:{label}: {one}" for label, _, several in broken.values() for one in several)
+        return "\n".join(grouped(problems, MAX_REPORTED))
 
     def __getitem__(self, index: int) -> Record:
         return self._still(self._read(self.place(index)))
@@ -359,7 +358,7 @@ def _id_of(target: Mapping[str, Any]) -> str:
 def problems_of(error: ValidationError) -> list[str]:
     """Format errors, field by field."""
     return [
-        f"{'.'.join(str(part) for part in issue['loc']) or 'record'}: {issue['msg']}"
+        f"{'.'.join(shortened(str(part)) for part in issue['loc']) or 'record'}: {issue['msg']}"
         for issue in error.errors(include_url=False, include_input=False)
     ]
 

@@ -26,7 +26,7 @@ import numpy as np
 import rge.common
 import rge.data
 from rge.common.commands import progress_bar
-from rge.common.errors import UserError
+from rge.common.errors import UserError, grouped
 from rge.common.files import find_shipped, replacing
 from rge.common.images import ImageError, PictureIndex, load_image
 from rge.common.schema import ImageRef
@@ -131,9 +131,7 @@ class Verdicts:
             faults.append(f"pictures from {last} on could not be checked: {error}")
         for name, numbers in good.items():
             self._keep(entries[name], np.array(sorted(numbers), dtype=np.int64), files={})
-        if (more := len(faults) - MAX_REPORTED) > 0:
-            faults[MAX_REPORTED:] = [f"... and {more} more pictures"]
-        return faults
+        return grouped(faults, MAX_REPORTED)
 
     def _entry(self, path: Path, *settings: object) -> Path:
         """Cache path of a file's verdict, by its name and the settings; a changed file overwrites it."""

@@ -4,6 +4,7 @@ What differs between families is in `rge.model.families`.
 """
 
 import importlib.util
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +12,12 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from tokenizers import AddedToken
 from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, PretrainedConfig
 from transformers.modeling_utils import set_zero3_state
+from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
 from rge.common.errors import UserError
@@ -97,6 +99,7 @@ def load_backbone(
     think_tokens: int = 0,
     base: Path | None = None,
     merge: bool = True,
+    needs_head: bool = True,
 ) -> Backbone:
     """Load a model and its processor from a hub id or a directory; one that holds adapters alone is merged into its base.
 
@@ -104,7 +107,8 @@ def load_backbone(
     `add_emb`, missing tokens are added (training from a plain model); otherwise their absence is an error. `emb_token` is the name
     of ``<emb>`` in another project's checkpoint. `quantization` is that of `quantized`, whose weights are created on `device`.
     `base` is that of adapters (None: see `find_base`); without `merge` they are left out, for
-    `rge.model.adapter_files.load_trainable_adapters`.
+    `rge.model.adapter_files.load_trainable_adapters`. Without `needs_head`, a checkpoint may lack its output matrix, as published
+    embedders do; the input matrix then takes its place (``tie_word_embeddings``).
 
     Raises:
         BackboneError: nothing to load there, an unsupported family, no ``<emb>``, or too few think tokens.
@@ -139,7 +143,13 @@ def load_backbone(
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise BackboneError(f"{path} cannot be loaded: {error}") from error
     model, report = loaded
-    if missing := sorted(report["missing_keys"]):
+    missing = sorted(report["missing_keys"])
+    if missing and all(name.endswith(HEAD) for name in missing):
+        if needs_head:
+            raise BackboneError(without_head(path))
+        model.config.tie_word_embeddings = model.config.get_text_config().tie_word_embeddings = True
+        model.get_output_embeddings().weight = model.get_input_embeddings().weight
+    elif missing:
         # transformers fills them with random numbers and a warning.
         raise BackboneError(f"{path} is incomplete: it lacks {len(missing)} weights, e.g. {missing[0]}")
     _drop_unused_renamings(model)
@@ -151,6 +161,7 @@ def load_backbone(
     vision.speed_up(model, vision_attn_implementation, fused.wanted(fused_kernels))
     tokenizer, thinks = processor.tokenizer, think_names(think_tokens)
     if add_emb:
+        check_end_of_turn(path, tokenizer)
         # The end of turn: a token that the model already writes after a complete answer.
         add_tokens(model, tokenizer, [EMB_TOKEN], tokenizer.eos_token_id)
         # A line break: models have seen many in a row, without meaning.
@@ -161,6 +172,46 @@ def load_backbone(
     unused = range(len(tokenizer), model.get_input_embeddings().num_embeddings)
     barred = sorted(special.union(tokenizer.all_special_ids, unused) - {emb_id})
     return Backbone(model, processor, emb_id, barred, attn_implementation, tuple(think_ids), before)
+
+
+HEAD = "lm_head.weight"
+
+
+def without_head(path: str | Path) -> str:
+    """The message for a checkpoint without an output matrix where one is needed."""
+    return (
+        f"{path} has no output matrix ({HEAD}), although its config says tie_word_embeddings: false, as embedders are published: "
+        "without it there is no LM loss and no rationale. Train the contrastive loss alone (stage=joint loss.ratio=none "
+        "loss.anchor=none), or start from the model that it was made of"
+    )
+
+
+def lacks_head(path: str | Path, config: PretrainedConfig, revision: str | None = None) -> bool:
+    """Whether weights on this machine have no output matrix, by their names alone; those still on the hub are not looked at."""
+    if getattr(config, "tie_word_embeddings", True):
+        return False
+    names: set[str] = set()
+    for file in ("model.safetensors.index.json", "model.safetensors"):
+        found = cached_file(
+            path, file, revision=revision, local_files_only=True, _raise_exceptions_for_missing_entries=False
+        )
+        if found is None:
+            continue
+        if file.endswith(".json"):
+            names |= json.loads(Path(found).read_text(encoding="utf-8"))["weight_map"].keys()
+        else:
+            with safe_open(found, "pt") as weights:
+                names |= set(weights.keys())
+    return bool(names) and not any(name.endswith(HEAD) for name in names)
+
+
+def check_end_of_turn(path: str | Path, tokenizer: Any) -> None:
+    """Refuse a tokenizer without an end of turn, which tells a model that its answer is complete."""
+    if tokenizer.eos_token_id is None:
+        raise BackboneError(
+            f"the tokenizer of {path} has no end of turn (eos_token in its tokenizer_config.json, such as <|im_end|>), or its "
+            "vocabulary lacks that token: <emb> starts as a copy of it"
+        )
 
 
 def _check_tokens(path: str | Path, tokenizer: Any, emb_token: str, thinks: Sequence[str]) -> None:
@@ -185,6 +236,8 @@ def load_processor(
 ) -> Any:
     """A model's processor, with these picture sizes; arguments as of `load_backbone`. OSError if there is none."""
     processor = AutoProcessor.from_pretrained(path, revision=revision)
+    if processor.chat_template is None:  # older files keep it with the tokenizer alone
+        processor.chat_template = processor.tokenizer.chat_template
     processor.rge_family = FAMILIES[config.model_type]
     processor.rge_family.limit_pixels(processor, min_pixels, max_pixels)
     return processor

@@ -222,11 +222,13 @@ class EmbeddingModel(nn.Module):
         return self.family.features(self.model, values, part.image_grid)
 
 
-def embedder_to_train(start: str, config: ModelConfig, adapters_only: bool = False) -> EmbeddingModel:
+def embedder_to_train(
+    start: str, config: ModelConfig, adapters_only: bool = False, *, needs_head: bool = True
+) -> EmbeddingModel:
     """The embedder that a recipe trains from `start`, a hub id or directory, with frozen and trainable parts.
 
     With `adapters_only`, the adapters of a checkpoint that has nothing else are continued, on the same base; otherwise they are
-    merged, as on export.
+    merged, as on export. `needs_head` is that of `rge.model.backbone.load_backbone`.
 
     Raises:
         BackboneError: nothing usable is there.
@@ -246,6 +248,7 @@ def embedder_to_train(start: str, config: ModelConfig, adapters_only: bool = Fal
         think_tokens=config.think_tokens,
         base=find_base(Path(start), instead=config.path, key="model.path") if adapted else None,
         merge=not adapters_only,
+        needs_head=needs_head,
     )
     if config.gradient_checkpointing:
         backbone.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

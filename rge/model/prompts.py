@@ -5,6 +5,7 @@ newline inside one user turn). The chat template, the expansion of picture place
 the backbone's own processor.
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from jinja2 import TemplateError
 from PIL import Image
 from torch import Tensor
 
-from rge.common.errors import UserError
+from rge.common.errors import UserError, shortened
 from rge.common.images import ImageError, load_image
 from rge.common.prompt_profiles import EMB_TOKEN, PROFILES, Profile
 from rge.common.schema import Item
@@ -28,6 +29,9 @@ _TEXT = "\ufffc"
 MAKE_ROOM = (
     "raise max_prompt_tokens or lower max_pixels (in a recipe: data.max_prompt_tokens, model.max_pixels)"
 )
+
+_MARK = re.compile(r"<\|[^|]+\|>")
+"""What control tokens look like in most vocabularies."""
 
 KNOWN_PROMPTS = 16_384
 """Texts whose token ids a builder caches; some 10 MB."""
@@ -113,7 +117,11 @@ class PromptBuilder:
                 )
         # `all_special_tokens` has only named ones: neither <emb> nor, on some tokenizers, the placeholders.
         added = self.tokenizer.added_tokens_decoder.values()
-        self._control_tokens = sorted({token.content for token in added if token.special})
+        # Somebody's tokenizer may not mark them as special.
+        marks = {getattr(processor, name, None) for name in ("image_token", "video_token")} - {None}
+        self._control_tokens = sorted(
+            {token.content for token in added if token.special or _MARK.fullmatch(token.content)} | marks
+        )
         self._image_id = self.family.placeholder_id(processor)
         self._options = self.family.options(processor.image_processor)
         self._known: dict[tuple, tuple[torch.Tensor, torch.Tensor | None]] = {}
@@ -131,6 +139,34 @@ class PromptBuilder:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._remember()
+
+    def check_template(self) -> None:
+        """Refuse a chat template that is missing, or that leaves out pictures or the text of a turn.
+
+        Raises:
+            UserError: see above.
+        """
+        of = f"the processor {getattr(self.tokenizer, 'name_or_path', '')}".rstrip()
+        if self.processor.chat_template is None:
+            raise UserError(
+                f"{of} has no chat template: add its family's as chat_template.jinja to its folder"
+            )
+        images = self.scaled("of the check", [Image.new("RGB", (64, 64))] * 2)
+        try:
+            renders = [self._render("a text", 2), self._render("another", 2)]
+            num_placeholders = int(
+                (self._processed("of the check", renders[0], images)[0] == self._image_id).sum()
+            )
+        except Exception as error:  # jinja's, or a processor's that misses placeholders
+            raise UserError(
+                f"the chat template of {of} cannot be used: {type(error).__name__}: {error}"
+            ) from error
+        left_out = "pictures" if num_placeholders < 2 else "the text" if renders[0] == renders[1] else None
+        if left_out:
+            raise UserError(
+                f"the chat template of {of} leaves out {left_out}: of a turn with two pictures and a text it makes "
+                f"{shortened(repr(renders[0]))}. Use its family's, which reads a list of contents"
+            )
 
     def build(self, item: Item, side: str, images: Iterable[Image.Image] | None = None) -> Prompt:
         """Token ids and pictures of one prompt.

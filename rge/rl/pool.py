@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from rge.common.errors import UserError
+from rge.common.errors import UserError, grouped
 from rge.common.images import PictureIndex, load_image
 from rge.common.schema import Record, Target
 from rge.config import Recipe
@@ -151,9 +151,7 @@ def unusable(
         found: Iterable[str | None] = (_missing(pictures, target) for target in targets)
     else:
         found = on_all_cores(partial(_fault, builder), targets)
-    faults = [f"rl.candidates: {path}: {fault}" for fault in found if fault is not None]
-    more = len(faults) - MAX_REPORTED
-    return faults[:MAX_REPORTED] + [f"... and {more:,} more candidates of the pool"] * (more > 0)
+    return grouped((f"rl.candidates: {path}: {fault}" for fault in found if fault is not None), MAX_REPORTED)
 
 
 def _missing(pictures: PictureIndex, target: Target) -> str | None:

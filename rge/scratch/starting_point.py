@@ -22,7 +22,7 @@ from rge.distributed.launch import back_end
 from rge.distributed.stop_signals import stop_after_this_step_at_signals
 from rge.identity.run_identity import IDENTITY, content_of, differences, in_words, run_identity
 from rge.model import vision_tower as vision
-from rge.model.backbone import load_processor, name_tokens, read_config
+from rge.model.backbone import check_end_of_turn, load_processor, name_tokens, read_config
 from rge.model.families import family_of
 from rge.model.hub_model import HubModel
 from rge.scratch import build as scratch
@@ -159,6 +159,7 @@ def processor_of(recipe: Recipe, records: Mapping[str, Records]) -> Any:
         assert path is not None
         revision = model.revision if path == model.path else None
         processor = load_processor(path, read_config(path, revision), revision=revision, **_pixels(recipe))
+        check_end_of_turn(path, processor.tokenizer)
     name_tokens(processor.tokenizer, [EMB_TOKEN, *think_tokens(model.think_tokens)])
     return processor
 

@@ -77,8 +77,13 @@ def test_a_plugin_that_is_not_there_and_one_that_lacks_something(tmp_path, monke
     monkeypatch.chdir(tmp_path)
     assert main(["score", "plugins=plugin_tow", "run=x"]) == 2
     assert f"plugins=plugin_tow: no module of that name in {tmp_path}" in capsys.readouterr().err
-    with pytest.raises(ModuleNotFoundError, match="surely_not_installed"):  # its own traceback says where
+    with pytest.raises(UserError, match=rf"surely_not_installed.*line 1 of {tmp_path / 'plugin_two.py'}"):
         load_plugins(["plugin_two"])
+    module(tmp_path, "plugin_broken", "x = 1\ny = = 2\n")
+    with pytest.raises(
+        UserError, match=r"plugins=plugin_broken cannot be imported: .*plugin_broken.py, line 2"
+    ):
+        load_plugins(["plugin_broken"])
 
 
 def test_an_installed_package_is_found_by_its_entry_point(tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from family_models import LIVELY_SEED, TEXT, TEXTS, VISION, build
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from rge.common import registry
 from rge.model.backbone import load_backbone
@@ -130,6 +131,18 @@ def untied_backbone(tmp_path_factory):
     backbone = load_backbone(path, add_emb=True)
     enliven(backbone.model)
     return backbone
+
+
+@pytest.fixture(scope="session")
+def headless_path(untied_backbone, tmp_path_factory):
+    """A model with ``tie_word_embeddings: false`` and no ``lm_head``, as Qwen3-VL-Embedding is published."""
+    path = tmp_path_factory.mktemp("backbone") / "headless"
+    untied_backbone.model.save_pretrained(path)
+    untied_backbone.processor.save_pretrained(path)
+    weights = load_file(path / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    return path
 
 
 @pytest.fixture

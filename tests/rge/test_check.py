@@ -31,6 +31,7 @@ from rge.data.mixture import Draw
 from rge.data.sources import RecordFile
 from rge.distributed import launch
 from rge.identity.run_identity import IDENTITY
+from rge.losses import CONTRASTIVE_LOSSES
 from rge.model.adapter_files import Base
 from rge.model.embedding_model import embedder_to_train
 from rge.plan import estimate, machine
@@ -809,3 +810,71 @@ def test_held_out_records_that_are_not_used_may_be_too_long(home, accelerator):
     [problem] = problems_of(home, accelerator, *asked)
     assert "record 'z': the rationale has" in problem
     assert problems_of(home, accelerator, *asked, "validation.max_records=2") == []
+
+
+def altered(home: Path, tiny_path: Path, change) -> str:
+    """The override that trains from a copy of the tiny model, changed by `change(folder)`."""
+    folder = home / "altered"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(tiny_path, folder)
+    change(folder)
+    return f"model.path={folder}"
+
+
+def edit_json(file: Path, **changes) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+BLIND = "{% for turn in messages %}{% for part in turn.content %}{{ part.text }}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("change", "number"),
+    [
+        (lambda folder: (folder / "chat_template.jinja").write_text(BLIND), 1),
+        (lambda folder: (folder / "chat_template.jinja").write_text("{{ messages[0].content.upper() }}"), 1),
+        (lambda folder: (folder / "chat_template.jinja").unlink(), 1),
+        (lambda folder: edit_json(folder / "tokenizer_config.json", eos_token=None), 1),
+        # Where tokenizers kept their template before it had a file of its own.
+        (lambda folder: edit_json(
+            folder / "tokenizer_config.json", chat_template=(folder / "chat_template.jinja").rename(folder / "old").read_text()
+        ), 0),
+    ],
+    ids=["pictures are ignored", "contents are no list", "no template", "no end of turn", "template of the tokenizer"],
+)  # fmt: skip
+def test_a_processor_that_cannot_be_trained_with_is_one_problem(home, accelerator, tiny_path, change, number):
+    write(home / "records.jsonl", *(record(f"r{n}") for n in range(30)))
+    problems = problems_of(home, accelerator, altered(home, tiny_path, change))
+    assert len(problems) == number
+    assert all("altered" in problem for problem in problems)
+
+
+def test_a_start_without_an_output_matrix_is_for_the_contrastive_loss_alone(home, accelerator, headless_path):
+    here = f"model.path={headless_path}"
+    [problem] = problems_of(home, accelerator, here)
+    assert "lm_head.weight" in problem
+    assert "lm_head.weight" in "".join(problems_of(home, accelerator, here, "stage=joint", "loss.ratio=none"))
+    alone = ("stage=joint", "loss.ratio=none", "loss.anchor=none")
+    assert problems_of(home, accelerator, here, *alone) == []
+    assert embedder_to_train(str(headless_path), recipe_of(home, here, *alone).model, needs_head=False)
+
+
+@pytest.mark.parametrize(
+    ("returns", "line"),
+    [("(q - q).sum(1)", None), ("0.0", None), ("q.sum() / 0 + [][1]", 4), ("c_CD.sum()", 4), ("c[:2].sum().detach()", None)],
+)  # fmt: skip
+def test_a_loss_of_a_plugin_is_called_by_the_check(home, accelerator, monkeypatch, returns, line):
+    name = f"losses_of_{abs(hash(returns))}"
+    (home / f"{name}.py").write_text(
+        "from rge.losses import register_loss\n"
+        f"@register_loss('{name}')\n"
+        "def loss(q, c, positive, ignored, *, temperature):\n"
+        f"    return {returns}\n"
+    )
+    monkeypatch.chdir(home)
+    monkeypatch.syspath_prepend(home)
+    monkeypatch.setattr(CONTRASTIVE_LOSSES, "_entries", dict(CONTRASTIVE_LOSSES._entries))
+    [problem] = problems_of(home, accelerator, f"plugins=[{name}]", f"loss.terms={{info_nce: 1, {name}: 1}}")
+    assert name in problem
+    if line is not None:
+        assert f"plug-in {name}, line {line} of {home / name}.py" in problem

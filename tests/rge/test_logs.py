@@ -1,12 +1,15 @@
 """metrics.jsonl: every logged step once, also after a kill."""
 
 import json
+import time
+from collections import Counter
 
 import pytest
-from accelerate import Accelerator
+from accelerate import Accelerator, tracking
+from accelerate.tracking import GeneralTracker
 
 from rge.config import LogConfig, Recipe, SourceConfig, StageConfig
-from rge.logs import Logs, _same_run, problems, start_trackers
+from rge.logs import Logs, _same_run, end_trackers, problems, start_trackers
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +126,54 @@ def test_a_run_that_is_started_again_is_the_same_run_of_wandb(accelerator, tmp_p
     assert other[0] != first[0]
     monkeypatch.setenv("WANDB_RUN_ID", "mine")  # which W&B reads itself, once a process
     assert _same_run(tmp_path / "one") == {"resume": "allow", "name": "one"}
+
+
+class Failing(GeneralTracker):
+    """A tracker whose `fails` raises, and which counts the other calls."""
+
+    name, requires_logging_directory = "tensorboard", False
+    fails, waits_s, calls = "", 0.0, Counter()
+
+    def __init__(self, *_, **__):
+        super().__init__()
+        self.called("start")
+
+    def called(self, what):
+        Failing.calls[what] += 1
+        if what == self.fails:
+            time.sleep(self.waits_s)
+            raise ConnectionError("no route to host\n" + "x" * 5000)
+
+    tracker = None
+
+    def store_init_configuration(self, values):
+        self.called("configure")
+
+    def log(self, values, step=None, **_):
+        self.called("log")
+
+    def finish(self):
+        self.called("finish")
+
+
+@pytest.mark.parametrize(
+    ("fails", "waits_s"), [("start", 0), ("configure", 0), ("log", 0), ("finish", 0), ("finish", 5)]
+)
+def test_a_tracker_that_fails_ends_no_run(accelerator, tmp_path, monkeypatch, capfd, fails, waits_s):
+    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "tensorboard", Failing)
+    monkeypatch.setattr("rge.logs.FINISH_S", 0.05)
+    monkeypatch.setattr(Failing, "calls", Counter())
+    monkeypatch.setattr(Failing, "fails", fails)
+    monkeypatch.setattr(Failing, "waits_s", waits_s)
+    start_trackers(accelerator, Recipe(recipe="tiny", out=str(tmp_path), log=LogConfig(["tensorboard"])))
+    write(accelerator, tmp_path / "joint", 0, 3)
+    end_trackers(accelerator)
+    assert accelerator.trackers == []
+    assert len(lines(tmp_path / "joint")) == 3
+    assert Failing.calls["log"] == {"start": 0, "configure": 0, "log": 1, "finish": 3}[fails]
+    said = capfd.readouterr().err
+    assert said.count("the tracker tensorboard fails and is left out") == 1
+    assert len(said) < 1000
 
 
 def test_a_tracker_that_cannot_be_had_is_an_error(accelerator, monkeypatch):

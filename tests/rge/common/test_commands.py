@@ -6,6 +6,7 @@ import subprocess
 import sys
 import termios
 import time
+import warnings
 from contextlib import suppress
 from importlib.metadata import packages_distributions
 
@@ -49,6 +50,24 @@ def test_exit_codes(main, code, said, capsys):
         start(main)
     assert ended.value.code == code
     assert capsys.readouterr().err == said
+
+
+def test_a_warning_is_one_line_that_names_the_library(capsys, tmp_path):
+    def main(words: list[str]) -> None:
+        flawed = tmp_path / "site-packages/PIL/Tiff.py"
+        warnings.warn_explicit("Corrupt EXIF data.  Expecting\nmore", UserWarning, str(flawed), 7)
+        warnings.warn_explicit("x" * 3000, UserWarning, str(tmp_path / "site-packages/other/a.py"), 7)
+        warnings.warn("prompts were shortened", UserWarning, stacklevel=1)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        with pytest.raises(SystemExit):
+            start(main)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("warning: a picture has a flaw")
+    assert lines[0].endswith("Corrupt EXIF data. Expecting more (from PIL)")
+    assert len(lines[1]) < 300
+    assert lines[2:] == ["warning: prompts were shortened"]
 
 
 @pytest.mark.parametrize("bug", [KeyError("x"), BrokenPipeError(), OSError("no file")])

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 from rge.checkpoints.description import instructions_of
+from rge.common.errors import UserError
 from rge.common.images import PictureIndex
+from rge.common.options import parse_options
 from rge.common.schema import Record, Target
-from rge.config import SourceConfig
+from rge.config import RecordsConfig, SourceConfig
 from rge.data import sources
 from rge.data.sources import (
     RecordError,
@@ -117,15 +119,44 @@ def test_rationales_are_checked_where_they_are_needed(write, rationale, problem)
     ]
 
 
-def test_every_fault_is_listed_and_a_flood_is_counted(write):
-    path = write(*[record(f"r{n}", negativs=[], group="") for n in range(15)])
+def test_a_fault_of_many_records_is_one_line_with_an_example_and_their_number(write):
+    broken = [
+        record(f"r{n}", negativs=[], group="", query={"images": [f"holiday {n} in spring.png"]})
+        for n in range(15)
+    ]
+    more = [record(f"x{n}", **{f"wrong{n}{'a' * n}": 1}) for n in range(25)]
+    path = write(*broken, *more)
     with pytest.raises(RecordError) as caught:
         RecordFile(path)
     lines = str(caught.value).splitlines()
     assert len(lines) == 1 + 20 + 1
     assert lines[1].startswith(f"{path}:1: group: ")
+    assert lines[1].endswith("(and 14 more like this)")
     assert lines[2].startswith(f"{path}:1: negativs: ")
-    assert lines[-1] == "... and 10 more"
+    assert lines[3].startswith(f"{path}:16: wrong")
+    assert lines[-1] == "... and 7 of other kinds"
+    path = write(*[record(f"r{n}", query={"images": [f"holiday {'in ' * n}spring.png"]}) for n in range(15)])
+    with pytest.raises(RecordError) as caught:
+        RecordFile(path, pictures=PictureIndex())
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 1 + 2, "one for the queries, one for the targets"
+    assert lines[1].endswith("(and 14 more like this)")
+
+
+@pytest.mark.parametrize("long", ["A1b2+" * 600_000, "what opens this " * 200_000])
+def test_no_message_prints_a_long_value(write, long):
+    """A picture in base64, where it does not belong, made a message of megabytes."""
+    wrong = [
+        record(long, positives=[]), record("a", **{long: 1}), record(long, positives=[{"id": long, "image": long}]),
+        record("b", query={"text": "a", "images": [{long: long}]}), long.encode(),
+    ]  # fmt: skip
+    for one in wrong:
+        with pytest.raises(RecordError) as caught:
+            RecordFile(write(one), need_rationale=True, pictures=PictureIndex())
+        assert len(str(caught.value)) < 2000
+    with pytest.raises(UserError) as raised:
+        parse_options(RecordsConfig, [f"streaming={long}", f"nmae={long}", "columns=[" + long + "]"], "test")
+    assert len(str(raised.value)) < 2000
 
 
 @pytest.mark.parametrize("content", [b"", b"\n\n  \n"])
@@ -250,7 +281,7 @@ def test_broken_records_are_not_kept_in_memory(write):
     lines = [json.dumps(long).replace("ID", f"r{number % 150}").encode() for number in range(200)]
     path = write(*lines)
     tracemalloc.start()
-    with pytest.raises(RecordError, match="and 230 more"):
+    with pytest.raises(RecordError, match="and 199 more like this"):
         RecordFile(path, pictures=PictureIndex())
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()

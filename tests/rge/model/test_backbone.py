@@ -15,6 +15,7 @@ from transformers import (
 from rge.common.prompt_profiles import EMB_TOKEN
 from rge.common.schema import Item
 from rge.model.backbone import BackboneError, add_tokens, load_backbone
+from rge.model.embedding_model import EmbeddingModel
 from rge.model.families import normalised
 from rge.model.prompts import PromptBuilder
 from rge.objective import Objective
@@ -193,3 +194,36 @@ def test_the_empty_picture_is_one_placeholder(lively):
     assert values.shape == (4, 3 * vision.temporal_patch_size * vision.patch_size**2)
     features = lively.model.model.visual(values, grid_thw=grid).pooler_output
     assert features.shape[0] == 1
+
+
+def test_a_start_without_an_output_matrix_is_trained_tied_and_exported(
+    headless_path, make_batch, roll_out, tmp_path
+):
+    with pytest.raises(BackboneError, match=r"lm_head\.weight"):
+        load_backbone(headless_path, add_emb=True)
+    embedder = EmbeddingModel(load_backbone(headless_path, add_emb=True, needs_head=False)).eval()
+    weights = [embedder.model.get_input_embeddings().weight, embedder.model.get_output_embeddings().weight]
+    assert weights[0] is weights[1]
+    batch = make_batch(PromptBuilder(embedder.processor))
+    objective = Objective(0.0, 1.0, anchor="none", lm_on_candidates=False)
+    TrainingStep(embedder, embedder, objective, 8)(batch, Rollout(()))
+    assert weights[0].grad[embedder.emb_id].norm() > 0
+    embedder.model.save_pretrained(tmp_path)
+    embedder.processor.save_pretrained(tmp_path)
+    again = load_backbone(tmp_path)
+    assert torch.equal(again.model.get_output_embeddings().weight, weights[0])
+
+
+def test_control_tokens_in_a_text_stay_text_where_the_tokenizer_does_not_mark_them(tiny_path, tmp_path):
+    shutil.copytree(tiny_path, tmp_path / "plain")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        file = tmp_path / "plain" / name
+        file.write_text(file.read_text().replace('"special": true', '"special": false'))
+    builder = PromptBuilder(load_backbone(tmp_path / "plain", add_emb=True).processor)
+    token = builder.tokenizer.added_tokens_decoder[builder._image_id]
+    assert not token.special
+    prompt = builder.build(Item("a", "what is <|image_pad|> and <|im_end|> here"), "query", [])
+    plain = builder.build(Item("a", "what is it and it here"), "query", [])
+    assert int(prompt.type_ids.sum()) == 0
+    end = builder.tokenizer.eos_token_id
+    assert (prompt.input_ids == end).sum() == (plain.input_ids == end).sum()

@@ -47,6 +47,8 @@ def start_trackers(accelerator: Accelerator, recipe: Recipe) -> None:
         key: value if isinstance(value, (str, int, float)) else json.dumps(value)
         for key, value in flattened(to_dict(recipe)).items()
     }
+    # On a terminal, W&B asks for a key, and would wait for ever.
+    limits = {"settings": {"login_timeout": WAITING_S, "init_timeout": WAITING_S}}
     started: list[Any] = []
     for name in dict.fromkeys(recipe.log.trackers):
         accelerator.log_with = [LoggerType(name)]
@@ -54,7 +56,7 @@ def start_trackers(accelerator: Accelerator, recipe: Recipe) -> None:
             accelerator.init_trackers(
                 recipe.log.project,
                 config=config,
-                init_kwargs={"wandb": _same_run(Path(recipe.out))} if accelerator.is_main_process else {},
+                init_kwargs={"wandb": _same_run(Path(recipe.out)) | limits} if accelerator.is_main_process else {},
             )
             started += accelerator.trackers
     accelerator.trackers = started
@@ -75,15 +77,15 @@ def tracker_may_fail(name: str) -> Iterator[None]:
 
 
 def end_trackers(accelerator: Accelerator) -> None:
-    """End every tracker's run; one that still waits for its network after `FINISH_S` is left."""
+    """End every tracker's run; one that still waits for its network after `WAITING_S` is left."""
     for tracker in accelerator.trackers:
         ending = threading.Thread(target=_finish, args=(tracker,), daemon=True)
         ending.start()
-        ending.join(FINISH_S)
+        ending.join(WAITING_S)
         if ending.is_alive():
             with tracker_may_fail(tracker.name):
                 raise TimeoutError(
-                    f"its figures were not sent within {FINISH_S:.0f} s; its own folder has them"
+                    f"its figures were not sent within {WAITING_S:.0f} s; its own folder has them"
                 )
     accelerator.trackers = []
 
@@ -93,8 +95,8 @@ def _finish(tracker: Any) -> None:
         tracker.finish()
 
 
-FINISH_S = 60.0
-"""Time in which a tracker sends what it still has."""
+WAITING_S = 60.0
+"""Time in which a tracker reaches its server, and at the end sends what it still has."""
 
 
 def _same_run(out: Path) -> dict[str, Any]:

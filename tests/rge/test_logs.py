@@ -161,7 +161,7 @@ class Failing(GeneralTracker):
 )
 def test_a_tracker_that_fails_ends_no_run(accelerator, tmp_path, monkeypatch, capfd, fails, waits_s):
     monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "tensorboard", Failing)
-    monkeypatch.setattr("rge.logs.FINISH_S", 0.05)
+    monkeypatch.setattr("rge.logs.WAITING_S", 0.05)
     monkeypatch.setattr(Failing, "calls", Counter())
     monkeypatch.setattr(Failing, "fails", fails)
     monkeypatch.setattr(Failing, "waits_s", waits_s)

@@ -56,7 +56,9 @@ def start_trackers(accelerator: Accelerator, recipe: Recipe) -> None:
             accelerator.init_trackers(
                 recipe.log.project,
                 config=config,
-                init_kwargs={"wandb": _same_run(Path(recipe.out)) | limits} if accelerator.is_main_process else {},
+                init_kwargs={"wandb": _same_run(Path(recipe.out)) | limits}
+                if accelerator.is_main_process
+                else {},
             )
             started += accelerator.trackers
     accelerator.trackers = started

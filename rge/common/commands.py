@@ -64,7 +64,14 @@ FLAWED = {"PIL": "a picture has a flaw, and is read as far as possible"}
 """What warnings of a library are about, where its own words do not say."""
 
 
-def _show_warning(message: Warning | str, category: type[Warning], filename: str, *_: Any) -> None:
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: Any = None,
+    line: Any = None,
+) -> None:
     """Print a warning as one line that names the library it is from, instead of a line of its source."""
     parts = Path(filename).parts
     library = parts[parts.index("site-packages") + 1] if "site-packages" in parts[:-1] else ""

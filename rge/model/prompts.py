@@ -118,7 +118,8 @@ class PromptBuilder:
         # `all_special_tokens` has only named ones: neither <emb> nor, on some tokenizers, the placeholders.
         added = self.tokenizer.added_tokens_decoder.values()
         # Somebody's tokenizer may not mark them as special.
-        marks = {getattr(processor, name, None) for name in ("image_token", "video_token")} - {None}
+        named = (getattr(processor, name, None) for name in ("image_token", "video_token"))
+        marks = {mark for mark in named if isinstance(mark, str)}
         self._control_tokens = sorted(
             {token.content for token in added if token.special or _MARK.fullmatch(token.content)} | marks
         )

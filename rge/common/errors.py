@@ -70,7 +70,7 @@ def brief(message: str) -> str:
 
 
 _VARIABLE = re.compile(
-    r"(?<=picture ).+?(?= (?:does|cannot|has|is) )"  # a file's name may contain spaces
+    r"(?<=picture )(?!library |folder ).+?(?= (?:does|cannot|has|is) )"  # a file's name may contain spaces
     r"|'(?:[^'\\\n]|\\.)*'"
     r'|"(?:[^"\\\n]|\\.)*"'
     r"|\S*[/\\]\S*"
@@ -79,24 +79,30 @@ _VARIABLE = re.compile(
 """What differs between messages about the same fault: quoted values, paths and numbers."""
 
 
+FEW = 3
+"""Faults of one kind that are listed one by one."""
+
+
 def grouped(faults: Iterable[str], most: int) -> list[str]:
-    """One line for each kind of fault, in their order: its first example, and the number of faults like it; at most `most` lines.
+    """Each kind of fault, in their order: up to `FEW` faults, or the first and the number of those like it; at most `most` lines.
 
     Faults are of the same kind if they differ only in quoted values, paths and numbers.
     """
-    kinds: dict[str, tuple[str, int]] = {}
+    kinds: dict[str, tuple[list[str], int]] = {}
     for fault in faults:
         kind = _VARIABLE.sub("*", brief(fault))
-        example, count = kinds.get(kind, (fault, 0))
-        kinds[kind] = example, count + 1
-    lines = [
-        example + (f" (and {count - 1:,} more like this)" if count > 1 else "")
-        for example, count in kinds.values()
-    ]
-    if len(lines) > most:
-        others = sum(count for _, count in list(kinds.values())[most:])
-        lines[most:] = [f"... and {others:,} of other kinds"]
-    return lines
+        examples, count = kinds.get(kind, ([], 0))
+        if count < FEW:
+            examples.append(fault)
+        kinds[kind] = examples, count + 1
+    lines: list[tuple[str, int]] = []  # with the number of faults that each stands for
+    for examples, count in kinds.values():
+        if count > FEW:
+            lines.append((f"{examples[0]} (and {count - 1:,} more like this)", count))
+        else:
+            lines += [(example, 1) for example in examples]
+    more = sum(count for _, count in lines[most:])
+    return [line for line, _ in lines[:most]] + [f"... and {more:,} more"] * (more > 0)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

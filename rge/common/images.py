@@ -5,11 +5,11 @@ import hashlib
 import io
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 from unicodedata import normalize
 
 import numpy as np
@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from rge.common.errors import UserError
-from rge.common.schema import ImageRef, data_url_content
+from rge.common.schema import ImageRef, data_url_content, picture_of
 
 WEB = ("http://", "https://")
 FETCH_S, FETCH_BYTES = 30, 64 << 20
@@ -39,12 +39,12 @@ class ImageError(UserError):
 
 
 @lru_cache(maxsize=64)
-def _latest(_library: str) -> dict[tuple[int, int], dict[str, bytes | None]]:
+def _latest(_library: str) -> dict[tuple[int, int], dict[str, Any]]:
     """The rows of a library in its latest version, by size and modification time; filled by `_library`."""
     return {}
 
 
-def _library(path: str) -> dict[str, bytes | None]:
+def _library(path: str) -> dict[str, Any]:
     try:
         stat = os.stat(path)
         latest, version = _latest(path), (stat.st_size, stat.st_mtime_ns)
@@ -73,7 +73,11 @@ def picture_bytes(ref: ImageRef) -> bytes:
         library = _library(path + ".parquet")
         if row not in library:
             raise ImageError(f"picture {row!r} is not in {path}.parquet ({len(library)} rows)")
-        if not isinstance(data := library[row], bytes):
+        data = library[row]
+        if not isinstance(data, bytes):
+            with suppress(ValueError):
+                data = picture_of(data)
+        if not isinstance(data, bytes):
             raise ImageError(f"picture {row!r} of {path}.parquet has no bytes")
         return data
     file = Path(ref)

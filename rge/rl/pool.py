@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rge.common.errors import UserError, grouped
 from rge.common.images import PictureIndex, load_image
-from rge.common.schema import Record, Target
+from rge.common.schema import Record, Target, picture_of
 from rge.config import Recipe
 from rge.data.collate import Batch, target_item
 from rge.data.layout import measured, on_all_cores
@@ -136,10 +136,12 @@ def _of_corpus(folder: Path) -> Iterator[Target]:
             f"rl.candidates: {file} needs the columns id and text or image, and has {', '.join(names)}"
         )
     for row in table_rows(file, ["id", "text", "image", "identity"]):
-        image = row.get("image")
+        try:
+            image = picture_of(row.get("image"))
+        except ValueError as error:
+            raise UserError(f"rl.candidates: {file}: the picture of {row['id']!r}: {error}") from None
         if image is not None:
-            inside = image["bytes"] is not None
-            image = f"{file}#{row['id']}" if inside else str(folder / image["path"])
+            image = f"{file}#{row['id']}" if isinstance(image, bytes) else str(folder / image)
         yield Target(id=row["id"], text=row.get("text"), image=image, identity=row.get("identity"))
 
 

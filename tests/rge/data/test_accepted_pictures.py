@@ -131,7 +131,7 @@ def test_a_picture_is_read_from_every_kind_of_source(row, folder):
         pq.write_table(pa.table({"shown": array, "right": array}), file)
         records.append(checked(RecordsConfig(path=str(file), columns=columns)))
         streamed = SourceConfig(dataset=str(file), columns=columns, streaming=True)
-        records.append(open_records(streamed, pictures=PictureIndex()).reader(0, 1)[0])
+        records.append(open_records(streamed, pictures=PictureIndex()).reader()[0])
         if has_json(cell):
             for images in (cell, [cell]):
                 line = {"query": {"images": images}, "positives": [{"image": cell}]}
@@ -241,7 +241,7 @@ def test_a_file_is_read_without_asking_a_hub(name, folder, monkeypatch):
         assert (record.query.text, record.positives[0].text) == ("what?", "None")
         assert [load_image(ref).size for ref in record.query.images] == [(30, 20)]
     streamed = SourceConfig(dataset=str(folder / name), streaming=True)
-    assert open_records(streamed).reader(0, 1)[0].query.text == "what?"
+    assert open_records(streamed).reader()[0].query.text == "what?"
 
 
 @pytest.mark.parametrize(
@@ -295,7 +295,7 @@ def test_numbered_classes_are_read_as_their_names(tmp_path, kept):
     for streaming in (False, True):
         config = SourceConfig(dataset=str(source), columns=columns, streaming=streaming, shuffle_buffer=1)
         opened = open_records(config)
-        records = [opened.reader(0, 1)[n] for n in range(2)] if streaming else list(opened)
+        records = [opened.reader()[n] for n in range(2)] if streaming else list(opened)
         records.sort(key=lambda one: one.id)
         assert [(one.id, one.positives[0].text, [it.text for it in one.negatives], one.category) for one in records] == [
             ("5", "dog", ["cat"], "cat"), ("6", "cat", [], ""),

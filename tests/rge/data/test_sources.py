@@ -134,7 +134,7 @@ def test_a_fault_of_many_records_is_one_line_with_an_example_and_their_number(wr
     assert lines[1].endswith("(and 14 more like this)")
     assert lines[2].startswith(f"{path}:1: negativs: ")
     assert lines[3].startswith(f"{path}:16: wrong")
-    assert lines[-1] == "... and 7 of other kinds"
+    assert lines[-1] == "... and 7 more"
     path = write(*[record(f"r{n}", query={"images": [f"holiday {'in ' * n}spring.png"]}) for n in range(15)])
     with pytest.raises(RecordError) as caught:
         RecordFile(path, pictures=PictureIndex())

@@ -1,5 +1,6 @@
 """A fixed pool to rank against: what is in it, whom it answers, when it is embedded anew, what of it is saved, what is refused."""
 
+import base64
 import copy
 import json
 import math
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from rge.common.errors import UserError
+from rge.common.images import picture_bytes
 from rge.common.schema import Target
 from rge.config import LossConfig, Recipe, RLConfig, RolloutConfig, SourceConfig, TrainConfig
 from rge.data.collate import target_item
@@ -158,6 +160,13 @@ def test_records_and_corpora_are_pools(records, corpus, tmp_path, picture):
     assert first == Target(id="one", image=f"{corpus / 'corpus.parquet'}#one")
     assert (corpus / "corpus.parquet").is_file()
     assert second.image == str(corpus / "../key.png")
+    for cell in (key, list(key), base64.b64encode(key).decode()):
+        pq.write_table(pa.table({"id": ["one"], "image": [cell]}), corpus / "corpus.parquet")
+        assert read_pool(corpus) == [first]
+        assert picture_bytes(first.image) == key
+    pq.write_table(pa.table({"id": ["one"], "image": [7.5]}), corpus / "corpus.parquet")
+    with pytest.raises(UserError, match=r"picture of 'one': float"):
+        read_pool(corpus)
 
 
 def test_a_pool_that_cannot_be_is_refused(corpus, records, tmp_path):

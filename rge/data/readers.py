@@ -196,7 +196,10 @@ def load(config: RecordsConfig) -> tuple[Any, Path]:
     except Exception as error:  # the library raises what its readers, and the network's, run into
         fix = "a folder must hold Parquet or JSON lines, or what save_to_disk wrote"
         if not local:
-            fix = "there is no such folder or file. If it is a name on the hub, it may need `hf auth login`, or HF_HUB_OFFLINE or HF_DATASETS_OFFLINE is set and it is not in this machine's cache"
+            fix = (
+                "there is no such folder or file. If it is a name on the hub, it may need `hf auth login`, or HF_HUB_OFFLINE or "
+                "HF_DATASETS_OFFLINE is set and it is not in this machine's cache"
+            )
         raise RecordError(f"data set {config.label} cannot be loaded: {_reason(error)}; {fix}") from error
     return found, folder if local else Path()
 

@@ -24,7 +24,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from rge.common.errors import shortened
+from rge.common.errors import UserError, shortened
 
 ImageRef = str | bytes
 """Encoded picture bytes, a path to a picture file, or ``library.parquet#row-id``."""
@@ -272,3 +272,14 @@ class Encoded:
     stop_reasons: list[str]
     generate_ms: np.ndarray  # (N,) float64, wall time of generation: a batch's time divided by its rows
     embed_ms: np.ndarray  # (N,) float64, wall time of everything else, likewise
+
+
+def check_finite(vectors_ND: np.ndarray, of: str) -> np.ndarray:
+    """The vectors as they are. Raises `UserError` if some are not finite; ``of`` names the model that gave them."""
+    bad = np.flatnonzero(~np.isfinite(vectors_ND).all(axis=1))
+    if len(bad):
+        raise UserError(
+            f"{of} gives vectors that are not finite, {len(bad):,} of {len(vectors_ND):,}, first for item {bad[0]}: it is damaged, or "
+            "its precision is too low (float16 overflows; bfloat16 and float32 do not)"
+        )
+    return vectors_ND

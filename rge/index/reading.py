@@ -13,7 +13,7 @@ import numpy as np
 from rge.common.errors import UserError
 from rge.common.images import load_image
 from rge.common.modes import Mode
-from rge.common.schema import Item
+from rge.common.schema import Item, check_finite
 from rge.embedder import Embedder
 from rge.index.sources import Content, Entry, Unreadable, load
 from rge.model.prompts import Prompt
@@ -103,9 +103,8 @@ class Reader:
         assert len(prompts) == len(prepared)
         self.embedder.warn_of_truncation(prompts)
         encoded = self.embedder.encode_prompts(prompts, mode=self.mode, batch_size=self.batch_size)
-        if not np.isfinite(encoded.embeddings).all():
-            raise UserError(f"{self.embedder.checkpoint} gives embeddings that are not finite: it is damaged")
-        vector_ND = self.embedder.cut(encoded.embeddings, self.dimensions)
+        found_ND = check_finite(encoded.embeddings, str(self.embedder.checkpoint))
+        vector_ND = self.embedder.cut(found_ND, self.dimensions)
         return [
             Embedded(item.entry, item.content, vector_D, rationale)
             for item, vector_D, rationale in zip(prepared, vector_ND, encoded.rationales, strict=True)

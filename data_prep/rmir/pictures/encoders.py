@@ -14,7 +14,7 @@ from PIL import Image
 from data_prep.rmir.config import WITHOUT_MODEL, EncoderConfig
 from rge.common.errors import UserError
 from rge.common.images import load_image
-from rge.common.schema import ImageRef, Item
+from rge.common.schema import ImageRef, Item, check_finite
 
 if TYPE_CHECKING:
     from rge.embedder import Embedder  # imports torch
@@ -135,9 +135,8 @@ class CheckpointEncoder:
         return self._encode([Item(str(number), text=text) for number, text in enumerate(texts)])
 
     def _encode(self, items: list[Item]) -> np.ndarray:
-        return self.encoder.encode(
-            items, side="candidate", mode="direct", batch_size=self.batch_size
-        ).embeddings
+        encoded = self.encoder.encode(items, side="candidate", mode="direct", batch_size=self.batch_size)
+        return check_finite(encoded.embeddings, self.name)
 
 
 def load_encoder(config: EncoderConfig) -> Any:

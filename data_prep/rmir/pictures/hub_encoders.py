@@ -11,7 +11,7 @@ from transformers import AutoModel, AutoProcessor, AutoTokenizer
 
 from rge.common.errors import UserError
 from rge.common.images import load_image
-from rge.common.schema import ImageRef
+from rge.common.schema import ImageRef, check_finite
 
 T = TypeVar("T")
 MAX_TEXT_TOKENS = 64
@@ -38,10 +38,10 @@ class _HubModel:
 
     @torch.no_grad()
     def in_batches(self, items: Sequence[T], forward: Callable[[list[T]], Tensor]) -> np.ndarray:
-        """(N, D) float32, unit norm: `forward` gives the rows (B, D) of a batch."""
+        """(N, D) float32, unit norm: `forward` gives the rows (B, D) of a batch. Raises `UserError`: one is not finite."""
         starts = range(0, len(items), self.batch_size)
         rows = [forward(list(items[start : start + self.batch_size])).float().cpu() for start in starts]
-        return F.normalize(torch.cat(rows), dim=-1).numpy()
+        return check_finite(F.normalize(torch.cat(rows), dim=-1).numpy(), f"encoder {self.name}")
 
 
 class SiglipEncoder(_HubModel):

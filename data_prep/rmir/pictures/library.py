@@ -97,7 +97,9 @@ class Library:
 
     def _caption(self, row: tables.Row, *, strict: bool) -> str | None:
         """A row's caption. Not ``strict``: a list as Python writes it, which runs may have been begun with."""
-        value = row.cells.get(self.config.caption_column or "")
+        # None is a setting, and "" the column of a folder's file names.
+        column = self.config.caption_column
+        value = None if column is None else row.cells.get(column)
         if strict and isinstance(value, list | dict) and value:
             raise UserError(
                 f"{self.files.address(row.shard)}: the {self.config.caption_column} of row {row.number} is not a text but a "

@@ -85,6 +85,29 @@ def test_siglip(siglip, pictures):
     assert encoder.pictures(pictures).shape[1] == encoder.texts(TEXTS).shape[1]
 
 
+def test_an_encoder_whose_vectors_are_not_finite_is_refused(siglip, pictures, checkpoint, monkeypatch):
+    """Half precision overflows: FAISS gives place -1 for such a vector, which Python reads as the last picture."""
+    encoder = load_encoder(EncoderConfig("siglip", siglip, batch_size=2))
+    forward = encoder.model.get_text_features
+    monkeypatch.setattr(
+        encoder.model, "get_text_features", lambda **given: forward(**given).pooler_output * np.nan
+    )
+    check_unit(encoder.pictures(pictures), 3)
+    with pytest.raises(UserError, match="4 of 4, first for item 0"):
+        encoder.texts(TEXTS)
+    ours = load_encoder(EncoderConfig("checkpoint", checkpoint, batch_size=2))
+    encode = ours.encoder.encode
+
+    def broken(items, **how):
+        found = encode(items, **how)
+        found.embeddings[1] = np.nan
+        return found
+
+    monkeypatch.setattr(ours.encoder, "encode", broken)
+    with pytest.raises(UserError, match="1 of 4, first for item 1"):
+        ours.texts(TEXTS)
+
+
 def test_qwen3_embedding(tmp_path):
     torch.manual_seed(0)
     config = Qwen3Config(

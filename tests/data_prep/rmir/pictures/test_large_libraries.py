@@ -206,6 +206,18 @@ def test_columns_of_other_names_are_read_and_one_that_is_nowhere_is_named(tmp_pa
                     library.origins({"p1"})
 
 
+def test_without_a_column_of_captions_there_are_none(tmp_path):
+    """Neither in a folder, whose files have names, nor in tables and archives."""
+    Image.new("RGB", (40, 40)).save(tmp_path / "a.png")
+    [row] = Library(LibraryConfig(path=str(tmp_path), caption_column=None)).rows()
+    assert row["caption"] is None
+    for kind, write in WRITERS.items():
+        fs = fsspec.filesystem("file")
+        fs.makedirs(str(tmp_path / kind))
+        rows = Library(LibraryConfig(path=write(str(tmp_path / kind), fs), caption_column=None)).rows()
+        assert {row["caption"] for row in rows} == {None}
+
+
 def test_rows_without_ids_are_numbered_and_two_of_one_name_refused(tmp_path):
     fs = fsspec.filesystem("file")
     write_tars(str(tmp_path), fs)

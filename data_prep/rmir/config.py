@@ -12,7 +12,7 @@ from rge.calls.model_config import ModelConfig, cache_names, check_model
 from rge.calls.prices import fill_prices
 from rge.common.errors import UserError
 from rge.common.files import RECIPES
-from rge.common.options import AtLeastOne, Count, NotNegative, Positive, Share, one_of, parse_file
+from rge.common.options import AtLeastOne, Count, NotNegative, Positive, Quoting, Share, one_of, parse_file
 
 CONFIGS = RECIPES / "data_prep"
 C = TypeVar("C", bound="RmirConfig")
@@ -29,12 +29,17 @@ class LibraryConfig:
     """The pictures to start from."""
 
     path: str | None = None
-    """A folder of pictures, including subfolders; a table (.csv, .tsv, .jsonl); Parquet files or WebDataset tars (one,
+    """A folder of pictures, including subfolders; a table (.csv, .tsv, .xlsx, .jsonl, .json); Parquet files or WebDataset tars (one,
     a folder of them, or a pattern such as "shards/*.parquet"); or a folder saved by `datasets`. On disk, or at an
     address that fsspec supports (s3://, gs://, hf:// ..., each with its package)."""
     exclude: list[str] = field(default_factory=list)
     """Files and folders of a folder to leave out, by patterns as in ``.gitignore``. Folders of thumbnails and deleted files
     (``@eaDir/``, ``#recycle/``, ``$RECYCLE.BIN/`` and the like) always are, unless a pattern brings them back: ``!@eaDir/``."""
+    quoting: Quoting = "auto"
+    """Whether quotation marks enclose cells of a CSV or TSV (``quoted``) or belong to the text (``none``); ``auto``: what its
+    lines show, and an error if that is unclear."""
+    sheet: str | None = None
+    """Sheet of a workbook; null: the only one that is not empty."""
     id_column: str | None = "id"
     """Column of the pictures' ids; in tars, the sample's name is used if its JSON has no such key. null: rows are
     numbered, file by file."""

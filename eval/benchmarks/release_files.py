@@ -23,11 +23,10 @@ from rge.common.errors import UserError
 from rge.common.options import one_of
 from rge.common.registry import PluginOptions
 from rge.common.schema import safe_id
+from rge.tables.errors import reading
 from rge.tables.listing import visible_files
 from rge.tables.pictures import SUFFIXES
-from rge.tables.rows import reading, table_rows
-
-TABLES = (".parquet", ".jsonl", ".json", ".csv", ".tsv")
+from rge.tables.rows import INVISIBLE, TABLES, table_rows
 
 
 class ReleaseError(UserError):
@@ -182,26 +181,15 @@ class Row(dict[str, Any]):
 def iter_rows(
     path: Path, columns: Sequence[str] | None = None, *, needed: Sequence[str] = (), hint: str = ""
 ) -> Iterator[Row]:
-    """Rows of a Parquet, JSON lines, JSON (a list of objects), CSV or TSV file.
+    """Rows of a table, see `rge.tables.rows`.
 
     ``columns``: columns to read, if the format allows skipping others. A UserError if the file cannot be read, or lacks
     a ``needed`` column; that message ends with ``hint``.
     """
-    rows = _objects(path) if path.suffix == ".json" else table_rows(path, columns)
-    for number, cells in enumerate(rows, 1):
+    for number, cells in enumerate(table_rows(path, columns), 1):
         row = Row(cells, f"{path}, row {number}")
         need_columns(row.where, row, needed, hint)
         yield row
-
-
-def _objects(path: Path) -> list[dict[str, Any]]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError) as error:
-        raise ReleaseError(f"{path} cannot be read: {error}") from None
-    if not isinstance(content, list) or not all(isinstance(row, dict) for row in content):
-        raise ReleaseError(f"{path}: expected a list of objects")
-    return content
 
 
 def read_rows(files: Iterable[Path], needed: Sequence[str] = (), hint: str = "") -> Iterator[Row]:
@@ -326,8 +314,9 @@ def _mapping(word: str, aliases: Iterable[str]) -> tuple[str, str]:
 
 
 def _plain(name: str) -> str:
-    """A heading normalised for comparison: case, white space and hyphens do not matter."""
-    return re.sub(r"[\s_-]+", "_", unicodedata.normalize("NFKC", name).strip().casefold())
+    """A heading normalised for comparison: case, white space, hyphens and invisible characters do not matter."""
+    plain = unicodedata.normalize("NFKC", name).translate(INVISIBLE)
+    return re.sub(r"[\s_-]+", "_", plain.strip().casefold())
 
 
 class Pictures:

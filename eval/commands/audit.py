@@ -38,7 +38,8 @@ from rge.common.images import ImageError, picture_bytes
 from rge.common.registry import PluginOptions
 from rge.common.schema import ImageRef, Item, Record
 from rge.stats.intervals import cluster_bootstrap, figures, index_of
-from rge.tables.rows import TableError, json_object, reading
+from rge.tables.errors import TableError, reading
+from rge.tables.rows import json_object
 
 MAX_NAMED = 3
 """Training files that a warning names."""

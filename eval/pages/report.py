@@ -38,7 +38,7 @@ from eval.scoring.metrics import metric_words
 from rge.common.errors import UserError
 from rge.common.files import read_json, read_json_lines
 from rge.common.registry import PluginOptions
-from rge.tables.rows import reading
+from rge.tables.errors import reading
 
 CURVE_NAMES = {
     "loss": ("Loss", False),

@@ -39,6 +39,8 @@ Share = Annotated[float, Field(ge=0, le=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 AtLeastOne = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
+Quoting = Literal["auto", "quoted", "none"]
+"""How quotation marks in a CSV or TSV are read, see `rge.tables.delimited`."""
 
 HELP = ("--help", "-h", "help")
 

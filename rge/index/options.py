@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from rge.common.modes import Mode
-from rge.common.options import AtLeastOne, Count, Share
+from rge.common.options import AtLeastOne, Count, Quoting, Share
 from rge.common.registry import PluginOptions
 
 
@@ -14,18 +14,24 @@ class Reading(PluginOptions):
     """Options of commands that read a source."""
 
     src: Path
-    """A folder of pictures and texts, or a table (``.csv``, ``.tsv``, ``.jsonl``, ``.parquet``). In a folder, ``x.txt``
+    """A folder of pictures and texts, or a table (``.csv``, ``.tsv``, ``.xlsx``, ``.jsonl``, ``.json``, ``.parquet``). In a folder, ``x.txt``
     or ``x.jpg.txt`` next to ``x.jpg`` is its caption, and any other ``.txt`` is an item of its own; hidden files are
     skipped."""
     exclude: tuple[str, ...] = ()
     """Files and folders of a folder to leave out, by patterns as in ``.gitignore``. Folders of thumbnails and deleted files
     (``@eaDir/``, ``#recycle/``, ``$RECYCLE.BIN/`` and the like) always are, unless a pattern brings them back: ``!@eaDir/``."""
     id: str = "id"
-    """Column of a table: ids of the rows. Without it, a row's id is its picture's path, else its number."""
+    """Column of a table: ids of the rows. Without it, a row's id is its picture's path (``a.png#2`` in the second row
+    with that picture), else its number."""
     text: str = "text"
     """Column of a table: texts or captions."""
     image: str = "image"
     """Column of a table: pictures, as paths relative to the table, web addresses, or (in Parquet) encoded bytes."""
+    quoting: Quoting = "auto"
+    """Whether quotation marks enclose cells of a CSV or TSV (``quoted``) or belong to the text (``none``); ``auto``: what its
+    lines show, and an error if that is unclear."""
+    sheet: str | None = None
+    """Sheet of a workbook; null: the only one that is not empty."""
     base: str | None = None
     """Base model of a checkpoint of adapters: a directory or an id on the hub; null: the one in its ``rge.json``."""
     dimensions: AtLeastOne | None = None

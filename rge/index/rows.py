@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from rge.common.errors import UserError
 from rge.common.images import WEB, is_there
+from rge.index.columns import LARGEST_INTEGER
 from rge.index.sources import Content, Entry, Source, composed
 
 COLUMNS = {
@@ -34,7 +35,8 @@ EXIF = {
     "taken": pa.string(), "year": pa.int64(), "month": pa.int64(), "latitude": pa.float64(), "longitude": pa.float64(),
     "album": pa.string(),
 }  # fmt: skip
-_ARROW = {bool: pa.bool_(), int: pa.int64(), float: pa.float64()}
+_ARROW = {bool: pa.bool_(), float: pa.float64()}
+_INTEGERS = {pa.int64(): (-1 << 63, (1 << 63) - 1), pa.uint64(): (0, LARGEST_INTEGER)}
 HIT_COLUMNS = ("source", "id", "text", "image", "metadata", "thumbnail")
 
 
@@ -85,6 +87,7 @@ def new_schema(about: dict[str, Any]) -> pa.Schema:
 def metadata_fields(metadata: Iterable[dict[str, Any]]) -> list[pa.Field]:
     """A column for every metadata key whose values are numbers, texts or booleans; two keys for one column are a `UserError`."""
     types: dict[str, set[type]] = {}
+    integers: dict[str, tuple[int, int]] = {}  # least and greatest
     keys: dict[str, str] = {}
     for row in metadata:
         for name, value in row.items():
@@ -95,7 +98,10 @@ def metadata_fields(metadata: Iterable[dict[str, Any]]) -> list[pa.Field]:
                         f"where= would know both {other!r} and {name!r} as {column}: rename one of these columns"
                     )
                 types.setdefault(column, set()).add(type(value))
-    return [pa.field(name, _common(kinds)) for name, kinds in types.items()]
+                if type(value) is int:
+                    bounds = integers.get(column, (value, value))
+                    integers[column] = min(value, *bounds), max(value, *bounds)
+    return [pa.field(name, _common(kinds, integers.get(name, ()))) for name, kinds in types.items()]
 
 
 def as_table(rows: Sequence[Row], schema: pa.Schema) -> tuple[pa.Table, int]:
@@ -138,7 +144,12 @@ def column_name(name: str) -> str:
     return f"{plain}_" if plain.lower() in PRIVATE | {"id", "text"} else plain
 
 
-def _common(kinds: set[type]) -> pa.DataType:
+def _common(kinds: set[type], integers: Sequence[int]) -> pa.DataType:
+    if kinds == {int}:
+        least, most = min(integers), max(integers)
+        return next(
+            (kind for kind, (low, high) in _INTEGERS.items() if low <= least and most <= high), pa.string()
+        )
     if kinds == {int, float}:
         return pa.float64()
     return _ARROW.get(kinds.pop(), pa.string()) if len(kinds) == 1 else pa.string()
@@ -154,7 +165,8 @@ def _fitting(value: Any, kind: pa.DataType) -> Any:
         return None
     if kind in (pa.bool_(), pa.float64()):
         return value if kind == pa.bool_() else float(value)
-    return int(value) if value == int(value) and abs(value) < 1 << 63 else None
+    low, high = _INTEGERS[kind]
+    return int(value) if value == int(value) and low <= value <= high else None
 
 
 def _words(row: Row) -> str:

@@ -12,6 +12,7 @@ import os
 import re
 import sys
 import unicodedata
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -25,21 +26,19 @@ from PIL import ExifTags, Image
 from rge.common.errors import UserError
 from rge.common.files import write_text
 from rge.common.images import WEB, ImageError, load_image, open_picture, picture_bytes
+from rge.index.columns import make_comparable, texts_as_numbers
 from rge.index.options import Reading
+from rge.tables.errors import reading
 from rge.tables.listing import Exclude, Skipped, visible_files
+from rge.tables.names import resolved
 from rge.tables.pictures import SUFFIXES, file_stamp
-from rge.tables.rows import TABLES, picture_cell, reading, table_rows
+from rge.tables.rows import AS_FOUND, SHEETS, TABLES, TableFormat, is_missing, picture_cell, table_rows
 from rge.web.client import fetch_picture
 
 MAX_TEXT_BYTES = 1 << 20
 """Largest text file that counts as an item: a prompt has a few thousand tokens."""
 SHOWN = 20
 """Unreadable items that are printed."""
-_NUMBERS = (
-    (re.compile(r"-?(0|[1-9]\d{0,17})"), int),
-    (re.compile(r"-?(0|[1-9]\d{0,14})(\.\d+)?([eE][+-]?\d+)?"), float),
-)
-"""Numbers in a CSV. Digits with a leading zero, and more than a float can hold, are a code and stay text."""
 
 
 class SourceError(UserError):
@@ -141,6 +140,7 @@ def read_source(
     text: str = "text",
     image: str = "image",
     exclude: Sequence[str] = (),
+    form: TableFormat = AS_FOUND,
 ) -> Source:
     """List a folder or a table; `id`, `text` and `image` are a table's columns with names, texts and pictures.
 
@@ -158,7 +158,7 @@ def read_source(
         if source.skipped:
             empty += f", only {source.skipped}"
     elif path.suffix.lower() in TABLES and path.is_file():
-        source = _table(path, id, text, image)
+        source = _table(path, id, text, image, form)
         empty = f"{path} has no rows"
     else:
         reason = "is neither a folder nor a table" if path.exists() else "does not exist"
@@ -170,9 +170,9 @@ def read_source(
 
 def source_of(options: Reading) -> Source:
     """The source that a command's options name; see `read_source`."""
-    return read_source(
-        options.src, id=options.id, text=options.text, image=options.image, exclude=options.exclude
-    )
+    columns = {"id": options.id, "text": options.text, "image": options.image}
+    form = TableFormat(options.quoting, options.sheet)
+    return read_source(options.src, **columns, exclude=options.exclude, form=form)
 
 
 def load(entry: Entry, thumbnail_px: int = 0, captions: bool = True) -> Content:
@@ -347,13 +347,13 @@ def _printable(name: str) -> str:
 # --------------------------------------------------------------------------------------------------------------- table
 
 
-def _table(path: Path, id_column: str, text_column: str, image_column: str) -> Source:
+def _table(path: Path, id_column: str, text_column: str, image_column: str, form: TableFormat) -> Source:
     entries: dict[str, Entry] = {}
     faults: dict[str, str] = {}
-    is_parquet = path.suffix.lower() == ".parquet"
+    ending, times = path.suffix.lower(), Counter[str]()
     with reading(str(path)):
-        rows: Iterable[dict[str, Any]] = table_rows(path)
-        if is_parquet:
+        rows: Iterable[dict[str, Any]] = table_rows(path, form=form)
+        if ending == ".parquet":
             columns = pq.read_schema(path).names
         else:
             rows = list(rows)  # JSON lines may each have other columns
@@ -363,19 +363,20 @@ def _table(path: Path, id_column: str, text_column: str, image_column: str) -> S
                 f"{path} has neither a column {text_column!r} nor {image_column!r}; it has "
                 f"{', '.join(map(repr, columns))}: name them, such as text=caption image=file"
             )
-        is_library = is_parquet and (id_column, image_column) == ("id", "image") and "id" in columns
+        is_library = ending == ".parquet" and (id_column, image_column) == ("id", "image") and "id" in columns
         for number, row in enumerate(rows, start=1):
-            text, image = row.pop(text_column, None), picture_cell(row.pop(image_column, None))
+            text, image, given = (
+                _taken(row, name, ending in SHEETS) for name in (text_column, image_column, id_column)
+            )
             if isinstance(image, bytes) and not is_library:
                 raise SourceError(
                     f"{path} holds encoded pictures: its columns must be called id and image, as in every picture library; "
                     f"it has {', '.join(map(repr, columns))}"
                 )
-            name = row.pop(id_column, None)
-            if name is None:
-                is_path = isinstance(image, str) and image and id_column not in columns
-                name = image if is_path else number
-            name = str(name)
+            name = str(number if given is None else given)
+            if id_column not in columns and isinstance(image, str):
+                times[image] += 1
+                name = image if times[image] == 1 else f"{image}#{times[image]}"
             if name in entries or name in faults:
                 raise SourceError(f"{path}: two rows have the id {name!r}; ids ({id_column}=) must be unique")
             if fault := _fault(text, image):
@@ -387,18 +388,17 @@ def _table(path: Path, id_column: str, text_column: str, image_column: str) -> S
             except UnicodeEncodeError:
                 name = name.encode(errors="backslashreplace").decode()
                 faults[name] = "it contains half a character (a lone surrogate)"
-    if path.suffix.lower() in (".csv", ".tsv"):
-        _as_numbers([entry.metadata for entry in entries.values()])
+    metadata = [entry.metadata for entry in entries.values()]
+    if ending in (".csv", ".tsv"):
+        texts_as_numbers(metadata)
+    make_comparable(metadata)
     return Source(os.path.abspath(path), list(entries.values()), faults)
 
 
-def _as_numbers(rows: Sequence[dict[str, Any]]) -> None:
-    for name in {name for row in rows for name in row}:
-        cells = [row[name] for row in rows if row[name] is not None]
-        kind = next((kind for form, kind in _NUMBERS if all(map(form.fullmatch, cells))), None)
-        if kind is not None:
-            for row in rows:
-                row[name] = None if row[name] is None else kind(row[name])
+def _taken(row: dict[str, Any], column: str, is_sheet: bool) -> Any:
+    """Take a cell out of a row; None if it is empty. In a sheet, a caption 2024 is a number, and becomes a text again."""
+    cell = picture_cell(row.pop(column, None))
+    return None if is_missing(cell) else str(cell) if is_sheet else cell
 
 
 def _fault(text: Any, image: Any) -> str | None:
@@ -406,7 +406,7 @@ def _fault(text: Any, image: Any) -> str | None:
         return f"its text must be a string, got {type(text).__name__}"
     if image is not None and not isinstance(image, str | bytes):
         return f"its picture is neither a path nor bytes but {type(image).__name__}"
-    if not (text or "").strip() and not image:
+    if text is None and image is None:
         return "it has neither a text nor a picture"
     return None
 
@@ -421,9 +421,9 @@ def _entry(name: str, text: str | None, image: str | bytes | None, row: dict[str
         stamp.update(image)
     elif image:
         stamp.update(image.encode())
-        ref = image
-        if not image.startswith(WEB):
-            ref = os.path.abspath(path.parent / image)
+        ref = resolved(image, str(path.parent))
+        if not ref.startswith(WEB):
+            ref = os.path.abspath(ref)
             library, mark, _ = ref.partition(".parquet#")
             stamp.update(file_stamp(f"{library}.parquet" if mark else ref).encode())
     return Entry(name, stamp.hexdigest(), text=text, image=ref, metadata=row)

@@ -441,6 +441,16 @@ class Index:
             table.search().where(condition).limit(1).explain_plan()
         except Exception as error:  # LanceDB panics on SQL that it does not support yet
             reason = _reason(error).replace("Invalid input, ", "")
+            if "of type 'Utf8'" in reason:
+                texts = [
+                    field.name
+                    for field in fields
+                    if field.type == pa.string() and _is_named(field.name, where)
+                ]
+                reason = (
+                    f"it compares a text with a number, and {' and '.join(texts)} hold texts: write '9' instead of 9, or "
+                    f"try_cast({texts[0] if texts else 'price'} as double) > 9"
+                )
             raise ConditionError(f"where={where!r} is not a valid condition: {reason}") from error
         return condition
 
@@ -540,6 +550,10 @@ def _check_calls(where: str) -> None:
         if name and name not in FUNCTIONS | _NOT_CALLED:
             raise ValueError(f"it calls {name}; functions are {', '.join(sorted(FUNCTIONS))}")
         end = token.end()
+
+
+def _is_named(column: str, where: str) -> bool:
+    return re.search(rf"\b{re.escape(column)}\b", where, re.IGNORECASE) is not None
 
 
 def writing(uri: str | Path) -> AbstractContextManager[None]:

@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
@@ -26,15 +27,16 @@ from typing import Any
 import fsspec
 import pyarrow as pa
 
+from rge.tables.errors import TableError, reading, reason
 from rge.tables.listing import Exclude, Skipped, files_below, is_hidden
 from rge.tables.rows import (
-    TableError,
+    AS_FOUND,
+    TABLES,
+    TableFormat,
     is_text,
     json_object,
     open_parquet,
     parquet_rows,
-    reading,
-    reason,
     table_rows,
 )
 
@@ -44,8 +46,7 @@ SUFFIXES = (
 )  # fmt: skip
 """Endings of picture files; files that Pillow cannot read are reported, not skipped."""
 KINDS = {
-    ".parquet": "parquet", ".tar": "tar", ".tar.gz": "tar", ".tgz": "tar",
-    ".csv": "table", ".tsv": "table", ".jsonl": "table",
+    **dict.fromkeys(TABLES, "table"), ".parquet": "parquet", ".tar": "tar", ".tar.gz": "tar", ".tgz": "tar",
 }  # fmt: skip
 SAVED = ("state.json", "dataset_dict.json")
 """A folder written by `datasets.Dataset.save_to_disk` contains one of these."""
@@ -163,13 +164,19 @@ def _kind_of(path: str, files: Sequence[str]) -> str:
     kind = kinds.pop()
     if kinds or kind is None or (kind == "table" and len(files) > 1):
         raise TableError(
-            f"{path} must be a folder, one .csv, .tsv or .jsonl, or one or more .parquet or .tar"
+            f"{path} must be a folder, one {', '.join(TABLES[:-1])}, or one or more .parquet or .tar"
         )
     return kind
 
 
 def picture_rows(
-    files: Files, image: str = "image", columns: Sequence[str] = (), *, first: int = 0, pictures: bool = True
+    files: Files,
+    image: str = "image",
+    columns: Sequence[str] = (),
+    *,
+    first: int = 0,
+    pictures: bool = True,
+    form: TableFormat = AS_FOUND,
 ) -> Iterator[Row]:
     """The rows of a collection from row `first` on, in an order that is always the same.
 
@@ -179,9 +186,13 @@ def picture_rows(
     Raises:
         TableError: a file cannot be read.
     """
-    read = {"folder": _folder, "table": _table, "parquet": _parquet, "tar": _tars, "saved": _saved}[
-        files.kind
-    ]
+    read = {
+        "folder": _folder,
+        "table": partial(_table, form),
+        "parquet": _parquet,
+        "tar": _tars,
+        "saved": _saved,
+    }[files.kind]
     with reading(files.address(files.root)):
         for row in read(files, image, columns, first, pictures):
             if pictures and isinstance(row.cells.get(image), list):
@@ -242,9 +253,11 @@ def _folder(files: Files, image: str, columns: Sequence[str], first: int, pictur
 # -------------------------------------------------------------------------------------------------------------- tables
 
 
-def _table(files: Files, image: str, columns: Sequence[str], first: int, pictures: bool) -> Iterator[Row]:
+def _table(
+    form: TableFormat, files: Files, image: str, columns: Sequence[str], first: int, pictures: bool
+) -> Iterator[Row]:
     (path,) = files.paths
-    for number, cells in enumerate(table_rows(path, first=first, fs=files.fs), start=first + 1):
+    for number, cells in enumerate(table_rows(path, first=first, fs=files.fs, form=form), start=first + 1):
         yield Row(path, number, cells)
 
 

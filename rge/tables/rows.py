@@ -1,62 +1,85 @@
-"""Read tables: .parquet, .jsonl, .csv or .tsv.
+"""Read tables: .parquet, .jsonl, .json (a list of objects), .csv, .tsv, .xlsx or .xlsm.
 
     for row in table_rows("photos.csv"):                      # every column; an empty cell is None
         row["image"]
     for row in table_rows("photos.parquet", ["id", "caption"], first=1000):
         ...                                                    # only these columns, from row 1,000 on
 
-Rows are read lazily: about `BATCH_BYTES` of a Parquet file are decoded at once. Values of a text table stay strings (an id "007"
-stays "007"), which pyarrow's readers do not guarantee. A CSV may use commas, semicolons or tabs; the header decides.
-For folders and archives see `rge.tables.pictures`.
+All commands read tables with this module, so that the same file means the same rows to all of them. Rows are read lazily: about
+`BATCH_BYTES` of a Parquet file are decoded at once. Values of a CSV stay strings (an id "007" stays "007"). It may use commas,
+semicolons or tabs; the headings decide. For folders and archives see `rge.tables.pictures`.
 """
 
-import csv
 import json
-import tarfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from io import TextIOWrapper
-from itertools import chain, islice
+from itertools import islice, zip_longest
 from os import PathLike
-from typing import Any
+from typing import Any, TextIO
 
 import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rge.common.errors import UserError
+from rge.common.options import Quoting
+from rge.tables.delimited import delimited_rows
+from rge.tables.errors import Broken, TableError, reading
 
-TABLES = (".csv", ".tsv", ".jsonl", ".parquet")
+WORKBOOKS = (".xlsx", ".xlsm")
+SHEETS = (*WORKBOOKS, ".csv", ".tsv")
+"""Tables whose cells have addresses."""
+TABLES = (".csv", ".tsv", *WORKBOOKS, ".jsonl", ".json", ".parquet")
 BUFFER_BYTES = 1 << 20
 """Bytes of a Parquet file read at once, so that a row group of 2 GB is never completely in memory."""
 BATCH_BYTES, MAX_BATCH_ROWS = 8 << 20, 1024
 """Approximate bytes, and maximum rows, of Parquet decoded at once."""
-csv.field_size_limit(1 << 30)  # the library's 128 kB are less than a long document
+INVISIBLE = dict.fromkeys(map(ord, "\u200b\u200c\u200d\u2060\ufeff\u200e\u200f"))
+"""For `str.translate`: characters without width. Within a text they are letters of many languages, and parts of emoji."""
 
 
-class TableError(UserError):
-    """A table, folder or archive cannot be read; the message names file, row and reason."""
+@dataclass(frozen=True, slots=True)
+class TableFormat:
+    """What a table's file does not say itself."""
+
+    quoting: Quoting = "auto"  # whether quotation marks enclose cells of a CSV or TSV
+    sheet: str | None = None  # of a workbook; None: the only one that is not empty
+
+
+AS_FOUND = TableFormat()
 
 
 def table_rows(
-    path: str | PathLike[str], columns: Sequence[str] | None = None, *, first: int = 0, fs: Any = None
+    path: str | PathLike[str],
+    columns: Sequence[str] | None = None,
+    *,
+    first: int = 0,
+    fs: Any = None,
+    form: TableFormat = AS_FOUND,
 ) -> Iterator[dict[str, Any]]:
     """The rows of a table (`path` ends in one of `TABLES`) from row `first` on, in order; `fs` is an fsspec file system.
 
-    Of a Parquet file only these columns are read, as far as they exist; text tables are always read completely.
+    Of a Parquet file only these columns are read, as far as they exist; other tables are always read completely. A missing value is
+    None in every format: an empty cell, null, or NaN, which pandas writes for one.
 
     Raises:
         TableError: the file cannot be read, or a line is invalid.
     """
-    with reading(str(path)):
-        if str(path).lower().endswith(".parquet"):
+    name = str(path)
+    ending = name.lower().rpartition(".")[2]
+    with reading(name):
+        if ending == "parquet":
             with open_parquet(path, fs) as file:
                 yield from parquet_rows(file, columns, first)
+            return
+        if f".{ending}" in SHEETS:
+            rows: Iterable[dict[str, Any]] = Grid(name, fs, form).plain_rows()
         else:
-            with (fs or fsspec.filesystem("file")).open(str(path), "rb") as data:
-                lines = TextIOWrapper(data, encoding="utf-8-sig", newline="")
-                yield from islice(_text_rows(str(path), lines), first, None)
+            rows = map(_without_nan, (_json_list if ending == "json" else _json_lines)(name, fs))
+        yield from islice(rows, first, None)
 
 
 def num_rows(path: str | PathLike[str]) -> int:
@@ -69,32 +92,16 @@ def num_rows(path: str | PathLike[str]) -> int:
 
 
 @contextmanager
-def reading(name: str) -> Iterator[None]:
-    """Turn errors of file readers into a `TableError` that names the file."""
-    try:
-        yield
-    except (OSError, pa.ArrowException, csv.Error, tarfile.TarError, EOFError, UnicodeDecodeError) as error:
-        file = getattr(error, "filename", None) or name
-        raise TableError(f"{file} cannot be read: {reason(error)}") from error
-
-
-def reason(error: BaseException) -> str:
-    """An error's message without its number and file name."""
-    return str(getattr(error, "strerror", None) or error or type(error).__name__)
-
-
-@contextmanager
 def open_parquet(path: str | PathLike[str], fs: Any = None) -> Iterator[pq.ParquetFile]:
     """Open a Parquet file for reading in small pieces."""
-    with (fs or fsspec.filesystem("file")).open(str(path), "rb") as data:
+    with _opened(str(path), fs) as data:
         file = pq.ParquetFile(data, pre_buffer=False, buffer_size=BUFFER_BYTES)
         _check_columns(str(path), file.schema_arrow.names)
         yield file
 
 
 def _check_columns(path: str, names: Sequence[str]) -> None:
-    # A spreadsheet exports empty columns without a name.
-    if repeated := next((name for name, number in Counter(names).items() if name and number > 1), None):
+    if repeated := next((name for name, number in Counter(names).items() if number > 1), None):
         raise TableError(f"{path}: two columns are called {repeated!r}: rename or delete one")
 
 
@@ -115,7 +122,7 @@ def parquet_rows(
     for batch in file.iter_batches(batch_rows, row_groups=range(start, len(groups)), columns=wanted):
         skipped = min(first, len(batch))
         first -= skipped
-        yield from batch.slice(skipped).to_pylist()
+        yield from map(_without_nan, batch.slice(skipped).to_pylist())
 
 
 def picture_cell(cell: Any) -> Any:
@@ -129,24 +136,142 @@ def is_text(kind: pa.DataType) -> bool:
     return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
 
 
-def _text_rows(path: str, lines: Iterable[str]) -> Iterator[dict[str, Any]]:
-    if path.lower().endswith(".jsonl"):
+def is_missing(cell: Any) -> bool:
+    """Whether a cell holds nothing: None, NaN, no bytes, or a text of which nothing is visible."""
+    if isinstance(cell, str):
+        text = cell.strip()
+        return not text or (ord(text[0]) in INVISIBLE and not text.translate(INVISIBLE).strip())
+    return cell is None or cell == b"" or (isinstance(cell, float) and cell != cell)
+
+
+def _without_nan(row: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: None if isinstance(value, float) and value != value else value for name, value in row.items()
+    }
+
+
+@contextmanager
+def _opened(path: str, fs: Any) -> Iterator[Any]:
+    with (fs or fsspec.filesystem("file")).open(path, "rb") as data:
+        yield data
+
+
+@contextmanager
+def _text(path: str, fs: Any, encoding: str = "utf-8-sig") -> Iterator[TextIO]:
+    with _opened(path, fs) as data:
+        yield TextIOWrapper(data, encoding=encoding, newline="")
+
+
+def _json_lines(path: str, fs: Any) -> Iterator[dict[str, Any]]:
+    with _text(path, fs) as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 yield json_object(f"{path}, line {number}", line)
-        return
-    lines = iter(lines)
-    header = next(lines, "")
-    separator = "\t" if path.lower().endswith(".tsv") else max(",;\t", key=header.count)
-    reader = csv.DictReader(chain([header], lines), delimiter=separator, strict=True)
-    _check_columns(path, reader.fieldnames or [])
-    for row in reader:
-        if None in row or None in row.values():
-            raise TableError(
-                f"{path}, line {reader.line_num}: {len(reader.fieldnames or [])} columns are named, but this row has "
-                "a different number"
-            )
-        yield {key: value or None for key, value in row.items()}
+
+
+def _json_list(path: str, fs: Any) -> Iterator[dict[str, Any]]:
+    with _text(path, fs) as text:
+        try:
+            content = json.load(text)
+        except (ValueError, RecursionError) as error:
+            raise TableError(f"{path}: not valid JSON: {error}") from None
+    if not isinstance(content, list) or not all(isinstance(row, dict) for row in content):
+        raise TableError(f"{path}: a list of objects is needed")
+    yield from content
+
+
+class Grid:
+    """Rows of a workbook's sheet, a CSV or a TSV, whose cells have addresses.
+
+    Headings are in the first row that is not empty. Empty rows are left out.
+
+    Attributes:
+        letters: letter of each column, by heading, in order.
+        rows: row numbers and cells by heading: None, a value or `Broken`; to be read once. A cell without a
+            heading is under "".
+        repeated: a message for each heading that another column has, too.
+        unnamed: first cell of each column without a heading; complete when the rows have been read.
+        num_hidden: hidden rows of a sheet, which are read like the others.
+    """
+
+    def __init__(self, path: str, fs: Any = None, form: TableFormat = AS_FOUND):
+        """Read the headings. Raises `TableError`, as does reading the rows: see `table_rows`."""
+        self.path, self.letters, self.num_hidden = path, dict[str, str](), 0
+        self.repeated, self.unnamed = list[str](), dict[str, str]()
+        if path.lower().endswith(WORKBOOKS):
+            lines: Iterator[tuple[int, Sequence[Any]]] = self._sheet(fs, form.sheet)
+        elif form.sheet is not None:
+            raise TableError(f"sheet={form.sheet} is for workbooks, but {path} is not one")
+        else:
+            lines = delimited_rows(path, _encoded(path, fs), form.quoting)
+        lines = _with_content(lines)
+        number, headings = next(lines, (0, []))
+        names = ["" if name is None else " ".join(str(name).split()) for name in headings]
+        for letter, name in zip(map(_letter, range(len(names))), names, strict=True):
+            if name in self.letters:
+                self.repeated.append(
+                    f"{letter}{number}: {name!r} is already the heading of column {self.letters[name]}"
+                )
+            elif name:
+                self.letters[name] = letter
+        self.rows = self._below(names, lines)
+
+    def _sheet(self, fs: Any, wanted: str | None) -> Iterator[tuple[int, Sequence[Any]]]:
+        from rge.tables.workbooks import read_sheet  # takes long to import
+
+        with _opened(self.path, fs) as data:
+            sheet = read_sheet(self.path, data, wanted)
+            self.num_hidden = sheet.num_hidden
+            yield from sheet.rows
+
+    def _below(
+        self, names: list[str], lines: Iterable[tuple[int, Sequence[Any]]]
+    ) -> Iterator[tuple[int, dict[str, Any]]]:
+        for number, cells in lines:
+            row: dict[str, Any] = dict.fromkeys(self.letters)
+            for at, (name, cell) in enumerate(zip_longest(names, cells)):
+                if name:
+                    row[name] = cell
+                elif cell is not None:
+                    self.unnamed.setdefault(_letter(at), f"{_letter(at)}{number}")
+                    row[""] = cell
+            yield number, row
+
+    def plain_rows(self) -> Iterator[dict[str, Any]]:
+        """The rows, for readers that do not list all problems; a `TableError` for the first one."""
+        if self.repeated:
+            raise TableError(f"{self.path}, {self.repeated[0]}: rename or delete one")
+        for number, row in self.rows:
+            if len(self.unnamed) > 1:
+                raise TableError(
+                    f"{self.path}: {' and '.join(self.unnamed.values())} have no heading: give their columns one"
+                )
+            if broken := next((name for name, cell in row.items() if isinstance(cell, Broken)), None):
+                raise TableError(f"{self.path}, {self.letters.get(broken, '')}{number}: {row[broken].why}")
+            yield row
+
+
+def _with_content(lines: Iterable[tuple[int, Sequence[Any]]]) -> Iterator[tuple[int, list[Any]]]:
+    for number, values in lines:
+        cells = [None if is_missing(value) else value for value in values]
+        if any(cell is not None for cell in cells):
+            yield number, cells
+
+
+def _letter(at: int) -> str:
+    """A column's letter, by its number from 0."""
+    letters = ""
+    while at >= 0:
+        letters = chr(ord("A") + at % 26) + letters
+        at = at // 26 - 1
+    return letters
+
+
+def _encoded(path: str, fs: Any) -> Callable[[], AbstractContextManager[TextIO]]:
+    """Opens a CSV in its encoding: UTF-8, or UTF-16 with a byte order mark."""
+    with _opened(path, fs) as data:
+        is_wide = data.read(2) in (b"\xff\xfe", b"\xfe\xff")
+    return partial(_text, path, fs, "utf-16" if is_wide else "utf-8-sig")
 
 
 def json_object(where: str, text: str | bytes) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -23,8 +22,10 @@ from rge.common.images import ImageError, load_image, picture_bytes
 from rge.common.registry import load_plugins
 from rge.common.schema import ImageRef
 from rge.tables import pictures as tables
+from rge.tables.errors import TableError
 from rge.tables.listing import Skipped
-from rge.tables.rows import TableError
+from rge.tables.names import resolved, web_address
+from rge.tables.rows import SHEETS, TableFormat, is_missing, picture_cell
 
 DUPLICATE, NEAR_DUPLICATE, TOO_SMALL = "same bytes as another picture", "near-duplicate", "too small"
 NOT_UTF8 = "its name is not UTF-8"
@@ -82,12 +83,10 @@ class Library:
             raise UserError(f"library.path {config.path} holds no picture")
 
     def _picture(self, row: tables.Row) -> tuple[str | None, bytes | None]:
-        value = row.cells.get(self.config.image_column)
-        if isinstance(value, dict):  # a picture as stored by Hugging Face `datasets`
-            value = value.get("bytes") or value.get("path")
+        value = picture_cell(row.cells.get(self.config.image_column))
         if isinstance(value, bytes):
             return None, value
-        if value:
+        if value and not is_missing(value):
             return self._reference(str(value)), None
         if self.files.kind == "table":
             raise UserError(
@@ -105,17 +104,14 @@ class Library:
                 f"{self.files.address(row.shard)}: the {self.config.caption_column} of row {row.number} is not a text but a "
                 f"{type(value).__name__}: write one text into each cell, or choose another library.caption_column"
             )
-        if value is None or value is False or value in ([], {}):
+        if is_missing(value) or value is False or value in ([], {}):
             return None
-        return str(value).strip() or None
+        return str(value).strip()
 
     def _listed(self, columns: Sequence[str], **how: Any) -> Iterator[tables.Row]:
+        form = TableFormat(self.config.quoting, self.config.sheet)
         try:
-            for row in tables.picture_rows(self.files, self.config.image_column, columns, **how):
-                # NaN, which is not equal to itself, is how pandas writes a missing cell.
-                yield replace(
-                    row, cells={key: value if value == value else None for key, value in row.cells.items()}
-                )
+            yield from tables.picture_rows(self.files, self.config.image_column, columns, form=form, **how)
         except TableError as error:
             where = "; see library.image_column" if "no column" in str(error) else ""
             raise UserError(f"library.path: {error}{where}") from None
@@ -127,7 +123,7 @@ class Library:
         named = {key: name for key, name in given.items() if name not in (None, getattr(usual, key))}
         # In JSON lines and tars the rows may have different keys.
         all_alike = self.files.kind == "parquet" or all(
-            path.lower().endswith((".csv", ".tsv")) for path in self.files.paths
+            path.lower().endswith(SHEETS) for path in self.files.paths
         )
         present: Collection[str] = ()
         for row in rows:
@@ -149,7 +145,7 @@ class Library:
             place = os.path.relpath(row.shard, self.files.root).replace(os.sep, "/")
             return str(given) if self.files.kind == "folder" else f"{place}/{given or row.number}"
         name = row.cells.get(self.config.id_column, given)
-        if name is None or name == "":
+        if is_missing(name):
             raise UserError(
                 f"{self.files.address(row.shard)}: row {row.number} has no {self.config.id_column} (library.id_column; null "
                 "numbers the rows)"
@@ -157,10 +153,12 @@ class Library:
         return str(name)
 
     def _reference(self, value: str) -> str:
-        if "://" in value or self.files.kind == "folder":
+        if self.files.kind == "folder":
             return value
-        if self.files.is_local:
-            return str(Path(self.files.root) / value)
+        if self.files.is_local and (value.lower().startswith("file:") or "://" not in value):
+            return str(Path(resolved(value, self.files.root)))
+        if "://" in value:
+            return web_address(value) or value
         return self.files.address(f"{self.files.root}/{value}")
 
     def origins(self, wanted: Collection[str]) -> dict[str, dict[str, str]]:
@@ -169,7 +167,11 @@ class Library:
         column_of = {key: getattr(config, setting) for key, setting in ORIGINS.items()}
         rows = self._listed([*column_of.values(), *filter(None, [config.id_column])], pictures=False)
         return {
-            name: {key: str(row.cells[column]) for key, column in column_of.items() if row.cells.get(column)}
+            name: {
+                key: str(row.cells[column])
+                for key, column in column_of.items()
+                if not is_missing(row.cells.get(column))
+            }
             for row in self._with_columns(rows, *ORIGINS.values())
             if (name := self._name(row)) in wanted
         }

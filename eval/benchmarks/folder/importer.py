@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from eval.benchmarks.folder.pool import Pool
-from eval.benchmarks.folder.spreadsheet import ENDINGS, Broken, Table, read_table
+from eval.benchmarks.folder.spreadsheet import Table
 from eval.benchmarks.release_files import ReleaseError, match_columns, need_columns
 from eval.sets.retrieval_set import RetrievalSet
 from eval.sets.write_set import Candidate, Query, write_set
+from rge.common.options import Quoting
 from rge.common.registry import PluginOptions
 from rge.common.schema import safe_id
+from rge.tables.errors import Broken
+from rge.tables.rows import TABLES, TableFormat
 
 ALIASES = {
     "id": ("id", "query_id"),
@@ -40,8 +43,11 @@ class TableOptions(PluginOptions):
     """How a table of queries is read."""
 
     queries: Path | None = None
-    """Table of the queries (.xlsx, .csv, .tsv, .jsonl, .json or .parquet); null: queries.xlsx, queries.csv ... in src, or the
+    """Table of the queries (.csv, .tsv, .xlsx, .jsonl, .json or .parquet); null: queries.xlsx, queries.csv ... in src, or the
     only table there."""
+    quoting: Quoting = "auto"
+    """Whether quotation marks enclose cells of a CSV or TSV (``quoted``) or belong to the text (``none``); ``auto``: what its
+    lines show, and an error if that is unclear."""
     sheet: str | None = None
     """Sheet of a workbook; null: the only one that is not empty."""
     name: str | None = None
@@ -77,7 +83,7 @@ def import_folder(options: FolderOptions) -> RetrievalSet:
     """Read folder and table and write a retrieval set."""
     if options.src.resolve().is_relative_to(options.out.resolve()):
         raise ReleaseError(f"out {options.out} contains the pictures: choose a different folder")
-    table = read_table(options.queries or _table_in(options.src), options.sheet)
+    table = Table(options.queries or _table_in(options.src), TableFormat(options.quoting, options.sheet))
     read = _Rows(table, Pool(options.src, out=options.out, exclude=options.exclude), options)
     for number, row in table.rows:
         read.add(number, row)
@@ -103,8 +109,8 @@ def import_folder(options: FolderOptions) -> RetrievalSet:
 
 
 def _table_in(src: Path) -> Path:
-    names = [f"queries{ending}" for ending in ENDINGS]
-    others = (path for path in sorted(src.glob("[!.~]*")) if path.suffix.lower() in ENDINGS)
+    names = [f"queries{ending}" for ending in TABLES]
+    others = (path for path in sorted(src.glob("[!.~]*")) if path.suffix.lower() in TABLES)
     tables = [src / name for name in names if (src / name).is_file()] or list(others)
     if len(tables) != 1:
         present = " and ".join(path.name for path in tables) or f"no table ({', '.join(names)})"
@@ -141,11 +147,11 @@ class _Rows:
         }
         cells = {key: row.get(self.columns.get(key, ""), "") for key in ALIASES}
         texts = {
-            key: self._text(where[key], cells[key], dates=key in ("category", "group"))
+            key: self._text(where[key], cells[key], is_label=key in ("category", "group"))
             for key in ("id", "text", "category", "group", "instruction")
         }
         pictures, good, bad = (self._pictures(where[key], cells[key]) for key in ("image", "right", "wrong"))
-        name = safe_id(texts["id"]) or f"q{len(self.queries) + 1:05d}"
+        name = safe_id(unicodedata.normalize("NFC", texts["id"])) or f"q{len(self.queries) + 1:05d}"
         if (first := self.places.setdefault(name, where["id"])) != where["id"]:
             self.problems.append(f"{where['id']}: id {name!r} is already used in {first}")
         if cells["right"] in ("", []):
@@ -155,7 +161,7 @@ class _Rows:
         for picture in sorted(set(good) & set(bad)):
             self.problems.append(f"{where['wrong']}: {picture!r} is listed as right and as wrong")
         columns = {
-            column: self._text(self.table.address(number, column), row.get(column), dates=True) or "none"
+            column: self._text(self.table.address(number, column), row.get(column), is_label=True) or "none"
             for column in self.options.report_by
         }
         self.queries.append(
@@ -194,11 +200,12 @@ class _Rows:
             return value
         return ""
 
-    def _text(self, where: str, value: Any, *, dates: bool) -> str:
-        value = self._value(where, value, dates=dates)
+    def _text(self, where: str, value: Any, *, is_label: bool) -> str:
+        value = self._value(where, value, dates=is_label)
         if isinstance(value, list):
             self.problems.append(f"{where}: one text is needed, not a list: {value}")
-        return unicodedata.normalize("NFC", "" if value is None else str(value))
+        text = "" if value is None else str(value)
+        return unicodedata.normalize("NFC", text) if is_label else text
 
     def _pictures(self, where: str, value: Any) -> list[str]:
         value = self._value(where, value)

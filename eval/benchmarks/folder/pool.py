@@ -8,13 +8,14 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from eval.benchmarks.folder.spreadsheet import ENDINGS
 from eval.benchmarks.release_files import ReleaseError
 from rge.common.commands import progress_bar
 from rge.common.images import ImageError, load_image
 from rge.common.schema import safe_id
 from rge.tables.listing import Exclude, Skipped, visible_files
+from rge.tables.names import spellings
 from rge.tables.pictures import SUFFIXES
+from rge.tables.rows import INVISIBLE, TABLES
 
 SEPARATORS = re.compile(r"([;,|\n])")
 ESCAPE = re.compile(r"%(?=[0-9A-Fa-f]{2})")
@@ -45,7 +46,7 @@ class Pool:
         ]
         paths = sorted(path for path in every if path.suffix.lower() in SUFFIXES and path.is_file())
         for path in every:
-            if path.suffix.lower() not in (*SUFFIXES, *ENDINGS):
+            if path.suffix.lower() not in (*SUFFIXES, *TABLES):
                 self.skipped.add(path.name)
         for path in progress_bar(paths, desc="pictures", unit="picture", delay=2):
             self._add(path, id_of)
@@ -86,16 +87,14 @@ class Pool:
     def find(self, name: str) -> set[str]:
         """Ids of the pictures that a name can refer to, by the first rule that matches.
 
-        Rules: an exact path, file name or stem; then the same ignoring case, Unicode composition and kinds of white space;
-        then 7.0, into which a spreadsheet turns 7, as 7.
+        Rules: an exact path, file name or stem, in each of the `spellings` of the name; then the same ignoring case, Unicode
+        composition, kinds of white space and invisible characters; then 7.0, into which a spreadsheet turns 7, as 7.
         """
-        name = name.replace("\\", "/").removeprefix("./")
-        parts = name.split("/")
-        if self.root.name in parts[:-1]:  # C:\Users\me\photos\key.jpg, or photos/key.jpg
-            name = "/".join(parts[len(parts) - parts[::-1].index(self.root.name) :])
-        for step, key in zip(self._steps, [name] * 3 + [_normal(name)] * 3, strict=True):
-            if key in step:
-                return step[key]
+        tried = [path.removeprefix("./") for path in spellings(name, self.root.name)]
+        for steps, keys in ((self._steps[:3], tried), (self._steps[3:], map(_normal, tried))):
+            for key in keys:
+                if found := next((step[key] for step in steps if key in step), None):
+                    return found
         return self.find(name[:-2]) if re.fullmatch(r"\d+\.0", name) else set()
 
     def names(self, cell: str) -> list[str]:
@@ -130,4 +129,4 @@ class Pool:
 
 
 def _normal(name: str) -> str:
-    return " ".join(unicodedata.normalize("NFKC", name).casefold().split())
+    return " ".join(unicodedata.normalize("NFKC", name).translate(INVISIBLE).casefold().split())

@@ -636,13 +636,14 @@ def test_a_library_of_encoded_pictures(photos, tmp_path, capsys):
         ("x.csv", "id,text\na,b\na,c\n", "two rows have the id 'a'"),
         ("x.csv", "id,name\na,b\n", "neither a column 'text' nor 'image'; it has 'id', 'name'"),
         ("x.csv", "id,text\na\n", "line 2: 2 columns are named"),
-        ("x.csv", b"\xff\xfe", "cannot be read"),
+        ("x.csv", b"\xff\xfa", "is not UTF-8"),
         ("x.csv", "", "has no rows"),
         ("x.csv", "id,text\n", "has no rows"),
         ("x.jsonl", '{"id": 1, "text": "a"}\n[]', "line 2: an object is needed, got list"),
         ("x.jsonl", "nonsense", "line 1: not valid JSON"),
         ("x.parquet", "nonsense", "cannot be read"),
-        ("x.xlsx", "nonsense", "is neither a folder nor a table"),
+        ("x.xlsx", "nonsense", "cannot be read as a workbook"),
+        ("x.ods", "nonsense", "is neither a folder nor a table"),
     ],
 )
 def test_tables_that_cannot_be_read(tmp_path, name, content, message):

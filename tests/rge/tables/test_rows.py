@@ -4,7 +4,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rge.tables.rows import TableError, num_rows, table_rows
+from rge.tables.errors import TableError
+from rge.tables.rows import num_rows, table_rows
 
 ROWS = [{"id": "007", "caption": "a hat; blue"}, {"id": "8", "caption": None}]
 
@@ -52,7 +53,7 @@ def test_a_repeated_column_of_parquet_is_named(tmp_path):
         ("gone.csv", None, "gone.csv cannot be read: No such file"),
         ("a.csv", b"id,text\na,b,c\n", "line 2: 2 columns are named"),
         ("a.csv", b"id\n\xff\xfe", "a.csv cannot be read"),
-        ("a.csv", b"id,text,,,text\na,b,,,c\n", "a.csv: two columns are called 'text'"),
+        ("a.csv", b"id,text,,,text\na,b,,,c\n", "a.csv, E1: 'text' is already the heading of column B"),
         ("a.jsonl", b'{"id": 1}\n[]', "line 2: an object is needed, got list"),
         ("a.jsonl", b"[" * 100_000, "line 1: not valid JSON"),
         ("a.parquet", b"nonsense", "a.parquet cannot be read"),

@@ -160,7 +160,7 @@ class _Evidence:
     layout: _Layout
     proof: int = 0  # only makes sense with quoted cells
     escaped: int = 0  # has a quotation mark after a backslash, which is no form of CSV that we read
-    joined: int = 0  # begins a row of several lines, one of which would be a row by itself
+    joined: int = 0  # begins a row of several lines, two of which would be rows by themselves
     idle: int = 0  # a cell is in quotes, but needs none
     ragged: int = 0  # is no row without quotes
     _line: int = field(default=0, init=False)
@@ -206,10 +206,11 @@ class _Evidence:
     def _compare(self, row: _Read, width: int) -> None:
         """Note what a row says about its lines."""
         if any(line.startswith('"') or f'{self.layout.delimiter}"' in line for line in row.lines):
-            if not any(line.strip() and self.layout.width(line) == width for line in row.lines):
-                self.proof = self.proof or row.line
-            elif len(row.lines) > 1:
+            fitting = sum(bool(line.strip()) and self.layout.width(line) == width for line in row.lines)
+            if fitting >= 2:
                 self.joined = self.joined or row.line
+            elif len(row.lines) > fitting:
+                self.proof = self.proof or row.line
 
     def _verdict(self, fault: _Fault | None) -> bool:
         is_tsv = self.layout.delimiter == "\t"

@@ -4,16 +4,15 @@ A styled cell without a value may be far from all others, and a sheet's dimensio
 """
 
 import datetime
-import zipfile
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 from xml.etree.ElementTree import Element, ParseError, iterparse
 
-from openpyxl import load_workbook
+from openpyxl.chartsheet import Chartsheet
+from openpyxl.reader.excel import ExcelReader
 from openpyxl.utils import range_boundaries
 from openpyxl.utils.cell import coordinate_to_tuple
-from openpyxl.utils.exceptions import InvalidFileException
 
 from rge.tables.errors import Broken, TableError
 
@@ -36,12 +35,13 @@ def read_sheet(path: str, data: BinaryIO, wanted: str | None = None) -> Sheet:
         TableError: it is no workbook, has no such sheet, or has several.
     """
     try:
-        book = load_workbook(data, read_only=True, data_only=True)
-    except (InvalidFileException, zipfile.BadZipFile, KeyError, ValueError, OSError) as error:
+        reader = _Reader(data, read_only=True, data_only=True)
+        reader.read()
+    except Exception as error:  # noqa: BLE001 - openpyxl raises anything on files that it does not expect
         raise TableError(
             f"{path} cannot be read as a workbook ({error}): remove its password, or save it as .xlsx"
         ) from None
-    sheets = {sheet.title: sheet for sheet in book.worksheets}  # charts are sheets, too
+    sheets = {sheet.title: sheet for sheet in reader.wb.worksheets}
     if wanted is None:
         filled = [title for title, sheet in sheets.items() if next(_filled(sheet), None) is not None]
         if not filled:
@@ -59,6 +59,14 @@ def read_sheet(path: str, data: BinaryIO, wanted: str | None = None) -> Sheet:
     except ParseError as error:
         raise TableError(f"{path} cannot be read as a workbook ({error})") from None
     return Sheet(_rows(sheet, facts), facts.num_hidden)
+
+
+class _Reader(ExcelReader):
+    """Leaves sheets of charts unread: they have no cells, and openpyxl fails on one without a chart."""
+
+    def read_chartsheet(self, sheet: Any, rel: Any) -> None:
+        """Keep its place among the sheets."""
+        self.wb._add_sheet(Chartsheet(parent=self.wb, title=sheet.name))
 
 
 @dataclass

@@ -448,7 +448,7 @@ class Index:
                     if field.type == pa.string() and _is_named(field.name, where)
                 ]
                 reason = (
-                    f"it compares a text with a number, and {' and '.join(texts)} hold texts: write '9' instead of 9, or "
+                    f"it compares a text with a number, and {' and '.join(texts)} hold{'s' if len(texts) == 1 else ''} texts: write '9' instead of 9, or "
                     f"try_cast({texts[0] if texts else 'price'} as double) > 9"
                 )
             raise ConditionError(f"where={where!r} is not a valid condition: {reason}") from error

@@ -48,7 +48,8 @@ def delimited_rows(
     with opened() as lines:
         layout.start(lines)
         try:
-            yield from _filled(path, layout, _rows(layout, lines, is_quoted))
+            for row in _rows(layout, lines, is_quoted):
+                yield row.number, row.cells
         except _Fault as fault:
             raise TableError(f"{path}, line {fault.line}: {fault.why}") from None
 
@@ -94,12 +95,14 @@ class _Layout:
 
 @dataclass(frozen=True)
 class _Read:
+    number: int  # as a spreadsheet counts
     line: int  # number of its first line in the file
-    cells: list[str]  # none in a blank line
-    lines: list[str]
+    cells: list[str]
+    lines: list[str]  # until the next row is read
 
 
 def _rows(layout: _Layout, lines: Iterable[str], is_quoted: bool) -> Iterator[_Read]:
+    """Rows that are not blank, all of the same width; raises `_Fault`."""
     taken: list[str] = []
 
     def noted() -> Iterator[str]:
@@ -112,6 +115,7 @@ def _rows(layout: _Layout, lines: Iterable[str], is_quoted: bool) -> Iterator[_R
             yield line
 
     quoting = csv.QUOTE_MINIMAL if is_quoted else csv.QUOTE_NONE
+    number = width = 0
     reader = csv.reader(noted(), delimiter=layout.delimiter, quoting=quoting, strict=True)
     while True:
         start = layout.first + reader.line_num
@@ -123,18 +127,13 @@ def _rows(layout: _Layout, lines: Iterable[str], is_quoted: bool) -> Iterator[_R
             raise _Fault(start, f"{why}; if its quotation marks are letters, pass quoting=none") from None
         if cells is None:
             return
-        yield _Read(start, cells, taken.copy())
+        number += 1
+        if any(cell.strip() for cell in cells):
+            width = width or len(cells)
+            if len(cells) != width:
+                raise _Fault(start, _ragged(layout, width, len(cells)))
+            yield _Read(number, start, cells, taken)
         taken.clear()
-
-
-def _filled(path: str, layout: _Layout, rows: Iterator[_Read]) -> Iterator[tuple[int, list[str]]]:
-    width = None
-    for number, row in enumerate(rows, start=1):
-        if any(cell.strip() for cell in row.cells):
-            width = width or len(row.cells)
-            if len(row.cells) != width:
-                raise _Fault(row.line, _ragged(layout, width, len(row.cells)))
-            yield number, row.cells
 
 
 def _ragged(layout: _Layout, named: int, found: int) -> str:
@@ -172,13 +171,8 @@ class _Evidence:
         fault = None
         read = self._noted(lines)
         try:
-            width = 0
             for row in _rows(self.layout, read, is_quoted=True):
-                if any(cell.strip() for cell in row.cells):
-                    width = width or len(row.cells)
-                    if len(row.cells) != width:
-                        raise _Fault(row.line, _ragged(self.layout, width, len(row.cells)))
-                    self._compare(row, width)
+                self._compare(row)
         except _Fault as found:
             fault = found
             for _ in read:  # the other lines, without quotes
@@ -203,10 +197,12 @@ class _Evidence:
                     self.escaped = self.escaped or self._line
             yield line
 
-    def _compare(self, row: _Read, width: int) -> None:
+    def _compare(self, row: _Read) -> None:
         """Note what a row says about its lines."""
         if any(line.startswith('"') or f'{self.layout.delimiter}"' in line for line in row.lines):
-            fitting = sum(bool(line.strip()) and self.layout.width(line) == width for line in row.lines)
+            fitting = sum(
+                bool(line.strip()) and self.layout.width(line) == len(row.cells) for line in row.lines
+            )
             if fitting >= 2:
                 self.joined = self.joined or row.line
             elif len(row.lines) > fitting:

@@ -203,8 +203,9 @@ class Grid:
         elif form.sheet is not None:
             raise TableError(f"sheet={form.sheet} is for workbooks, but {path} is not one")
         else:
-            lines = delimited_rows(path, _encoded(path, fs), form.quoting)
-        lines = _with_content(lines)
+            with reading(path):
+                lines = delimited_rows(path, _encoded(path, fs), form.quoting)
+        lines = _with_content(path, lines)
         number, headings = next(lines, (0, []))
         names = ["" if name is None else " ".join(str(name).split()) for name in headings]
         for letter, name in zip(map(_letter, range(len(names))), names, strict=True):
@@ -227,7 +228,11 @@ class Grid:
     def _below(
         self, names: list[str], lines: Iterable[tuple[int, Sequence[Any]]]
     ) -> Iterator[tuple[int, dict[str, Any]]]:
+        all_named = len(self.letters) == len(names)
         for number, cells in lines:
+            if all_named and len(cells) == len(names):
+                yield number, dict(zip(names, cells, strict=True))
+                continue
             row: dict[str, Any] = dict.fromkeys(self.letters)
             for at, (name, cell) in enumerate(zip_longest(names, cells)):
                 if name:
@@ -246,16 +251,20 @@ class Grid:
                 raise TableError(
                     f"{self.path}: {' and '.join(self.unnamed.values())} have no heading: give their columns one"
                 )
-            if broken := next((name for name, cell in row.items() if isinstance(cell, Broken)), None):
+            broken = None
+            if self.path.lower().endswith(WORKBOOKS):
+                broken = next((name for name, cell in row.items() if isinstance(cell, Broken)), None)
+            if broken is not None:
                 raise TableError(f"{self.path}, {self.letters.get(broken, '')}{number}: {row[broken].why}")
             yield row
 
 
-def _with_content(lines: Iterable[tuple[int, Sequence[Any]]]) -> Iterator[tuple[int, list[Any]]]:
-    for number, values in lines:
-        cells = [None if is_missing(value) else value for value in values]
-        if any(cell is not None for cell in cells):
-            yield number, cells
+def _with_content(path: str, lines: Iterable[tuple[int, Sequence[Any]]]) -> Iterator[tuple[int, list[Any]]]:
+    with reading(path):
+        for number, values in lines:
+            cells = [None if is_missing(value) else value for value in values]
+            if any(cell is not None for cell in cells):
+                yield number, cells
 
 
 def _letter(at: int) -> str:

@@ -374,7 +374,7 @@ def _table(path: Path, id_column: str, text_column: str, image_column: str, form
                     f"it has {', '.join(map(repr, columns))}"
                 )
             name = str(number if given is None else given)
-            if id_column not in columns and isinstance(image, str):
+            if id_column not in columns and isinstance(image, str) and not _is_data_url(image):
                 times[image] += 1
                 name = image if times[image] == 1 else f"{image}#{times[image]}"
             if name in entries or name in faults:
@@ -406,9 +406,15 @@ def _fault(text: Any, image: Any) -> str | None:
         return f"its text must be a string, got {type(text).__name__}"
     if image is not None and not isinstance(image, str | bytes):
         return f"its picture is neither a path nor bytes but {type(image).__name__}"
+    if isinstance(image, str) and _is_data_url(image):
+        return "its picture is a data URL: store it in a file, or as bytes in a Parquet file with columns id and image"
     if text is None and image is None:
         return "it has neither a text nor a picture"
     return None
+
+
+def _is_data_url(image: str) -> bool:
+    return image[:5].lower() == "data:"
 
 
 def _entry(name: str, text: str | None, image: str | bytes | None, row: dict[str, Any], path: Path) -> Entry:

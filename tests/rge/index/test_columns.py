@@ -109,9 +109,14 @@ def test_several_captions_of_a_picture_and_missing_ones(tmp_path):
     (tmp_path / "a.png").write_bytes(b"x")
     rows = [{"text": text, "image": " a.png"} for text in ("one", "two", float("nan"), None)]
     (tmp_path / "x.jsonl").write_text(
-        "".join(json.dumps(row) + "\n" for row in [*rows, {"text": "alone", "image": ""}])
+        "".join(
+            json.dumps(row) + "\n"
+            for row in [*rows, {"text": "alone", "image": ""}, {"image": "data:image/png;base64,AAAA"}]
+        )
     )
-    entries = read_source(tmp_path / "x.jsonl").entries
+    source = read_source(tmp_path / "x.jsonl")
+    assert list(source.faults) == ["6"]  # not the whole picture
+    entries = source.entries
     assert [entry.id for entry in entries] == [" a.png", " a.png#2", " a.png#3", " a.png#4", "5"]
     assert [entry.text for entry in entries] == ["one", "two", None, None, "alone"]
     assert [entry.image for entry in entries] == [str(tmp_path / "a.png")] * 4 + [None]

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TextIO
+from typing import Literal, TextIO
 
 from rge.common.options import Quoting
 from rge.tables.errors import TableError
@@ -114,7 +114,7 @@ def _rows(layout: _Layout, lines: Iterable[str], is_quoted: bool) -> Iterator[_R
             taken.append(line)
             yield line
 
-    quoting = csv.QUOTE_MINIMAL if is_quoted else csv.QUOTE_NONE
+    quoting: Literal[0, 3] = csv.QUOTE_MINIMAL if is_quoted else csv.QUOTE_NONE
     number = width = 0
     reader = csv.reader(noted(), delimiter=layout.delimiter, quoting=quoting, strict=True)
     while True:

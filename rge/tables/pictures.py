@@ -16,7 +16,7 @@ import os
 import re
 import tarfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -186,15 +186,15 @@ def picture_rows(
     Raises:
         TableError: a file cannot be read.
     """
-    read = {
+    readers: dict[str, Callable[..., Iterator[Row]]] = {
         "folder": _folder,
         "table": partial(_table, form),
         "parquet": _parquet,
         "tar": _tars,
         "saved": _saved,
-    }[files.kind]
+    }
     with reading(files.address(files.root)):
-        for row in read(files, image, columns, first, pictures):
+        for row in readers[files.kind](files, image, columns, first, pictures):
             if pictures and isinstance(row.cells.get(image), list):
                 raise TableError(
                     f"{files.address(row.shard)}: row {row.number} has a list of pictures in {image}: write one row for each"

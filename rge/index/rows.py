@@ -35,7 +35,7 @@ EXIF = {
     "taken": pa.string(), "year": pa.int64(), "month": pa.int64(), "latitude": pa.float64(), "longitude": pa.float64(),
     "album": pa.string(),
 }  # fmt: skip
-_ARROW = {bool: pa.bool_(), float: pa.float64()}
+_ARROW: dict[type, pa.DataType] = {bool: pa.bool_(), float: pa.float64()}
 _INTEGERS = {pa.int64(): (-1 << 63, (1 << 63) - 1), pa.uint64(): (0, LARGEST_INTEGER)}
 HIT_COLUMNS = ("source", "id", "text", "image", "metadata", "thumbnail")
 

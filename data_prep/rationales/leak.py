@@ -11,8 +11,6 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from data_prep.rmir.pictures.encoders import ImageEncoder
-from rge.common.mmeb_prompts import content, set_of
-from rge.common.schema import Record, Target
 from rge.diagnose.knowability import content_words
 
 NAMED_WORDS = 2
@@ -21,12 +19,6 @@ NUM_FITTING = 3
 """Best-fitting other pictures: what a text says of them too is not specific to the target."""
 MIN_OTHERS = 10
 """Other pictures needed for a meaningful score."""
-
-
-def bare_text(record: Record, target: Target) -> str | None:
-    """A target's text without MMEB's fixed wording around it, which reveals nothing; None if nothing is left."""
-    name = set_of(record.source)
-    return target.text if name is None else content(name, target.text)
 
 
 def text_leak(rationale: str, target: str | None) -> float | None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
+from typing import Any, Protocol
 
 import pyarrow.parquet as pq
 
@@ -14,6 +15,7 @@ from data_prep.rationales import prompts
 from data_prep.rationales.options import RationaleOptions
 from rge.calls.request import Picture, Request
 from rge.common.errors import UserError
+from rge.common.files import relative
 from rge.common.images import ImageError, PictureIndex, picture_bytes
 from rge.common.schema import ImageRef, Positive, Record, Target
 from rge.data.sources import RecordFile
@@ -110,7 +112,30 @@ def evenly(num: int, most: int) -> list[range]:
     return [range(part * num // parts, (part + 1) * num // parts) for part in range(parts)]
 
 
-def sources_of(options: RationaleOptions) -> list[Source]:
+def written_row(record: Record, out: Path) -> dict[str, Any]:
+    """A record as a line of the file ``out``: without defaults, pictures relative to its folder."""
+    row = record.model_dump(exclude_none=True, exclude_defaults=True)
+    for part in (*row["positives"], *row.get("negatives", ())):
+        if "image" in part:
+            part["image"] = relative(part["image"], out.parent)
+    if "images" in row["query"]:
+        row["query"]["images"] = [relative(image, out.parent) for image in row["query"]["images"]]
+    return row
+
+
+class Files(Protocol):
+    """Options that name files of records, and where the results go."""
+
+    @property
+    def records(self) -> Path:
+        """A file, or a folder of files."""
+
+    @property
+    def out(self) -> Path:
+        """A file, or a folder if `records` is one."""
+
+
+def sources_of(options: Files) -> list[Source]:
     """The files to process, every record checked. Raises `UserError`: none, unreadable, or `out` would overwrite them."""
     records, out = options.records, options.out
     if out.resolve() == records.resolve():
@@ -129,7 +154,7 @@ def sources_of(options: RationaleOptions) -> list[Source]:
     return [Source(RecordFile(path, pictures=pictures), target) for path, target in files.items()]
 
 
-def replies_of(options: RationaleOptions) -> Path:
+def replies_of(options: Files) -> Path:
     """File of all answers."""
     out = options.out
     return out / "replies.sqlite" if options.records.is_dir() else out.with_name(f"{out.name}.replies.sqlite")

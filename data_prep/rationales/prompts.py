@@ -1,12 +1,15 @@
-"""Prompts for writing rationales, and checks on the answers."""
+"""Prompts for writing rationales, and checks on the answers.
+
+As in RGE (3.2, Table 9): a role, the work, rules and an example for each task; query and target come last. The sentences are ours.
+"""
 
 from pathlib import Path
 
 from rge.calls.request import Part
 from rge.calls.wire.replies import Reply, check_complete, tag
-from rge.common.mmeb_prompts import TRAINING_TASKS, set_of
+from rge.common.mmeb_prompts import TRAINING_TASKS, bare_query, content, set_of
 from rge.common.options import read_yaml
-from rge.common.schema import Positive, Record
+from rge.common.schema import Positive, Record, Target
 
 TASK = "Task: explain an answer"
 FORBIDDEN = (
@@ -60,23 +63,41 @@ def parts(
     rewrite: bool,
 ) -> tuple[Part, ...]:
     """The prompt for a query-target pair; `rewrite` tells the writer that its last rationale copied the answer."""
-    role, work, example = (_TASKS[task][key] for key in ("role", "work", "example"))
+    role, work, end, example = (_TASKS[task][key] for key in ("role", "work", "end", "example"))
     rules = f"""{TASK}
 
 You are {role}. You see a query and, at the end, the answer that belongs to it. Write the rationale that leads from the
-query to the answer. {work}
+query to the answer. Look at the query as a whole, then at its objects and their attributes, and add what you know of the
+world. {work}
 
 Rules: at most {max_words} words of plain English. Use the answer only to check where your reasoning must arrive: reason from
-the query, do not mention that you were shown an answer, and do not copy its wording.
+the query, and do not mention that you were shown an answer. {end}
 {"Your last rationale copied the answer's words: use your own." if rewrite else ""}
 An example for another query: {example}
 
 Answer in exactly this format: <rationale>your rationale</rationale>
 
 Query:"""
-    asked = f"{record.instruction or ''}\n<query>{record.query.text or ''}</query>\nAnswer:"
+    question, text = bare_question(record)
+    asked = f"{question}\n<query>{text}</query>\nAnswer:".lstrip()
     answer: list[Part] = [target] if target is not None else []
-    return (rules, *pictures, asked, *answer, *([positive.text] if positive.text else []))
+    if bare := bare_text(record, positive):
+        answer.append(f"<answer>{bare}</answer>")
+    return (rules, *pictures, asked, *answer, "Now write the rationale.")
+
+
+def bare_question(record: Record) -> tuple[str, str]:
+    """What a record asks and its query's text, of MMEB without the instruction to embed them, which the writer might obey."""
+    name = set_of(record.source)
+    if name is None:
+        return record.instruction or "", record.query.text or ""
+    return bare_query(name, record.instruction, record.query.text)
+
+
+def bare_text(record: Record, target: Target) -> str | None:
+    """A target's text without MMEB's fixed wording around it, which reveals nothing; None if nothing is left."""
+    name = set_of(record.source)
+    return target.text if name is None else content(name, target.text)
 
 
 def read(reply: Reply) -> str:

@@ -8,7 +8,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from data_prep.rationales import prompts
-from data_prep.rationales.leak import bare_text, caption_leak, picture_leaks, text_leak
+from data_prep.rationales.leak import caption_leak, picture_leaks, text_leak
 from data_prep.rationales.options import RationaleOptions
 from data_prep.rationales.pairs import (
     SCORES,
@@ -21,6 +21,7 @@ from data_prep.rationales.pairs import (
     replies_of,
     request_for,
     sources_of,
+    written_row,
 )
 from data_prep.rmir.config import check_encoder
 from data_prep.rmir.pictures.encoders import CheckpointEncoder, ImageEncoder, load_encoder
@@ -29,7 +30,7 @@ from rge.calls.request import Request
 from rge.calls.store import AnswerStore
 from rge.calls.wire.replies import ReplyError
 from rge.common.errors import UserError
-from rge.common.files import open_locked, relative, replacing, write_json
+from rge.common.files import open_locked, replacing, write_json
 from rge.data.sources import json_line
 from rge.data.verdicts import Verdicts
 from rge.diagnose.knowability import knowability, measure_knowability
@@ -72,7 +73,7 @@ class Writing:
     def _check_measurable(self, source: Source) -> None:
         """Raise if no target has a text or a caption to measure leaks by."""
         if not any(
-            bare_text(pair.record, pair.positive) is not None or source.caption(pair.positive)
+            prompts.bare_text(pair.record, pair.positive) is not None or source.caption(pair.positive)
             for pair in source.pairs()
         ):
             raise UserError(
@@ -269,7 +270,7 @@ def _judge(checkpoint: str, min_knowability: float | None) -> "GainJudge":
 
 def _leaks_of_words(source: Source, pair: Pair, rationale: str) -> dict[str, float]:
     record, positive = pair.record, pair.positive
-    leaks = {"text": text_leak(rationale, bare_text(record, positive))}
+    leaks = {"text": text_leak(rationale, prompts.bare_text(record, positive))}
     if positive.image:
         leaks["caption"] = caption_leak(rationale, source.caption(positive), pair.known)
     return {name: leak for name, leak in leaks.items() if leak is not None}
@@ -317,14 +318,7 @@ def _record_line(source: Source, pairs: Sequence[Pair], chosen: Sequence[Candida
         source.counts["records without a rationale"] += 1
         return ""
     source.counts["records"] += 1
-    record = pairs[0].record.model_copy(update={"positives": kept})
-    row = record.model_dump(exclude_none=True, exclude_defaults=True)
-    for part in (*row["positives"], *row.get("negatives", ())):
-        if "image" in part:
-            part["image"] = relative(part["image"], source.out.parent)
-    if "images" in row["query"]:
-        row["query"]["images"] = [relative(image, source.out.parent) for image in row["query"]["images"]]
-    return json_line(row)
+    return json_line(written_row(pairs[0].record.model_copy(update={"positives": kept}), source.out))
 
 
 def _mean(values: list[float]) -> float:

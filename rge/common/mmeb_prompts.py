@@ -8,12 +8,14 @@ this file. ``mmeb_sets.tsv`` has a row for each set:
     mmeb_query, rge_query           a query's wording in MMEB, and in the released RGE evaluation
     mmeb_candidate, rge_candidate   likewise of a candidate
     summarized                      what the prefix of RGE's candidates calls them
+    question                        of sets of MMEB-train whose texts are no questions: what they ask, in our words
 
 Wordings are verbatim, even "Crop the image to to isolate".
 """
 
 import csv
 import re
+from collections.abc import Collection
 from pathlib import Path
 
 _TABLE = Path(__file__).with_name("mmeb_sets.tsv").read_text(encoding="utf-8").splitlines()
@@ -29,6 +31,7 @@ RGE_PREFIX = {
     for row in _ROWS
     if row["summarized"]
 }
+QUESTIONS = {row["set"]: row["question"] for row in _ROWS if row["training_task"]}
 RGE_VALUES: dict[str, dict[str, str]] = {
     "HatefulMemes": {
         "Yes": "Summarize the following statement in one word: Yes, it contains hateful speech.",
@@ -68,6 +71,27 @@ def content(name: str, text: str | None) -> str | None:
         if wording and text.startswith(wording):
             text = text[len(wording) :].lstrip(" .:\n")
     return text.strip() or None
+
+
+def bare_query(name: str, instruction: str | None, text: str | None) -> tuple[str, str]:
+    """What a training record asks, and its text, without the instruction to embed.
+
+    The instruction of a rare wording that was not told apart from the text remains in it.
+    """
+    known = set(map(_stripped, RGE_QUERY[name]))
+    other = (instruction or "").strip() if _stripped(instruction or "") not in known else ""
+    return " ".join(filter(None, (QUESTIONS.get(name, ""), other))), text or ""
+
+
+def imported_with(instructions: Collection[str]) -> set[str]:
+    """The values of ``instructions=`` of the importers, vlm2vec or rge, that texts with these instructions were imported with."""
+    given = set(map(_stripped, instructions))
+    wordings = zip(("vlm2vec", "rge"), zip(*RGE_QUERY.values(), strict=True), strict=True)
+    return {name for name, known in wordings if given.intersection(map(_stripped, known))}
+
+
+def _stripped(wording: str) -> str:
+    return wording.rstrip(" .:")
 
 
 def plain(text: str | None) -> str:

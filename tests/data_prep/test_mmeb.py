@@ -10,10 +10,11 @@ from PIL import Image
 from data_prep import mmeb
 from data_prep.__main__ import main
 from data_prep.mmeb import TRAINED, MmebOptions
-from data_prep.rationales.leak import bare_text, text_leak
-from data_prep.rationales.prompts import task_of
+from data_prep.rationales.leak import text_leak
+from data_prep.rationales.prompts import bare_text, task_of
+from rge.calls.local_server import LocalServer, chat
 from rge.common.errors import UserError
-from rge.common.mmeb_prompts import RGE_CANDIDATE, RGE_QUERY, SETS, canonical, split_instruction
+from rge.common.mmeb_prompts import RGE_CANDIDATE, RGE_PREFIX, RGE_QUERY, SETS, canonical, split_instruction
 from rge.common.prompt_profiles import PROFILES
 from rge.common.schema import Item
 from rge.data.sources import RecordFile
@@ -162,34 +163,84 @@ TASKS = {
 }  # fmt: skip
 
 
+def says_of(name):
+    """Content of a set's target; none where it only shows a picture."""
+    if name == "HatefulMemes":
+        return "Yes"
+    return "a striped cat" if TASKS[name] not in SHOWS_PICTURE or name == "WebQA" else ""
+
+
+SHOWS_PICTURE = ("text_to_image", "image_to_image", "composed_retrieval", "grounding")
+
+
+@pytest.fixture
+def all_sets(release):
+    """One row of each training set, in the released wordings."""
+    for name in TRAINED:
+        shows_picture, says = TASKS[name] in SHOWS_PICTURE, says_of(name)
+        wrapper = RGE_CANDIDATE.get(name, ("",))[0]
+        target = f"{PLACE}{wrapper}{f': {says}' if says else '.'}" if wrapper else says
+        asked = (
+            ""
+            if TASKS[name] in ("classification", "image_to_text", "image_to_image")
+            else f" What is it, {name}?"
+        )
+        has_picture = TASKS[name] != "text_to_image"
+        row_ = row(
+            f"{PLACE if has_picture else ''}{RGE_QUERY[name][0]}{asked}",
+            "images/I/0.png" if has_picture else "",
+            target,
+            "images/I/1.png" if shows_picture else "",
+        )
+        (release / name).mkdir(exist_ok=True)
+        pq.write_table(pa.Table.from_pylist([row_]), release / name / "original-00000-of-00001.parquet")
+    return release
+
+
 @pytest.mark.parametrize("instructions", ["vlm2vec", "rge"])
-@pytest.mark.parametrize("name", TRAINED)
-def test_every_training_set_has_its_task_and_leaks_by_content(release, tmp_path, name, instructions):
+def test_every_training_set_has_its_task_and_leaks_by_content(all_sets, tmp_path, instructions):
     """In both wordings; a target that only says "Represent the given image" has no text that could be copied."""
-    shows_picture = TASKS[name] in ("text_to_image", "image_to_image", "composed_retrieval", "grounding")
-    wrapper = RGE_CANDIDATE.get(name, ("",))[0]
-    says = "Yes" if name == "HatefulMemes" else "a striped cat"
-    if shows_picture:
-        says = "a striped cat" if name == "WebQA" else ""
-    target = f"{PLACE}{wrapper}{f': {says}' if says else '.'}" if wrapper else says
-    asked = "" if TASKS[name] in ("classification", "image_to_text", "image_to_image") else " What is it?"
-    has_picture = TASKS[name] != "text_to_image"
-    row_ = row(
-        f"{PLACE if has_picture else ''}{RGE_QUERY[name][0]}{asked}",
-        "images/I/0.png" if has_picture else "",
-        target,
-        "images/I/1.png" if shows_picture else "",
-    )
-    (release / name).mkdir(exist_ok=True)
-    pq.write_table(pa.Table.from_pylist([row_]), release / name / "original-00000-of-00001.parquet")
-    convert(release, tmp_path / "out", sets=[name], instructions=instructions)
-    record = RecordFile(tmp_path / "out" / f"{name}.jsonl")[0]
-    [positive] = record.positives
-    assert record.wording == "included"
-    assert task_of(record, positive) == TASKS[name]
-    bare = bare_text(record, positive)
-    assert bare == (says or None)
-    assert text_leak("It must be a striped cat, yes.", bare) == (1 if says else None)
+    convert(all_sets, tmp_path / "out", sets=TRAINED, instructions=instructions)
+    for name in TRAINED:
+        record, says = RecordFile(tmp_path / "out" / f"{name}.jsonl")[0], says_of(name)
+        [positive] = record.positives
+        assert record.wording == "included"
+        assert task_of(record, positive) == TASKS[name]
+        bare = bare_text(record, positive)
+        assert bare == (says or None)
+        assert text_leak("It must be a striped cat, yes.", bare) == (1 if says else None)
+
+
+@pytest.mark.slow
+def test_the_writer_sees_the_bare_question_and_answer_of_every_training_set(all_sets, tmp_path):
+    """Not the words that ask an embedder for one word: a model that follows instructions would obey the last of them."""
+    asked = {}
+
+    async def answer(path, body):
+        content = body["messages"][-1]["content"]
+        texts = [part["text"] for part in content if part["type"] == "text"]
+        asked.setdefault(wording, []).append((texts, len(content) - len(texts)))
+        return chat("<rationale>A ladder leans on the roof, so somebody repairs it.</rationale>")
+
+    with LocalServer(answer) as server:
+        for wording in ("vlm2vec", "rge"):
+            records = tmp_path / wording
+            convert(all_sets, records, sets=TRAINED, instructions=wording)
+            out, about = tmp_path / f"{wording}_out", [f"model.base_url={server.url}", "model.concurrency=1"]
+            main(["rationales", f"records={records}", f"out={out}", "model.name=m", *about])
+    assert asked["vlm2vec"] == asked["rge"]  # so one's answers would serve the other
+    wordings = {
+        word.rstrip(" .:") for pair in (*RGE_QUERY.values(), *RGE_CANDIDATE.values()) for word in pair
+    }
+    wordings |= {prefix.rstrip(" .:") for prefix in RGE_PREFIX.values()}
+    for name, (texts, num_pictures) in zip(sorted(TRAINED), asked["rge"], strict=True):
+        whole = "\n".join(texts)
+        assert not [wording for wording in wordings if wording in whole], name
+        says, task = says_of(name), TASKS[name]
+        assert num_pictures == (task != "text_to_image") + (task in SHOWS_PICTURE)
+        assert texts[-2:][: bool(says)] == ([f"<answer>{says}</answer>"] if says else [])
+        question = texts[1].partition("\n")[0]
+        assert question.endswith("?") or f"<query>What is it, {name}?</query>" in question, name
 
 
 def test_a_missing_picture_stops_or_is_counted(release, tmp_path):

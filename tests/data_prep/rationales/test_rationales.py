@@ -97,6 +97,18 @@ def test_tasks(query, positive, instruction, task):
     assert prompts.task_of(made, made.positives[0]) == task
 
 
+@pytest.mark.parametrize("task", prompts.TASKS)
+def test_only_retrieval_must_not_say_the_answer(task):
+    """RGE's Table 9: a class, an answer and a region are named; 3.2: whole, objects and world knowledge in every task."""
+    made = record("r", {"images": ["i"], "text": "What is it?"}, {"text": "an apple"})
+    rules = prompts.parts(made, made.positives[0], task, [], None, max_words=50, rewrite=False)[0]
+    rules = " ".join(rules.lower().split())
+    names_it = task in ("classification", "vqa", "grounding")
+    assert ("do not copy" in rules) != names_it
+    assert ("concludes the answer" in rules) == names_it
+    assert all(word in rules for word in ("whole", "objects", "what you know of the world"))
+
+
 @pytest.fixture
 def records(tmp_path):
     (tmp_path / "in" / "images").mkdir(parents=True)

@@ -13,6 +13,7 @@ COMMANDS = {
     "agreement": ("data_prep.rmir.review:agreement", "measure how far people's verdicts agree with the judges, with a 95 % interval"),
     "rationales": ("data_prep.rationales.main:main", "have a model write rationales for training records"),
     "download": ("data_prep.download:main", "fetch pictures that training records name by web address"),
+    "paraphrase": ("data_prep.paraphrase:main", "have a model reword the questions of training records or of a retrieval set"),
     "mmeb": ("data_prep.mmeb:main", "turn MMEB's training files into training records"),
 }  # fmt: skip
 """Function and help text of each command. The function takes the remaining arguments; its module is imported on use."""

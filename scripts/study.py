@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
+import unseen
 from arms import (
     DEMO_SET,
     DIAGNOSES,
@@ -49,7 +50,7 @@ from arms import (
 from demo import judge_words
 
 from data_prep.demo import spoil
-from data_prep.demo.build import write_mixed, write_rotated
+from data_prep.demo.build import write_mixed, write_paraphrased, write_rotated
 from data_prep.demo.tables import read_tables
 from data_prep.study import design
 from data_prep.study.build import build
@@ -471,6 +472,42 @@ def default_weights(options: Options) -> Finding:
     )
 
 
+def paraphrases(options: Options) -> Finding:
+    """The recipe as it is, and on the same records with paraphrases, asked in the trained wordings and in others."""
+    data, recipe = options.out / "paraphrases" / "data", load_recipe(["recipe=demo"])
+    base, files = "init=rge/demo_base", {"relations": data / "train", "text": data / "train"}
+    shipped = DEMO_SET.parent / "train"
+
+    def records(stage: str) -> str:
+        names = {Path(str(source.path)).stem: source.weight for source in getattr(recipe, stage).sources}
+        return sources_word(
+            stage, {files.get(name, shipped) / f"{name}.jsonl": weight for name, weight in names.items()}
+        )
+
+    arms = [
+        Arm("cold", "cold_start", "", (base,), query_mode=""),
+        Arm("self", "joint", "cold"),
+        Arm("cold_paraphrased", "cold_start", "", (base, records("cold_start")), query_mode=""),
+        Arm("paraphrased", "joint", "cold_paraphrased", (records("joint"),)),
+    ]
+    finding = on_demo(options, "paraphrases", arms, (), DATA["rows"]["paraphrases"])
+    sets = {kind.replace(" ", "_"): data / kind.replace(" ", "_") for kind in unseen.WORDS}
+
+    def make() -> None:
+        write_paraphrased(data)
+        unseen.write(dict(zip(unseen.WORDS, sets.values(), strict=True)), None)
+
+    [table] = finding.tables
+    tables = [
+        replace(table, title=title, metric=metric, slices=SLICES["paraphrases"])
+        for metric, title in {"hit@1": table.title, "named": "things named right, % and points"}.items()
+    ]
+    study = replace(
+        finding.study, sets=sets, metrics=("hit@1", "named"), derive=lambda frame, _: unseen.with_named(frame)
+    )
+    return replace(finding, study=study, tables=tables, needs={data / "in_known_words" / "meta.json": make})
+
+
 def pretrained(options: Options) -> Finding:
     """From pretrained weights on both sides: anchor, ratio and mode (recipe smol, the demo's queries; needs its packages)."""
     arms = [Arm("cold", "cold_start", "", ("cold_start.steps=100",), query_mode="")]
@@ -763,7 +800,7 @@ def written_figures(frame: pd.DataFrame, path: Path) -> pd.DataFrame:
 
 DECLARED: dict[str, Callable[[Options], Finding]] = {
     "eyes": eyes, "a": table_4, "d": figure_4, "f": modes, "g": default_weights, "i": study_modes, "rl": reinforcement,
-    "smol": pretrained, "smol_long": pretrained_for_longer, "smol_words": pretrained_in_words,
+    "paraphrases": paraphrases, "smol": pretrained, "smol_long": pretrained_for_longer, "smol_words": pretrained_in_words,
     **{name: partial(from_shipped_base, name) for name in "bceh"},
 }  # fmt: skip
 

@@ -5,8 +5,8 @@
     dpkg-deb -x tuxpaint-stamps-default_*.deb stamps
     python scripts/unseen.py stamps=stamps checkpoints=runs/photos/joint/final,rge/demo_checkpoint
 
-**Words**: ``scripts/rewordings.tsv`` asks for each relation in other words, at least one of which is in no training record. **Pictures**,
-with ``stamps=``: some of that Debian package's stamps for children to paint with are cut-out photographs; ``scripts/photos.tsv`` lists
+**Words**: ``scripts/rewordings.tsv`` asks for each relation in other words: once with a word that is in no training record, paraphrased or
+not, and once in words that are all in the records with paraphrases (`data_prep.demo.build.write_paraphrased`). **Pictures**, with ``stamps=``: some of that Debian package's stamps for children to paint with are cut-out photographs; ``scripts/photos.tsv`` lists
 those whose text names a concept of the demo (the pictures are not in this repository). Each replaces, on a white square, the drawing in
 every question about that thing.
 
@@ -37,8 +37,10 @@ REWORDINGS = ROOT / "scripts" / "rewordings.tsv"
 INSIDE = Path("usr/share/tuxpaint/stamps")
 MARGIN = 0.05
 """Of a square's side, left white around a photograph."""
-PICTURES, WORDS = ("drawings", "photographs"), ("as trained", "reworded")
-"""What the two sets of a comparison show or ask."""
+PICTURES, WORDS = ("drawings", "photographs"), ("as trained", "reworded", "in known words")
+"""What the sets of a comparison show or ask; the first is what training showed."""
+COLUMNS = {"reworded": "question", "in known words": "in_known_words"}
+"""Columns of the rewordings by kind."""
 ABOUT = ["category", "group", "instruction"]
 FIGURES = ("named", "hit@1")
 
@@ -56,7 +58,7 @@ class Options:
 
 
 def main(words: list[str]) -> None:
-    """Write both sets, evaluate every checkpoint, print the table."""
+    """Write the sets, evaluate every checkpoint, print the table."""
     options = parse_options(Options, words, "python scripts/unseen.py")
     kinds = PICTURES if options.stamps else WORDS
     sets = {kind: options.out / kind.replace(" ", "_") for kind in kinds}
@@ -97,13 +99,14 @@ def square(path: Path) -> bytes:
     return buffer.getvalue()
 
 
-def rewordings() -> dict[str, str]:
-    """The question in other words by relation."""
-    return pd.read_csv(REWORDINGS, sep="\t").set_index("relation")["question"].to_dict()
+def rewordings(kind: str) -> dict[str, str]:
+    """The question in other words by relation; empty for kinds that change none."""
+    table = pd.read_csv(REWORDINGS, sep="\t").set_index("relation")
+    return table[COLUMNS[kind]].to_dict() if kind in COLUMNS else {}
 
 
 def write(sets: dict[str, Path], photographs: dict[str, list[Path]] | None) -> None:
-    """Both retrieval sets of a comparison; a query's id ends in the number of its photograph, or in 0.
+    """The retrieval sets of a comparison; a query's id ends in the number of its photograph, or in 0.
 
     ``sets`` are folders by kind, `PICTURES` or `WORDS`; of ``photographs`` by concept (None for `WORDS`), other questions are left out.
     """
@@ -117,11 +120,10 @@ def write(sets: dict[str, Path], photographs: dict[str, list[Path]] | None) -> N
     ]
     judged = pd.read_parquet(TEST / "qrels.parquet").groupby("query-id")
     shown = {concept: [square(path) for path in paths] for concept, paths in (photographs or {}).items()}
-    words = rewordings()
     for kind, folder in sets.items():
-        queries, qrels = [], []
+        queries, qrels, words = [], [], rewordings(kind)
         for row, about in zip(rows.to_dict("records"), rows[ABOUT].to_dict("records"), strict=True):
-            text = words[row["id"].partition(".")[0]] if kind == "reworded" else row["text"]
+            text = words.get(row["id"].partition(".")[0], row["text"])
             own = tuple(image["bytes"] for image in row["image"])
             for number, picture in enumerate(shown.get(row["group"], own)):
                 name = f"{row['id']}.{number}"
@@ -137,9 +139,13 @@ def write(sets: dict[str, Path], photographs: dict[str, list[Path]] | None) -> N
 def values(out: Path) -> pd.DataFrame:
     """Per query: the thing, whether it is named right, and whether the first candidate is a right answer."""
     rows = pd.read_parquet(out / "per_query.parquet", columns=["query_id", "group", "rationale", "hit@1"])
+    return with_named(rows).set_index("query_id").sort_index()
+
+
+def with_named(rows: pd.DataFrame) -> pd.DataFrame:
+    """Per-query results with a column ``named``: 1 if the rationale names the thing right."""
     asked = rows["query_id"].str.rpartition(".")[0]  # without the last number
-    named = judge_words(asked, rows["rationale"], TEST)["named"]
-    return rows.assign(named=named.astype(float)).set_index("query_id").sort_index()
+    return rows.assign(named=judge_words(asked, rows["rationale"], TEST)["named"].to_numpy(float))
 
 
 def table(
@@ -152,9 +158,10 @@ def table(
         f"{'':50s}{'named, %':>22s}{'hit@1, %':>22s}",
     ]
     for checkpoint in checkpoints:
-        shown, replaced = (found[checkpoint, kind] for kind in kinds)
         lines += [line(f"{checkpoint[-30:]}, {kind}", found[checkpoint, kind]) for kind in kinds]
-        lines.append(line(f"{checkpoint[-30:]}, difference", replaced, less=shown))
+        for kind in kinds[1:]:
+            shown, replaced = found[checkpoint, kinds[0]], found[checkpoint, kind]
+            lines.append(line(f"{checkpoint[-30:]}, {kind}, difference", replaced, less=shown))
     for checkpoint in checkpoints[1:]:
         for kind in kinds:
             label, base = f"first - {checkpoint[-30:]}, {kind}", found[checkpoints[0], kind]

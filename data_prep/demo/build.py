@@ -77,10 +77,11 @@ def build(out: Path, icons: Path) -> None:
     (out / "train" / "openmoji" / "LICENSE.md").write_text(notice, encoding="utf-8")
 
 
-def write_records(out: Path, tables: Tables, splits: Splits) -> None:
+def write_records(out: Path, tables: Tables, splits: Splits, *, paraphrased: bool = False) -> None:
     """Write the training records; they need only the tables, not the drawings."""
-    write_jsonl(out / "train" / "relations.jsonl", relation_records(tables, splits))
-    write_jsonl(out / "train" / "text.jsonl", text_records(tables, splits))
+    relations = relation_records(tables, splits, paraphrased=paraphrased)
+    write_jsonl(out / "train" / "relations.jsonl", relations)
+    write_jsonl(out / "train" / "text.jsonl", text_records(tables, splits, paraphrased=paraphrased))
     write_jsonl(out / "train" / "naming.jsonl", naming_records(tables))
 
 
@@ -91,6 +92,13 @@ def copy_pictures(out: Path) -> None:
         shutil.copyfile(OUT / "train" / library, out / "train" / library)
     shutil.copyfile(OUT / "train" / "openmoji" / "LICENSE.md", out / "train" / "openmoji" / "LICENSE.md")
     shutil.copyfile(OUT / "LICENSES.md", out / "LICENSES.md")
+
+
+def write_paraphrased(out: Path) -> None:
+    """Write the shipped records with paraphrases of every question beside the shipped pictures."""
+    tables = read_tables()
+    write_records(out, tables, split(tables), paraphrased=True)
+    copy_pictures(out)
 
 
 def write_rotated(out: Path) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from data_prep.demo.families import TRAINING, Family
 from data_prep.demo.splits import VALID_QUERIES, Splits, choose, stable_hash
-from data_prep.demo.tables import Concept, Fact, Tables
+from data_prep.demo.tables import Concept, Fact, Question, Tables
 from rge.common.schema import Positive, QueryPart, Record, Target
 
 INSTRUCTION = "Answer with a picture."
@@ -14,8 +14,11 @@ NUM_WORDS_ONLY = 2
 NAMING_PHRASINGS = ("What is this?", "What do you see?", "What does this show?", "Name this.")
 
 
-def relation_records(tables: Tables, splits: Splits) -> list[Record]:
-    """Questions about pictures: each trained fact once per training family, with varying phrasings."""
+def relation_records(tables: Tables, splits: Splits, *, paraphrased: bool = False) -> list[Record]:
+    """Questions about pictures: each trained fact once per training family, with varying phrasings.
+
+    ``paraphrased``: each record also has all other phrasings and paraphrases of its question.
+    """
     records = []
     for fact in tables.facts:
         if fact.pair in splits.words_only:
@@ -25,22 +28,31 @@ def relation_records(tables: Tables, splits: Splits) -> list[Record]:
             families = [family for family in families if family != VALID_QUERIES]
         first = stable_hash("phrasing", *fact.pair)
         for number, family in enumerate(families):
-            text = tables.questions[fact.question].shown(first + number)
-            query = QueryPart(text=text, images=[reference(tables.concepts[fact.source], family)])
+            question = tables.questions[fact.question]
+            text, images = question.shown(first + number), [reference(tables.concepts[fact.source], family)]
+            query = QueryPart(
+                text=text, images=images, paraphrases=_others(question, text, None) if paraphrased else []
+            )
             records.append(_record(tables, fact, family.name, query))
     return records
 
 
-def text_records(tables: Tables, splits: Splits) -> list[Record]:
+def text_records(tables: Tables, splits: Splits, *, paraphrased: bool = False) -> list[Record]:
     """The same questions with the thing named instead of shown: one record per fact, two if no picture question asks it."""
     records = []
     for fact in tables.facts:
         question = tables.questions[fact.question]
         first = stable_hash("named", *fact.pair)
         for number in range(NUM_WORDS_ONLY if fact.pair in splits.words_only else 1):
-            query = QueryPart(text=question.named(first + number, tables.concepts[fact.source]))
+            source = tables.concepts[fact.source]
+            text = question.named(first + number, source)
+            query = QueryPart(text=text, paraphrases=_others(question, text, source) if paraphrased else [])
             records.append(_record(tables, fact, f"text{number}", query))
     return records
+
+
+def _others(question: Question, text: str, concept: Concept | None) -> list[str]:
+    return [wording for wording in question.wordings(concept) if wording != text]
 
 
 def naming_records(tables: Tables) -> list[Record]:

@@ -3,6 +3,7 @@
 ``concepts.tsv``     concept, hex (code point, part of every picture's id), name with article, number (one or many)
 ``drawings.tsv``     concept, then its icon in each family; empty: none, or it shows something else
 ``questions.tsv``    question, category, three phrasings or more
+``paraphrases.tsv``  question, six further wordings: concise (two questions or commands more), then detailed; not in the shipped records
 ``relations.tsv``    question, source concept, target concept, rationale; one row per acceptable target
 ``near_misses.tsv``  question, source concept, a plausible but wrong concept
 
@@ -47,17 +48,24 @@ class Question:
     key: str
     category: str
     phrasings: tuple[str, ...]
+    paraphrases: tuple[str, ...] = ()
 
     def shown(self, number: int) -> str:
         """A phrasing for a query with a picture."""
-        return self._phrase(number).format(x="this", **_ONE)
+        return _filled(self.phrasings[number % len(self.phrasings)], None)
 
     def named(self, number: int, concept: Concept) -> str:
         """A phrasing that names the thing instead of showing it."""
-        return self._phrase(number).format(x=concept.name, **(_MANY if concept.many else _ONE))
+        return _filled(self.phrasings[number % len(self.phrasings)], concept)
 
-    def _phrase(self, number: int) -> str:
-        return self.phrasings[number % len(self.phrasings)]
+    def wordings(self, concept: Concept | None) -> list[str]:
+        """All phrasings and paraphrases, beside a picture or with the thing named."""
+        return [_filled(wording, concept) for wording in (*self.phrasings, *self.paraphrases)]
+
+
+def _filled(wording: str, concept: Concept | None) -> str:
+    forms = _MANY if concept is not None and concept.many else _ONE
+    return wording.format(x="this" if concept is None else concept.name, **forms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +118,10 @@ def read_tables() -> Tables:
         for family in FAMILIES
         if row[family.name]
     }
-    questions = {row["question"]: _question(row) for row in rows_of("questions")}
+    paraphrases = {row.pop("question"): tuple(row.values()) for row in rows_of("paraphrases")}
+    questions = {
+        row["question"]: _question(row, paraphrases[row["question"]]) for row in rows_of("questions")
+    }
     answers: dict[tuple[str, str], dict[str, str]] = {}
     for row in rows_of("relations"):
         answers.setdefault((row["question"], row["source"]), {})[row["target"]] = row["rationale"]
@@ -121,6 +132,6 @@ def read_tables() -> Tables:
     return Tables(concepts, icons, questions, facts)
 
 
-def _question(row: dict[str, str]) -> Question:
+def _question(row: dict[str, str], paraphrases: tuple[str, ...]) -> Question:
     phrasings = [text for column, text in row.items() if column.startswith("phrasing_") and text]
-    return Question(row["question"], row["category"], tuple(phrasings))
+    return Question(row["question"], row["category"], tuple(phrasings), paraphrases)

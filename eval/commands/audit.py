@@ -262,7 +262,8 @@ def _read(path: Path, seen: _Seen, digests: dict[str, str | None], lenient: bool
         seen.num_records += 1
         query_names = set().union(*map(names, query.get("images") or []))
         seen.queries |= query_names
-        seen.asked.update(product(query_names, [_text(query.get("text"))]))
+        wordings = (query.get("text"), *(query.get("paraphrases") or []))
+        seen.asked.update(product(query_names, map(_text, wordings)))
         for positive in positives:
             target = names(positive.get("image"), positive.get("id"))
             seen.targets |= target

@@ -36,8 +36,8 @@ PLACES = ("out", "cache", "overwrite", "report")
 DECIDES = (
     "set.fingerprint", "set.content", "set.report_by", "set.limit", "benchmark", "profile", "metrics", "seed", "rerank.of",
     "rerank.top_n", "rerank.mix", "rerank.judge", "checkpoint_hash", "query_mode", "query_modality", "tag", "run_hash",
-    "candidate_mode", "depth", "embedding_dims", "decoding", "dtype", "exact", "prompts.profile", "rewrite.kind",
-    "rewrite.model", "rewrite.replaces",
+    "candidate_mode", "depth", "embedding_dims", "decoding", "dtype", "exact", "prompts.profile", "prompts.instructions",
+    "rewrite.kind", "rewrite.model", "rewrite.replaces",
 )  # fmt: skip
 """Keys of results.json that determine the figures, in addition to `USED_WITH`; not software, machine and batch size."""
 USED_WITH = ("settings.", "prompts.", "asked.rewriter_at")

@@ -8,6 +8,7 @@ set (`Protocol.figures`).
 Shape suffixes: Q = queries, M = metrics.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -17,7 +18,8 @@ import numpy as np
 from eval.scoring.metrics import deepest, names_of
 from eval.scoring.output_files import Scored, figures, means, score_ranking
 from eval.scoring.search import DEPTH, Ranking, trec_ties
-from eval.sets.retrieval_set import RetrievalSet
+from eval.scoring.stats import over_groups
+from eval.sets.retrieval_set import RetrievalSet, paraphrases
 from rge.common.errors import UserError
 
 PROFILES = ("clean", "official")
@@ -98,9 +100,27 @@ def all_figures(wanted: RetrievalSet, scored: Scored, protocol: Protocol, *, see
     out = figures(wanted, scored, seed=seed)
     more = protocol.figures(wanted, scored, seed=seed)
     out["micro"] |= more.pop("micro", {})
+    if "paraphrase_groups" not in more and (same := paraphrases(wanted)) is not None:
+        more["paraphrase_groups"] = sum(count > 1 for count in Counter(same).values())
+        out["micro"] |= _sensitivity(wanted, scored, protocol, same, seed=seed)
     if protocol.benchmark != "generic":
         out["headline"] = headline_figures(protocol, out["micro"], "micro")
     return out | more
+
+
+def _sensitivity(
+    wanted: RetrievalSet, scored: Scored, protocol: Protocol, same: Sequence[str], *, seed: int
+) -> dict[str, Any]:
+    """For each headline metric, the largest minus the smallest value of a question's wordings, mean over the questions."""
+    column = dict(zip(scored.names, scored.value_QM.T, strict=True))
+    ranges = {
+        f"linguistic_sensitivity_{name}": over_groups(
+            column[name], same=same, group=wanted.columns["group"], seed=seed
+        )
+        for name in protocol.headline
+        if name in column
+    }
+    return {name: figure for name, figure in ranges.items() if figure}
 
 
 def headline_figures(

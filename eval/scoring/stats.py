@@ -1,14 +1,25 @@
-"""Paired tests on per-query values by cluster, Holm's correction, effect sizes and power; for intervals see `rge.stats.intervals`.
+"""Paired tests on per-query values by cluster, Holm's correction, effect sizes, power, and statistics over paraphrases; for intervals see `rge.stats.intervals`.
 
 Differences are tested by flipping the signs of whole groups (Smucker, Allan and Carterette 2007 recommend
 randomisation; Wilcoxon and sign tests err at large n), with p = (b + 1) / (B + 1), which is never 0.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
+import pandas as pd
 
-from rge.stats.intervals import CHUNK, LEVEL, NORMAL, NUM_RESAMPLES, group_sums
+from rge.stats.intervals import (
+    CHUNK,
+    LEVEL,
+    NORMAL,
+    NUM_RESAMPLES,
+    cluster_bootstrap,
+    figures,
+    group_sums,
+    index_of,
+)
 
 POWER = 0.8
 
@@ -40,6 +51,30 @@ def sign_flip_p(
         sign_BG = rng.integers(0, 2, (size, len(share_GM)), dtype=np.int8).astype(np.float64) * 2 - 1
         reached_M += (np.abs(sign_BG @ share_GM) >= bar_M).sum(axis=0)
     return (reached_M + 1) / (num_resamples + 1)
+
+
+def over_groups(
+    value_Q: np.ndarray,
+    same: Sequence[str],
+    group: Sequence[str],
+    *,
+    seed: int,
+    of: Callable[..., Any] = np.ptp,
+    least: int = 2,
+) -> dict[str, float | None] | None:
+    """Mean over paraphrase groups of a statistic of their values, with an interval; None if no group has enough queries.
+
+    NaN is left out. ``same``: each query's paraphrase group. ``group``: unit of resampling, which may contain several
+    of them. ``of``: range, `numpy.std`, or mean, which weights all groups equally.
+    """
+    table = pd.DataFrame({"value": value_Q, "group": group, "same": same}).dropna(subset="value")
+    table = table.groupby("same", sort=False).filter(lambda rows: len(rows) >= least)
+    if table.empty:
+        return None
+    parts = table.groupby("same", sort=False)
+    value_G = np.array([[float(of(values.to_numpy()))] for _, values in parts["value"]])
+    means = cluster_bootstrap(value_G, index_of(parts["group"].first().tolist()), seed=seed)
+    return figures(means, (0.0, 1.0))[0] | {"value": float(value_G.mean())}
 
 
 def holm(p: Sequence[float]) -> np.ndarray:

@@ -196,6 +196,14 @@ def query_column(wanted: RetrievalSet, name: str, words: str = "strings") -> lis
     return Table(wanted.path / "queries.parquet").read(name, words)[: len(wanted.queries)]
 
 
+def paraphrases(wanted: RetrievalSet) -> list[str] | None:
+    """The question that each query words, shared by its paraphrases; None if the set does not say."""
+    path = wanted.path / "queries.parquet"
+    if not path.is_file() or "paraphrase" not in (table := Table(path)).names:
+        return None
+    return table.read("paraphrase")[: len(wanted.queries)]
+
+
 def picture_ids(wanted: RetrievalSet) -> list[list[str]]:
     """Ids of each query's pictures in the release; empty lists if unknown."""
     table = Table(wanted.path / "queries.parquet")

@@ -217,16 +217,27 @@ class Positive(Target):
 
 
 class QueryPart(_Model):
-    """The query of a training record: text, pictures, or both."""
+    """The query of a training record: text, pictures, or both.
+
+    ``paraphrases`` are other wordings of the text; training draws one of all wordings in each step.
+    """
 
     text: str | None = None
     images: list[Picture] = []
+    paraphrases: list[Text] = []
 
     @model_validator(mode="after")
     def _has_content(self) -> "QueryPart":
         if not (self.text or "").strip() and not self.images:
             raise ValueError("a query needs a text, images, or both")
+        if self.paraphrases and not (self.text or "").strip():
+            raise ValueError("paraphrases are other wordings of the text, which is missing")
         return self
+
+    @property
+    def wordings(self) -> tuple[str | None, ...]:
+        """The text, then its paraphrases."""
+        return self.text, *self.paraphrases
 
 
 class Record(_Model):

@@ -84,9 +84,15 @@ def unflatten(head: dict[str, Any], pixels: Tensor) -> Batch:
     return replace(head["rest"], queries=prompts[:num_queries], candidates=prompts[num_queries:])
 
 
+def query_items(record: Record) -> list[Item]:
+    """A record's query as items to embed: one for each of its wordings, its text first."""
+    images = tuple(record.query.images)
+    return [Item(record.id, text, images, record.instruction) for text in record.query.wordings]
+
+
 def query_item(record: Record) -> Item:
-    """A record's query as an item to embed."""
-    return Item(record.id, record.query.text, tuple(record.query.images), record.instruction)
+    """A record's query, worded as its text, as an item to embed."""
+    return query_items(record)[0]
 
 
 def target_item(target: Target) -> Item:
@@ -187,7 +193,7 @@ class Collator:
             check_targets(record)
         drawn = int(generator.integers(len(record.positives)))
         rationale = record.positives[drawn].rationale or ""
-        query = self._prompt(query_item(record), "query", generator)
+        query = self._prompt(_worded(record, draw.seed), "query", generator)
         oracle_ids = self.builder.rationale_ids(rationale, record.id) if self.need_oracle else []
         candidates = self._candidates(record, drawn, generator) if self.need_candidates else ()
         right_answers = sorted({identity(target) for target in record.positives})
@@ -240,6 +246,12 @@ def _batch_of(rows: Sequence[_Row], bad: list[BadRecord], *, by_length: bool) ->
     )
 
 
+def _worded(record: Record, seed: int) -> Item:
+    """The query in one of its wordings, each as likely; a draw's other chances do not depend on how many there are."""
+    items = query_items(record)
+    return items[int(np.random.default_rng([seed, _WORDING]).integers(len(items)))]
+
+
 def replacements(draw: Draw, others: Sequence[int], taken: Collection[tuple[int, int]]) -> Iterator[Draw]:
     """Yield the draw, then replacements among `others` of its source; those already `taken` last."""
     yield draw
@@ -251,8 +263,8 @@ def replacements(draw: Draw, others: Sequence[int], taken: Collection[tuple[int,
         yield replace(draw, index=index)
 
 
-_REPLACEMENT = 0xBAD
-"""Salt: makes the draw of replacements independent of other uses of a draw's seed."""
+_REPLACEMENT, _WORDING = 0xBAD, 0x3A1D
+"""Salts: make the draws of replacements and wordings independent of other uses of a draw's seed."""
 
 
 def problems(recipe: Recipe, stages: Sequence[str], num_processes: int) -> Iterator[str]:

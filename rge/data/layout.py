@@ -23,7 +23,7 @@ from rge.common.commands import progress_bar
 from rge.common.images import picture_bytes, picture_size
 from rge.common.schema import ImageRef, Item, Record, Target
 from rge.config import Recipe
-from rge.data.collate import check_targets, query_item, target_item
+from rge.data.collate import check_targets, query_items, target_item
 from rge.data.sources import Records, identity, number_of, on_disk
 from rge.data.verdicts import Verdicts, forked
 from rge.identity.run_identity import version_of
@@ -150,7 +150,8 @@ def _measured(record: Record, builder: PromptBuilder, need_oracle: bool, need_ca
     if need_candidates:
         check_targets(record)
     measure = partial(measured, builder)
-    query = measure(query_item(record), "query")
+    # The longest wording, since any of them may be drawn.
+    query = max((measure(item, "query") for item in query_items(record)), key=lambda size: size.num_tokens)
     targets = (*record.positives, *record.negatives) if need_candidates else ()
     candidates = [measure(target_item(target), "candidate") for target in targets]
     oracles = [target.rationale or "" for target in record.positives if need_oracle]

@@ -392,7 +392,7 @@ def check_wording(record: Record, source: str, profile: str) -> None:
 
 def texts_of(record: Record) -> list[str]:
     """All non-empty texts of a record."""
-    texts = [record.instruction, record.query.text]
+    texts = [record.instruction, *record.query.wordings]
     for target in (*record.positives, *record.negatives):
         texts += [target.text, getattr(target, "rationale", None)]
     return [text for text in texts if text]

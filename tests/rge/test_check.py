@@ -494,6 +494,20 @@ def test_many_records_are_laid_out_by_several_processes(home, accelerator, monke
     assert there.numbers_N.tolist() == [0, 1, 2]
 
 
+def test_the_longest_wording_of_a_query_counts(home, accelerator):
+    path = home / "records.jsonl"
+    recipe, rows = recipe_of(home), [json.loads(line) for line in path.read_text().splitlines()]
+    builder = collate.prompt_builder(processor_of(recipe, {}), recipe)
+    found = []
+    for text, paraphrases in (("short", []), ("word " * 30, []), ("short", ["shorter", "word " * 30])):
+        rows[1]["query"] |= {"text": text, "paraphrases": paraphrases}
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        laid = layout.lay_out(RecordFile(path), builder, need_oracle=True, need_candidates=True)
+        found.append(laid.column("query").tolist())
+    assert found[0][1] + 28 < found[1][1] == found[2][1]
+    assert {tuple(lengths[::2]) for lengths in found} == {tuple(found[0][::2])}
+
+
 def test_an_estimate_that_fails_is_a_warning(home, accelerator, monkeypatch):
     monkeypatch.setattr(estimate, "plan", lambda *_, **__: {}["vision"])
     monkeypatch.setattr(check, "processor_of", lambda *_, **__: 1 / 0)

@@ -106,7 +106,7 @@ def study(monkeypatch, tmp_path):
     monkeypatch.setattr(module, "run", run)
     monkeypatch.setattr(module, "build", build)
     monkeypatch.setattr(module.spoil, "write", lambda out, dose, seed: out.mkdir(parents=True, exist_ok=True))
-    for name in ("write_mixed", "write_rotated"):
+    for name in ("write_mixed", "write_rotated", "write_paraphrased"):
         monkeypatch.setattr(module, name, lambda out: module.built.append(out))
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     module.arms, module.folder = arms, tmp_path / "a study"

@@ -17,7 +17,7 @@ The set holds each judgement once. The original lengths of the lists, by which t
 Shape suffixes: Q = queries, K = ranks, M = metrics, G = groups.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -41,9 +41,11 @@ from eval.scoring.metrics import Judged, average_precision_capped, compute, pars
 from eval.scoring.output_files import Scored, judged_rows, means, score_ranking
 from eval.scoring.protocol import Protocol
 from eval.scoring.search import Ranking
+from eval.scoring.stats import over_groups
 from eval.sets.retrieval_set import RetrievalSet, picture_ids, query_column
 from eval.sets.write_set import Candidate, Query
-from rge.stats.intervals import cluster_bootstrap, figures, index_of, ratio_bootstrap
+from rge.common.prompt_profiles import PICTURE_INSTRUCTION
+from rge.stats.intervals import figures, index_of, ratio_bootstrap
 
 REPOSITORY = "pinterest/pinpoint-dataset"
 TABLE, INDEX = "pinpoint_licensed.parquet", "index_signatures.txt"
@@ -62,6 +64,8 @@ class PinpointOptions(PictureOptions):
     """Accept positives that are not in the index; they still count in every denominator."""
     exclude_query_image: bool = False
     """Remove a query's own pictures from its ranking; the released retrieval does not."""
+    instruction: str = PICTURE_INSTRUCTION
+    """Task instruction for every query, that of `rge data rmir`; the release has none. '': none."""
 
 
 def import_pinpoint(options: PinpointOptions) -> RetrievalSet:
@@ -74,7 +78,7 @@ def import_pinpoint(options: PinpointOptions) -> RetrievalSet:
     )  # fmt: skip
     draft = Draft(index)
     for row in iter_rows(table, needed=COLUMNS):
-        query, right, wrong = _query(row, pictures)
+        query, right, wrong = _query(row, pictures, options.instruction)
         if right:
             own = str(query.columns["picture_ids"]).split("+")
             draft.add(query, row.where, dict.fromkeys(right, 1), wrong, own)
@@ -98,7 +102,7 @@ def import_pinpoint(options: PinpointOptions) -> RetrievalSet:
     )
 
 
-def _query(row: Row, pictures: Pictures) -> tuple[Query, list[str], list[str]]:
+def _query(row: Row, pictures: Pictures, instruction: str) -> tuple[Query, list[str], list[str]]:
     """A row's query, with its positives and negatives, each once."""
     name = str(row["query_id"]).removeprefix("query_").zfill(5)  # as the released scorer normalises it
     listed_right, listed_wrong = as_list(row["positive_candidates"]), as_list(row["negative_candidates"])
@@ -111,6 +115,7 @@ def _query(row: Row, pictures: Pictures) -> tuple[Query, list[str], list[str]]:
         text=row.text("instruction"),
         images=tuple(pictures.find(signature, by_stem=True) for signature in own),
         group="+".join(own),
+        instruction=instruction or None,
         columns={
             "images": "one image" if len(own) == 1 else "two images",
             "picture_ids": "+".join(own),
@@ -230,30 +235,6 @@ def pinpoint_values(names: Sequence[str], judged: Judged) -> np.ndarray:
         else:
             columns.append(np.nan_to_num(compute(name, judged)))  # without negatives: 0
     return np.stack(columns, axis=1)
-
-
-def over_groups(
-    value_Q: np.ndarray,
-    same: Sequence[str],
-    group: Sequence[str],
-    *,
-    seed: int,
-    of: Callable[..., Any] = np.ptp,
-    least: int = 2,
-) -> dict[str, float | None] | None:
-    """Mean over paraphrase groups of a statistic of their values, with an interval; None if no group has enough queries.
-
-    NaN is left out. ``same``: each query's paraphrase group. ``group``: unit of resampling, which may contain several
-    of them. ``of``: range, `numpy.std`, or mean, which weights all groups equally.
-    """
-    table = pd.DataFrame({"value": value_Q, "group": group, "same": same}).dropna(subset="value")
-    table = table.groupby("same", sort=False).filter(lambda rows: len(rows) >= least)
-    if table.empty:
-        return None
-    parts = table.groupby("same", sort=False)
-    value_G = np.array([[float(of(values.to_numpy()))] for _, values in parts["value"]])
-    means = cluster_bootstrap(value_G, index_of(parts["group"].first().tolist()), seed=seed)
-    return figures(means, (0.0, 1.0))[0] | {"value": float(value_G.mean())}
 
 
 PROTOCOLS = (

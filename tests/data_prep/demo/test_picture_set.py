@@ -69,6 +69,20 @@ def test_counts_and_size(tables):
     assert sum(path.stat().st_size for path in DATA.rglob("*") if path.is_file()) < MAX_BYTES
 
 
+@pytest.mark.slow
+def test_paraphrased_records_are_the_shipped_ones_with_all_other_wordings(tables, records, tmp_path):
+    demo.write_paraphrased(tmp_path)
+    for name in ("relations", "text"):
+        found = list(RecordFile(tmp_path / "train" / f"{name}.jsonl", need_rationale=True))
+        for record, shipped in zip(found, records[name], strict=True):
+            question = tables.questions[record.id.split(".")[0]]
+            named = None if record.query.images else tables.concepts[record.group]
+            assert sorted(record.query.wordings) == sorted(question.wordings(named))
+            assert len(set(record.query.wordings)) == 9
+            assert (record.query.text, record.id) == (shipped.query.text, shipped.id)
+            assert [one.rationale for one in record.positives] == [one.rationale for one in shipped.positives]
+
+
 def test_rationales_are_short(tables):
     lengths = [len(text.split()) for fact in tables.facts for text in fact.answers.values()]
     assert max(lengths) <= 50

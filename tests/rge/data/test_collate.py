@@ -2,12 +2,14 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from rge.checkpoints.export import export, settings_of
+from rge.common.schema import Record
 from rge.config import DataConfig, Recipe, SourceConfig, StageConfig, load_recipe
 from rge.data.augment import AUGMENTATIONS
 from rge.data.collate import (
@@ -153,6 +155,32 @@ def test_candidates_are_the_drawn_positive_and_negatives(batches, records):
     for record in by_id.values():
         assert all(positives[record.id, target.id] for target in record.positives)
         assert all(negatives[record.id, target.id] for target in record.negatives)
+
+
+def test_a_step_asks_in_one_wording_and_draws_all_else_as_without_others(batches, records, builder):
+    plain, wordings = [batches()[step] for step in range(12)], {}
+    for file in records:
+        lines = [json.loads(line) for line in file.path.read_text().splitlines()]
+        for line in lines:
+            words = [line["query"]["text"], f"and {line['id']}", f"or {line['id']}?"]
+            line["query"]["paraphrases"] = words[1:]
+            asked = [{**line["query"], "text": text, "paraphrases": []} for text in words]
+            items = [query_item(Record(**{**line, "query": query})) for query in asked]
+            images = [str(file.path.parent / image) for image in line["query"]["images"]]
+            items = [replace(item, images=tuple(images)) for item in items]
+            wordings[line["id"]] = [builder.build(item, "query").input_ids.tolist() for item in items]
+        file.path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    files = [RecordFile(file.path) for file in records]
+    drawn, seen = batches(), Counter()
+    drawn.files = files
+    for step, before in enumerate(plain):
+        batch = drawn[step]
+        for name, query in zip(batch.record_ids, batch.queries, strict=True):
+            seen[wordings[name].index(query.input_ids.tolist())] += 1
+        assert content(drawn[step]) == content(batch)
+        rest = [[row[0][:1] + row[0][2:], *row[1:]] for row in content(batch)]
+        assert rest == [[row[0][:1] + row[0][2:], *row[1:]] for row in content(before)]
+    assert min(seen[number] for number in range(3)) > 12  # of 72
 
 
 def test_what_a_stage_does_not_need_is_not_made(batches):

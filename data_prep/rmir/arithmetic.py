@@ -1,5 +1,6 @@
-"""Arithmetic of the pipeline as pure functions (section numbers: RMIR paper): majority of the panel, TSR, the split."""
+"""Arithmetic of the pipeline as pure functions (section numbers: RMIR paper): majority of the panel, TSR, the split, reading level."""
 
+import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -56,6 +57,26 @@ def tsr(negativeness_K: Sequence[float], k: int) -> float:
         tail += value
         total += tail / length
     return total / k
+
+
+def reading_grade(text: str) -> float:
+    """Flesch-Kincaid grade of an English text (3.2): years of school needed to read it; 0 without words.
+
+    Syllables are groups of vowels, without a silent final e.
+    """
+    words = re.findall(r"[a-z]+(?:['’][a-z]+)*", text.lower())
+    if not words:
+        return 0.0
+    sentences = max(1, len(re.findall(r"[.!?]+(?=\s|$)", text.strip())))
+    syllables = sum(_syllables(word) for word in words)
+    return 0.39 * len(words) / sentences + 11.8 * syllables / len(words) - 15.59
+
+
+def _syllables(word: str) -> int:
+    silent = re.search(r"[^aeiouyl]e(?:s|d)?$|[aeiouy]le$", word) and not re.search(
+        r"[td]ed$|(?:[cgsxz]|ch|sh)es$", word
+    )
+    return max(1, len(re.findall(r"[aeiouy]+", word)) - bool(silent))
 
 
 def merge_candidates(found: Mapping[str, Sequence[str]]) -> dict[str, dict[str, int]]:

@@ -13,6 +13,7 @@ from rge.calls.prices import fill_prices
 from rge.common.errors import UserError
 from rge.common.files import RECIPES
 from rge.common.options import AtLeastOne, Count, NotNegative, Positive, Quoting, Share, one_of, parse_file
+from rge.common.prompt_profiles import PICTURE_INSTRUCTION
 
 CONFIGS = RECIPES / "data_prep"
 C = TypeVar("C", bound="RmirConfig")
@@ -259,8 +260,8 @@ class ExportConfig:
 
     name: str = "rmir"
     """Name of the data set in its records."""
-    instruction: str = "Find the image that answers the question about the given image."
-    """Task instruction of every query."""
+    instruction: str = PICTURE_INSTRUCTION
+    """Task instruction of every query, that of the importers `rge eval import rmir` and `pinpoint`."""
     rationale: Literal["generator", "none"] = "generator"
     """generator: the reasoning written with the query becomes the rationale of its positives; none: no rationale."""
 

@@ -34,7 +34,9 @@ from eval.scoring.output_files import RESULTS, read_results, rerun_command, self
 from eval.scoring.search import Ranking, rows_within, search
 from eval.sets.contents import Contents, contents_of, query_contents, with_content
 from eval.sets.retrieval_set import MODALITIES, Modality, RetrievalSet
+from rge.checkpoints.settings import Instructions
 from rge.common.errors import UserError
+from rge.common.mmeb_prompts import imported_with
 from rge.common.options import AtLeastOne, Count, one_of
 from rge.common.prompt_profiles import PROFILES
 from rge.common.schema import Encoded
@@ -47,9 +49,20 @@ UNTRAINED = (
     "use query_mode={mode}"
 )
 UNREASONED = "candidate_mode=reasoning, but training embeds candidates without a rationale: no checkpoint has learned this mode"
+IN_OTHER_WORDS = (
+    "Otherwise figures can be much lower: pass instruction={default!r}, or another of those in rge.json"
+)
 UNINSTRUCTED = (
-    "{missing} of {all} queries have no instruction; the most frequent one in this checkpoint's training was {default!r}. Without it, "
-    "figures can be much lower: give it to the set, e.g. with instruction= of `rge eval import folder` or `rge eval mine`"
+    "{missing} of {all} queries have no instruction; the most frequent one in this checkpoint's training was {default!r}. "
+    + IN_OTHER_WORDS
+)
+UNKNOWN = (
+    "none of the set's instructions, such as {asked!r}, is one that this checkpoint was trained with, most often {default!r}. "
+    + IN_OTHER_WORDS
+)
+OTHER_MMEB = (
+    "the set was imported with instructions={given}, but this checkpoint was trained on MMEB's records with instructions={trained}: "
+    "import it in the trained words, with instructions={trained} of `rge eval import mmeb`"
 )
 
 
@@ -61,6 +74,8 @@ class RunOptions(ModelOptions, RewriteOptions, MeasureOptions):
     """Any of reasoning (a query writes a rationale before it is embedded), direct, auto and latent (docs/modes.md)."""
     query_modality: tuple[str, ...] = ("both",)
     """both, text and/or image: the parts of a query that are used, for the shortcut ablations."""
+    instruction: str | None = None
+    """Task instruction of every query, in place of the set's own; '': none; null: the set's."""
     limit: int | None = None
     """Use only this many queries, for a quick look; the pool stays complete."""
     cache: Path | None = None
@@ -197,6 +212,9 @@ class Session:
         process_group = join()
         protocol, whole = options.prepared()
         wanted = whole.first(options.limit)
+        if options.instruction is not None:
+            asked = [replace(query, instruction=options.instruction or None) for query in wanted.queries]
+            wanted = replace(wanted, queries=asked)
         depth = protocol.depth(wanted, options.depth)
         modalities = {condition.modality for condition in conditions}
         rewriter = None if modalities == {"image"} else options.load_rewriter(options.root)
@@ -255,11 +273,7 @@ class Session:
             warnings.append(UNTRAINED.format(mode="latent" if settings.think_tokens else "direct"))
         if self.embeddings.candidate_mode == "reasoning" and settings.recipe:  # trained here
             warnings.append(UNREASONED)
-        default = settings.instructions and settings.instructions.default
-        missing = sum(not item.instruction for item in wanted.queries)
-        # benchmarks are asked as they were published
-        if default and missing and not wanted.meta.get("benchmark"):
-            warnings.append(UNINSTRUCTED.format(missing=missing, all=len(wanted.queries), default=default))
+        warnings += other_words(wanted, settings.instructions)
         return [*warnings, *settings.notes, *(self.audit.warnings if self.audit else [])]
 
     def check_out(self, condition: Condition, more: Mapping[str, Any]) -> dict[str, Any]:
@@ -305,6 +319,26 @@ class Session:
             made_with=self.embeddings.made_with,
             title=title,
         )
+
+
+def other_words(wanted: RetrievalSet, trained: Instructions | None) -> list[str]:
+    """Caveats about a set that asks in other words than a checkpoint was trained with."""
+    if trained is None:
+        return []
+    given = wanted.meta.get("instructions")
+    if wanted.meta.get("prompts"):  # the texts include their instructions
+        known = imported_with(trained.known)
+        if given in ("vlm2vec", "rge") and known and given not in known:
+            return [OTHER_MMEB.format(given=given, trained=known.pop())]
+        return []
+    missing = sum(not item.instruction for item in wanted.queries)
+    if missing and trained.default:
+        return [UNINSTRUCTED.format(missing=missing, all=len(wanted.queries), default=trained.default)]
+    asked = dict.fromkeys(item.instruction for item in wanted.queries if item.instruction)
+    if asked and trained.known and asked.keys().isdisjoint(trained.known):
+        default = trained.default or trained.known[0]
+        return [UNKNOWN.format(asked=next(iter(asked)), default=default)]
+    return []
 
 
 def _shared(options: RunOptions, wanted: RetrievalSet, encoder: Embeds) -> dict[str, Any]:

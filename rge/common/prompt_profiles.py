@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from rge.common.registry import Registry
 
 EMB_TOKEN = "<emb>"
+PICTURE_INSTRUCTION = "Find the image that answers the question about the given image."
+"""Task instruction of RMIR and PinPoint: records of `data_prep.rmir` are trained with it, and their benchmarks are asked with it."""
 
 
 def think_tokens(count: int) -> list[str]:

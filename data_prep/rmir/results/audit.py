@@ -1,7 +1,7 @@
-"""Audit of a finished run: agreement of judges, yield of each index, shortcut queries, and overlap of the two sets.
+"""Audit of a finished run: agreement of judges, yield of each index, shortcuts, overlap of the two sets, evidence for TSR, and language.
 
-It makes no model calls. Source: the RMIR paper's future work (section 5): model diversity, and shortcut rates measured by
-unimodal retrieval.
+It makes no model calls. Sources in the RMIR paper: future work (section 5: model diversity, and shortcut rates measured by unimodal
+retrieval), Appendix B.2 (does TSR predict further right answers?), and 3.2 (words a query, and their reading level).
 """
 
 import math
@@ -17,6 +17,7 @@ from data_prep.rmir.decisions import candidates_by_query
 from data_prep.rmir.pictures.encoders import Index, caption_index, image_index
 from data_prep.rmir.pictures.near_duplicates import num_repeats
 from data_prep.rmir.run import Row, Run
+from rge.stats.intervals import figures, index_of, resampled
 
 TEXT, TEXT_TO_CAPTIONS, IMAGE = SHORTCUTS = "text alone", "text alone, by captions", "picture alone"
 DESCRIPTION = "the answer described"
@@ -24,6 +25,7 @@ PROBES = (*SHORTCUTS, DESCRIPTION)
 """Search inputs. The last is not a shortcut but the reference: what the same encoder finds when told the answer."""
 SUSPECT_BITS = 4
 """Hash distance up to which pictures of the two sets are reported as near-duplicates."""
+TSR_RESAMPLES = 2000
 COUNTED = {maths.TRUE: 0, maths.FALSE: 1, maths.ABSTAIN: 2}
 """Counted verdicts; others count as abstentions, as in `arithmetic.tally`."""
 
@@ -33,7 +35,8 @@ def audit(run: Run) -> dict[str, Any]:
     rows = shortcuts(run)
     frames.write_rows(run.path("audit", "shortcuts.parquet"), rows)
     found = {"judges": judges(run), "indices": indices(run), "shortcuts": solved(rows, run.config.audit.ks)}
-    return defined(found | {"overlap": overlap(run)})
+    found |= {"overlap": overlap(run), "tsr": reliability(run), "language": language(run)}
+    return defined(found)
 
 
 def judges(run: Run) -> dict[str, Any]:
@@ -76,6 +79,89 @@ def indices(run: Run) -> dict[str, dict[str, float]]:
             "share_of_right": counts["right"] / total if total else math.nan,
         }
         for name, counts in found.items()
+    }
+
+
+BINS = 400
+"""Bins of TSR, in which the area under the curve is computed."""
+
+
+def reliability(run: Run) -> dict[str, Any]:
+    """Whether TSR predicts further right answers (Appendix B.2), by judgements that were paid for anyway.
+
+    TSR of the first K - 1 candidates of the image index is compared with the panel's verdict on the K-th. The paper compares it with people's
+    labels of 150 queries; here, all queries count whose K-th candidate the panel kept or rejected, in resamples by their pictures.
+
+    Returns:
+        ``right``, ``wrong``: number of queries by that verdict; ``mean_right``, ``mean_wrong``: mean TSR; ``auc``: probability that TSR is
+        higher for a query of the latter kind; ``difference`` of the means; ``right_above``, ``right_below``: share of right K-th candidates
+        of queries above `SplitConfig.tsr_threshold`, and of the others. All but the numbers have intervals.
+    """
+    k, threshold = run.config.retrieve.by_image, run.config.split.tsr_threshold
+    decided = {(row["query_id"], row["candidate_id"]): row for row in run.rows("keep", "decided")}
+    ranked: dict[str, list[tuple[int, Row]]] = defaultdict(list)
+    for row in run.rows("retrieve", "triplets"):
+        if row["image_rank"] is not None and (found := decided.get((row["query_id"], row["candidate_id"]))):
+            ranked[row["query_id"]].append((row["image_rank"], found))
+    pictures = {row["query_id"]: row["image_id"] for row in run.rows("generate", "queries")}
+    scores, rights, groups = [], [], []
+    for query, candidates in sorted(ranked.items()):
+        *first, (rank, last) = sorted(candidates, key=lambda one: one[0])
+        if rank == k > 1 and last["state"] in (maths.KEPT, maths.REJECTED):
+            scores.append(maths.tsr([row["negativeness"] for _, row in first], k - 1))
+            rights.append(last["state"] == maths.KEPT)
+            groups.append(pictures[query])
+    return tsr_evidence(np.array(scores), np.array(rights, bool), groups, threshold)
+
+
+def tsr_evidence(
+    score_Q: np.ndarray, right_Q: np.ndarray, groups: Sequence[str], threshold: float
+) -> dict[str, Any]:
+    """The figures of `reliability`."""
+    numbers = {"right": int(right_Q.sum()), "wrong": int((~right_Q).sum())}
+    if not all(numbers.values()):
+        return numbers
+    bin_Q = np.minimum((score_Q * BINS).astype(int), BINS - 1)
+    above_Q, wrong_Q = score_Q > threshold, ~right_Q
+    group_Q = index_of(groups)
+    # Sums over queries, from which every figure follows: a histogram by verdict, and four columns more.
+    terms_GT = np.zeros((int(group_Q.max()) + 1, 2 * BINS + 6))
+    np.add.at(terms_GT, (group_Q, bin_Q + BINS * wrong_Q), 1.0)
+    more_QT = np.stack(
+        [score_Q * right_Q, score_Q * wrong_Q, right_Q & above_Q, above_Q, right_Q & ~above_Q, ~above_Q],
+        axis=1,
+    )
+    np.add.at(terms_GT, (group_Q[:, None], 2 * BINS + np.arange(6)), more_QT.astype(float))
+
+    def values(terms_XT: np.ndarray) -> np.ndarray:
+        right_XB, wrong_XB, more_XT = np.split(terms_XT, [BINS, 2 * BINS], axis=1)
+        num_right_X, num_wrong_X = right_XB.sum(axis=1), wrong_XB.sum(axis=1)
+        below_XB = right_XB.cumsum(axis=1) - right_XB / 2
+        with np.errstate(divide="ignore", invalid="ignore"):
+            mean_right_X, mean_wrong_X = more_XT[:, 0] / num_right_X, more_XT[:, 1] / num_wrong_X
+            auc_X = (wrong_XB * below_XB).sum(axis=1) / (num_right_X * num_wrong_X)
+            shares = [more_XT[:, 2] / more_XT[:, 3], more_XT[:, 4] / more_XT[:, 5]]
+        return np.stack([mean_right_X, mean_wrong_X, auc_X, mean_wrong_X - mean_right_X, *shares], axis=1)
+
+    names = ("mean_right", "mean_wrong", "auc", "difference", "right_above", "right_below")
+    counts = np.full(len(names), len(terms_GT))
+    bootstrap = resampled(terms_GT, values, counts, num_resamples=TSR_RESAMPLES, seed=0)
+    return numbers | dict(zip(names, figures(bootstrap), strict=True))
+
+
+def language(run: Run) -> dict[str, Any]:
+    """Words a query, mean of each category of the test set (of all queries with an answer, if it is empty), and the median reading level."""
+    splits = run.by("query_id", "split", "splits")
+    rows = [row for row in run.rows("generate", "queries") if row["query_id"] in splits]
+    rows = [row for row in rows if splits[row["query_id"]]["split"] == "test"] or rows
+    words: dict[str, list[int]] = defaultdict(list)
+    for row in rows:
+        words[row["category"]].append(len(row["query"].split()))
+    grades = [maths.reading_grade(row["query"]) for row in rows]
+    return {
+        "queries": len(rows),
+        "words": {name: float(np.mean(counts)) for name, counts in sorted(words.items())},
+        "median_grade": float(np.median(grades)) if grades else math.nan,
     }
 
 

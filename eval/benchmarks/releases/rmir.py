@@ -8,7 +8,7 @@ any folder) or Visual Genome (integers, which are not file names and need a mani
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -32,12 +32,14 @@ from eval.benchmarks.release_files import (
 from eval.scoring.protocol import Protocol
 from eval.sets.retrieval_set import RetrievalSet, some
 from eval.sets.write_set import Candidate, Query
-from rge.common.schema import safe_id
+from rge.common.files import relative, write_bytes
+from rge.common.prompt_profiles import PICTURE_INSTRUCTION
+from rge.common.schema import Positive, QueryPart, Record, Target, safe_id
+from rge.data.sources import write_jsonl
 
-NUM_QUERIES, NUM_CANDIDATES, MAX_POSITIVES = 1634, 35_803, 20
+NUM_QUERIES, NUM_CANDIDATES, MAX_POSITIVES, NUM_TRAINING = 1634, 35_803, 20, 6687
 CATEGORY_COUNTS = {"functional": 546, "temporal": 656, "causal": 432}
 """As in section 3.3 of the paper; the averages in its Table 2 imply that temporal and causal are swapped."""
-INSTRUCTION = "Given an image and a question about it, find the image that answers the question."
 SWAPPED = (
     "temporal has 656 queries, as in the paper's text; the Average column of its Table 2 holds only if 432 queries are "
     "in the column headed Temporal and 656 in Causal: read those two columns swapped when comparing"
@@ -70,8 +72,10 @@ POOL_ALIASES: dict[str, tuple[str, ...]] = {
     "id": ("id", "_id", "image_id", "corpus-id", "corpus_id", "candidate_id", "imageid"),
     "image": ("image", "path", "image_path", "file_name", "url"),
 }
-SPLIT = "test"
-"""The only one that has published counts; named in a column, or in a file's name."""
+SPLIT, TRAIN = "test", "train"
+"""Splits, named in a column or in a file's name. The first is measured; the other becomes training records."""
+NEEDED = ("id", "text", "image", "category")
+"""Columns of queries that every release has."""
 POOL = ("corpus", "pool", "candidates", "candidate_pool", "image_pool", "index")
 
 
@@ -87,14 +91,16 @@ class RmirOptions(PictureOptions):
     """Table of id and path, such as Visual Genome's image_data.json."""
     field_map: tuple[str, ...] = ()
     """Columns with other names: theirs=ours, theirs=ignore."""
-    instruction: str = INSTRUCTION
-    """Task instruction for every query; the paper publishes none."""
+    instruction: str = PICTURE_INSTRUCTION
+    """Task instruction for every query, that of `rge data rmir`; the paper publishes none. '': none."""
     counts: bool = True
     """Require the published counts: 1,634 queries (546 / 656 / 432), 35,803 pictures, at most 20 positives."""
     allow_missing: bool = False
     """Accept positives that are not in the pool; they still count in every denominator."""
     exclude_query_image: bool = False
     """Remove a query's own picture from its ranking; the paper does not mention this."""
+    train: Path | None = None
+    """Also write the training split as records to this file (JSON lines), for recipes/rmir_3b.yaml."""
 
 
 def _pool(path: Path, *, pictures: bool) -> Iterator[Row]:
@@ -111,7 +117,7 @@ def _pool(path: Path, *, pictures: bool) -> Iterator[Row]:
 
 
 def import_rmir(options: RmirOptions) -> RetrievalSet:
-    """Read a release of RMIR and write a retrieval set."""
+    """Read a release of RMIR and write a retrieval set, and with ``train`` also training records."""
     judged, wrong = _one_file(options, "qrels"), _one_file(options, "negatives")
     pool_file = options.pool or _one_file(options, *POOL)
     files = _query_files(options, [pool_file, options.manifest, judged, wrong])
@@ -131,6 +137,9 @@ def import_rmir(options: RmirOptions) -> RetrievalSet:
     )  # fmt: skip
     draft = _drafted(files, judged, wrong, pool, pictures, options)
     draft.refuse_lost(f"the {len(pool)} pictures of the pool {pool_file}", allowed=options.allow_missing)
+    if options.train is not None:
+        others = [pool_file, options.manifest, judged, wrong]
+        _write_training(options.train, others, pictures, options)
     own = (str(query.columns["picture_ids"]).split("+") for query in draft.queries)
     shown = dict.fromkeys(chain(pool, *own))
     return options.write(
@@ -155,6 +164,65 @@ def import_rmir(options: RmirOptions) -> RetrievalSet:
     )
 
 
+def _write_training(
+    out: Path, others: Sequence[Path | None], pictures: Pictures, options: RmirOptions
+) -> None:
+    """Write the training split's queries as records, as `data_prep.rmir` exports its own; encoded pictures become files beside them."""
+    judged, wrong = (_one_file(options, stem, split=TRAIN) for stem in ("qrels", "negatives"))
+    files = _query_files(options, [*others, judged, wrong], split=TRAIN)
+    gains_of = read_qrels([judged]) if judged else {}
+    wrong_of: dict[str, list[str]] = defaultdict(list)
+    for row in iter_rows(wrong) if wrong else ():
+        wrong_of[row.id("query-id", "query_id")].append(row.id("corpus-id", "corpus_id"))
+    beside = out.with_name(f"{out.stem}_pictures")
+
+    def reference(ref: Any) -> str:
+        found = _picture(pictures, ref)
+        if isinstance(found, bytes):
+            path = beside / content_id(found.hex())
+            write_bytes(path, found)
+            found = path
+        return relative(found, out.parent)
+
+    def targets(names: Iterable[Any]) -> dict[str, dict[str, str]]:
+        return {_name(ref): {"id": _name(ref), "image": reference(ref)} for ref in names}
+
+    records: dict[str, Record] = {}
+    for row in chain.from_iterable(_rows(path, options.field_map, NEEDED, TRAIN) for path in files):
+        own, name = list(map(_name, as_list(row.get("image")))), safe_id(str(row["id"]))
+        judgements = gains_of.get(name, {})
+        right = targets(
+            [*as_list(row.get("positives")), *(one for one, gain in judgements.items() if gain > 0)]
+        )
+        bad = [
+            *as_list(row.get("negatives")),
+            *wrong_of[name],
+            *(one for one, gain in judgements.items() if gain <= 0),
+        ]
+        category = _category(row, own)
+        if not right:
+            continue  # of a query that another split judges
+        if name in records:
+            raise row.error(f"query {name!r} is there twice")
+        records[name] = Record(
+            id=name,
+            group=str(row.get("group") or "+".join(own)),
+            source="rmir",
+            split=TRAIN,
+            category=category,
+            instruction=options.instruction or None,
+            query=QueryPart(text=str(row["text"]), images=list(map(reference, as_list(row["image"])))),
+            positives=[Positive(**one) for one in right.values()],
+            negatives=[Target(**one) for key, one in targets(bad).items() if key not in right],
+        )
+    if not records or (options.counts and len(records) != NUM_TRAINING):
+        raise ReleaseError(
+            f"{options.src} has {len(records):,} training queries with right answers instead of {NUM_TRAINING:,}: for a subset or a new "
+            "version pass counts=false, and name their files and judgements train"
+        )
+    write_jsonl(out, list(records.values()))
+
+
 def _drafted(
     files: Sequence[Path],
     judged: Path | None,
@@ -168,7 +236,7 @@ def _drafted(
     wrong_of: dict[str, set[str]] = defaultdict(set)
     for row in iter_rows(wrong) if wrong else ():
         wrong_of[row.id("query-id", "query_id")].add(row.id("corpus-id", "corpus_id"))
-    needed = ("id", "text", "image", "category", *(() if judged else ("positives",)))
+    needed = (*NEEDED, *(() if judged else ("positives",)))
     for row in chain.from_iterable(_rows(path, options.field_map, needed) for path in files):
         own, right, negatives = (
             list(map(_name, as_list(row.get(key)))) for key in ("image", "positives", "negatives")
@@ -203,17 +271,17 @@ def _query(row: Row, own: Sequence[str], category: str, pictures: Pictures, inst
         images=tuple(_picture(pictures, ref) for ref in as_list(row["image"])),
         category=category,
         group=str(row.get("group") or "+".join(own)),
-        instruction=instruction,
+        instruction=instruction or None,
         columns={"picture_ids": "+".join(own)},
     )
 
 
-def _one_file(options: RmirOptions, *stems: str) -> Path | None:
+def _one_file(options: RmirOptions, *stems: str, split: str = SPLIT) -> Path | None:
     """Find ``queries.parquet``, ``queries/test-00000-of-00001.parquet``, ``queries/test.parquet`` or similar."""
     for stem in stems:
         paths = [*(options.src / f"{stem}{suffix}" for suffix in TABLES), *(options.src / stem).glob("[!.]*")]
         tables = [path for path in sorted(paths) if path.suffix in TABLES and path.is_file()]
-        named = [path for path in tables if SPLIT in path.stem] or tables
+        named = [path for path in tables if split in path.stem] or tables
         if len(named) > 1:
             raise ReleaseError(f"{options.src}: {named} could all be {stem}: join them into one file")
         if named:
@@ -221,32 +289,32 @@ def _one_file(options: RmirOptions, *stems: str) -> Path | None:
     return None
 
 
-def _query_files(options: RmirOptions, others: Sequence[Path | None]) -> list[Path]:
+def _query_files(options: RmirOptions, others: Sequence[Path | None], split: str = SPLIT) -> list[Path]:
     """The table ``queries``, or the tables of the split in ``src`` except ``others``."""
-    if table := _one_file(options, "queries"):
+    if table := _one_file(options, "queries", split=split):
         return [table]
     passed = {*others, options.src / "meta.json"}
     tables = (path for path in sorted(options.src.glob("[!.]*")) if path.suffix in TABLES)
     files = [path for path in tables if path not in passed]
     if not files:
         raise ReleaseError(f"{options.src} has no table ({', '.join(TABLES)}) with queries")
-    named = [path for path in files if SPLIT in path.stem or len(files) == 1]
+    named = [path for path in files if split in path.stem or len(files) == 1]
     if not named:
         listed = ", ".join(path.name for path in files)
         raise ReleaseError(
-            f"{options.src}: which of {listed} has the queries? Name it {SPLIT}{files[0].suffix}"
+            f"{options.src}: which of {listed} has the queries? Name it {split}{files[0].suffix}"
         )
     return named
 
 
-def _rows(path: Path, field_map: Sequence[str], needed: Sequence[str]) -> Iterator[Row]:
+def _rows(path: Path, field_map: Sequence[str], needed: Sequence[str], split: str = SPLIT) -> Iterator[Row]:
     """A table's rows of the split, with our names of its columns."""
     columns = match_columns(
         path, column_names(path), ALIASES, field_map, prefer=("id", "text"), ignored=IGNORED, needed=needed
     )
     for record in iter_rows(path):
         row = Row({name: record.get(column) for name, column in columns.items()}, record.where)
-        if row.get("split") in (None, "", SPLIT):
+        if row.get("split") in (None, "", split):
             yield row
 
 

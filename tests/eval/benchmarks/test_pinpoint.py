@@ -10,8 +10,10 @@ import pandas as pd
 import pytest
 from eval_fakes import picture
 
+from data_prep.rmir.config import ExportConfig
 from eval.__main__ import main
 from eval.benchmarks.releases.pinpoint import PinpointOptions, import_pinpoint
+from eval.benchmarks.releases.rmir import RmirOptions
 from eval.commands.rerank import RerankOptions, rerank_command
 from eval.commands.score import ScoreOptions, score
 from eval.pages.evaluations import read_evaluation
@@ -129,6 +131,12 @@ def test_traps_of_the_table(wanted):
     ]
     assert wanted.columns["group"] == ["sigi"] * 4  # one picture is enough to be no independent query
     assert wanted.excluded is None
+    asked_with = {query.instruction for query in wanted.queries}
+    assert (
+        asked_with
+        == {RmirOptions(src=wanted.path, out=wanted.path).instruction}
+        == {ExportConfig().instruction}
+    )
 
 
 def test_rarer_traps_of_the_table(release, tmp_path):

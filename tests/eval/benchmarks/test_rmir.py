@@ -21,6 +21,8 @@ from eval.commands.run import RunOptions, run
 from eval.sets.retrieval_set import load_set
 from eval.sets.write_set import Query
 from rge.common.errors import UserError
+from rge.common.images import picture_bytes
+from rge.data.sources import RecordFile
 
 POOL = [f"{number:016x}" for number in range(1, 9)]  # Open Images ids
 OWN = ["2412112", "2412113"]  # Visual Genome ids
@@ -169,6 +171,44 @@ def test_judgements_in_either_place_give_the_same_set(release):
 def test_aliases(release, names):
     listed(release, **names)
     assert import_rmir(options(release)).query_ids == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("layout", ["beside", "qrels"])
+def test_training_queries_become_records(release, layout):
+    listed(release)
+    asked = [{**query, "id": f"t-{query['id']}"} for query in QUERIES]
+    rows = [
+        {"query_id": one["id"], "input_image": one["image"], "query": one["text"], "type": one["category"]}
+        for one in asked
+    ]
+    if layout == "beside":
+        for row, one in zip(rows, asked, strict=True):
+            row |= {"target_images": one["right"], "hard_negatives": [POOL[7], one["right"][0]]}
+    else:
+        for split, of in (("test", QUERIES), ("train", asked)):
+            judged = [
+                {"query-id": one["id"], "corpus-id": name, "score": 1} for one in of for name in one["right"]
+            ]
+            judged += [{"query-id": one["id"], "corpus-id": POOL[7], "score": 0} for one in of]
+            jsonl(release / "src" / "qrels" / f"{split}.jsonl", judged)
+    jsonl(release / "src" / "train.jsonl", rows)
+    out = release / "deep" / "train.jsonl"
+    wanted = import_rmir(options(release, train=out))
+    assert wanted.query_ids == ["a", "b", "c"]
+    found = RecordFile(out)
+    assert [record.id for record in found] == ["t-a", "t-b", "t-c"]
+    first = found[0]
+    assert (first.query.text, first.category, first.group) == ("What opens this?", "functional", OWN[0])
+    assert first.instruction == wanted.queries[0].instruction
+    assert [one.id for one in first.positives] == POOL[:2]
+    assert [one.id for one in first.negatives] == [POOL[7]]
+    assert picture_bytes(first.query.images[0]) == picture(100)
+    assert picture_bytes(first.negatives[0].image) == picture(7)
+    assert json.loads(out.read_text().splitlines()[0])["query"]["images"] == [
+        "../src/images/VG_100K/2370463.jpg"
+    ]
+    with pytest.raises(UserError):
+        import_rmir(options(release, train=out, counts=True, out=release / "other"))
 
 
 def test_unknown_columns_are_loud_and_field_map_helps(release):

@@ -27,7 +27,7 @@ from eval_fakes import (
 from eval.__main__ import COMMANDS, main, usage
 from eval.commands import measurement
 from eval.commands.compare import CompareOptions, compare
-from eval.commands.run import RunOptions, run, run_command
+from eval.commands.run import RunOptions, other_words, run, run_command
 from eval.commands.score import ScoreOptions, score
 from eval.pages.evaluations import read_evaluation
 from eval.pages.report import ReportOptions, provenance_of, report
@@ -36,9 +36,12 @@ from eval.scoring.metrics import names_of
 from eval.scoring.output_files import means
 from eval.scoring.protocol import Protocol
 from eval.sets.retrieval_set import load_set
+from rge.checkpoints.settings import Instructions
 from rge.common.errors import UserError
 from rge.common.images import ImageError
+from rge.common.mmeb_prompts import RGE_QUERY
 from rge.common.options import parse_options
+from rge.common.schema import Item
 from rge.stats.intervals import NUM_RESAMPLES
 
 NAMES, METRICS = names_of(), names_of(negatives=True)
@@ -166,9 +169,9 @@ def test_results_hold_the_fixed_keys(done):
     [
         ([None, ""], "Find it.", {}, NUM_QUERIES),
         ([None, "Find it."], "Find it.", {}, NUM_QUERIES // 2),
-        (["Find another."], "Find it.", {}, 0),  # on purpose, such as a benchmark's own
+        (["Find another."], "Find it.", {}, 0),  # in other words, which is another warning
         ([None], None, {}, 0),
-        ([None], "Find it.", {"benchmark": "mmbright"}, 0),  # asked as published
+        ([None], "Find it.", {"benchmark": "mmbright"}, NUM_QUERIES),
     ],
 )
 def test_queries_without_the_instruction_of_training_cause_a_warning(tmp_path, given, default, meta, number):
@@ -182,6 +185,43 @@ def test_queries_without_the_instruction_of_training_cause_a_warning(tmp_path, g
     if number:
         assert found[0].startswith(f"{number} of {NUM_QUERIES} queries have no instruction")
         assert "'Find it.'" in found[0]
+
+
+ORIGINAL, REWORDED = RGE_QUERY["OK-VQA"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "known", "meta", "advice"),
+    [
+        (["Which one is meant?"], ["Find it.", "Find all."], {"benchmark": "rmir"}, "instruction='Find it.'"),
+        (["Which one is meant?", "Find all."], ["Find it.", "Find all."], {}, None),
+        (["Which one is meant?"], [], {}, None),
+        ([None], [REWORDED], {"prompts": "plain", "instructions": "vlm2vec"}, "instructions=rge"),
+        ([None], [ORIGINAL], {"prompts": "plain", "instructions": "rge"}, "instructions=vlm2vec"),
+        ([None], [ORIGINAL], {"prompts": "plain", "instructions": "vlm2vec"}, None),
+        ([None], ["Find it."], {"prompts": "plain", "instructions": "rge"}, None),
+        ([None], ["Find it."], {"prompts": "plain"}, None),
+    ],
+)
+def test_a_set_that_asks_in_words_that_training_never_showed(asked, known, meta, advice):
+    """A checkpoint found 55.8 instead of 91.7 % of the answers to 24 queries in such words."""
+    queries = [Item(f"q{number}", "what?", instruction=one) for number, one in enumerate(asked)]
+    trained = Instructions(default=(known or [None])[0], known=known, by_task={})
+    found = other_words(SimpleNamespace(queries=queries, meta=meta), trained)
+    assert [advice in line for line in found] == ([True] if advice else [])
+
+
+@pytest.mark.parametrize("given", ["Find it.", ""])
+def test_the_instruction_of_a_run_takes_the_place_of_the_sets(tmp_path, given):
+    path, encoder = write_tables(tmp_path / "set", tables()), FakeEncoder()
+    run(options(path, tmp_path / "out", instruction=given), loader(encoder))
+    assert results_of(tmp_path / "out")["prompts"]["instructions"] == [given]
+    run(options(path, tmp_path / "plain"), loader(FakeEncoder()))
+    plain, own = (results_of(tmp_path / name) for name in ("plain", "out"))
+    assert plain["prompts"]["instructions"] == ["Find the picture."]
+    assert plain["set"]["content"] == own["set"]["content"]
+    with pytest.raises(UserError):
+        run(options(path, tmp_path / "plain", instruction=given), loader(FakeEncoder()))
 
 
 def test_figures_derive_from_the_per_query_table(done):
@@ -779,3 +819,18 @@ def test_a_page_of_queries_whose_positives_are_missing(tmp_path):
     found = len(loaded.positives[1][0])
     assert floor_Q[1] == pytest.approx(10 / 60 * found / (found + 2))
     report(ReportOptions(runs=(str(out),), out=tmp_path / "again.html", metric="recall@10"))
+
+
+def test_any_set_with_a_column_of_paraphrases_tells_the_sensitivity_to_wording(tmp_path):
+    content = tables()
+    content["queries"]["paraphrase"] = [f"p{number // 3}" for number in range(NUM_QUERIES)]
+    content["queries"]["group"] = [f"p{number // 3}" for number in range(NUM_QUERIES)]
+    path = write_tables(tmp_path / "set", content)
+    run(options(path, tmp_path / "out"), loader(FakeEncoder()))
+    results, rows = results_of(tmp_path / "out"), per_query_of(tmp_path / "out").sort_values("query_id")
+    assert results["paraphrase_groups"] == NUM_QUERIES // 3
+    for name in ("recall@10", "mrr"):
+        values = rows[name].to_numpy()[: NUM_QUERIES // 3 * 3].reshape(-1, 3)
+        found = results["micro"][f"linguistic_sensitivity_{name}"]
+        assert found["value"] == pytest.approx(np.ptp(values, axis=1).mean())
+        assert found["low"] <= found["value"] <= found["high"]

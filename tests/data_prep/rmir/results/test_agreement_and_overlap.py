@@ -266,6 +266,51 @@ def finished(tmp_path):
     run.close()
 
 
+def test_tsr_against_verdicts_by_hand():
+    """Appendix B.2: groups of queries by the verdict on the last candidate; a higher TSR should mean that it is wrong."""
+    score, right = np.array([0.2, 0.5, 0.5, 0.7, 0.9, 0.95]), np.array([1, 1, 0, 0, 0, 0], bool)
+    found = audit.tsr_evidence(score, right, list("aabbcc"), 0.6)
+    assert (found["right"], found["wrong"]) == (2, 4)
+    values = {name: figure["value"] for name, figure in found.items() if isinstance(figure, dict)}
+    assert values == pytest.approx(
+        {
+            "mean_right": 0.35, "mean_wrong": 3.05 / 4, "auc": 7.5 / 8, "difference": 3.05 / 4 - 0.35, "right_above": 0.0,
+            "right_below": 2 / 3,
+        }
+    )  # fmt: skip
+    assert found["auc"]["low"] < 7.5 / 8 <= found["auc"]["high"] <= 1
+    assert audit.tsr_evidence(score, right & False, list("aabbcc"), 0.6) == {"right": 0, "wrong": 6}
+
+
+@pytest.mark.parametrize(
+    ("text", "grade"),
+    [
+        ("The cat sat on the mat.", -1.45),  # six words of a syllable
+        ("", 0.0),
+        ("Which machine makes bottles? Which animal eats apples?", 0.39 * 4 + 11.8 * 13 / 8 - 15.59),
+    ],
+)
+def test_reading_grade(text, grade):
+    assert maths.reading_grade(text) == pytest.approx(grade)
+
+
+def test_what_the_audit_says_of_tsr_and_language(finished):
+    finished.config.retrieve.by_image = 1
+    assert audit.reliability(finished) == {"right": 0, "wrong": 0}  # one candidate leaves no list before it
+    finished.config.retrieve.by_image = 2
+    rows = finished.rows("retrieve", "triplets")
+    for row in rows:
+        row["image_rank"] = {"a": 1, "c": 2}.get(row["candidate_id"])
+    frames.write_rows(finished.path("retrieve", "triplets.parquet"), rows)
+    assert audit.reliability(finished) == {"right": 0, "wrong": 1}
+    found = audit.language(finished)
+    assert found == {
+        "queries": 1,
+        "words": {"causal": 2.0},
+        "median_grade": maths.reading_grade("a question"),
+    }
+
+
 def test_what_each_index_adds(finished):
     found = audit.indices(finished)
     assert found["image"]["candidates"] == 3

@@ -696,7 +696,7 @@ def test_values_come_back_from_their_packed_form(study, values):
         ([], "finding must list at least one value"),
         (
             ["z"],
-            "finding must be one of eyes, a, b, c, d, e, f, g, h, i, rl, smol, smol_long, smol_words, all, got 'z'",
+            "finding must be one of eyes, a, b, c, d, e, f, g, h, i, rl, paraphrases, smol, smol_long, smol_words, all, got 'z'",
         ),
         (["a", "seeds=0"], "seeds must be >= 1, got 0"),
         (["a", "seed=1"], r"unknown key seed; did you mean seeds\?"),

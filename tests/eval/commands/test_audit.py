@@ -69,7 +69,7 @@ def test_shared_pictures_and_pairs(set_dir, tmp_path):
     assert found["answer_pairs"] >= 1
     assert all(line.startswith(TRAINED) for line in audit.warnings)
     assert len(audit.warnings) == 4
-    record = json.loads(path.read_text())
+    record = json.loads(path.read_text().splitlines()[0])
     record["query"] |= {"text": "other words", "paraphrases": ["and others", "question  0"]}
     path.write_text(json.dumps(record) + "\n")
     assert shared(audit_training(wanted, [path]))["query_pairs"] == 1  # training may ask in either

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from data_prep.demo.families import TRAINING, Family
 from data_prep.demo.splits import VALID_QUERIES, Splits, choose, stable_hash
 from data_prep.demo.tables import Concept, Fact, Question, Tables
-from rge.common.schema import Positive, QueryPart, Record, Target
+from rge.common.schema import ImageRef, Positive, QueryPart, Record, Target
 
 INSTRUCTION = "Answer with a picture."
 NAMING_INSTRUCTION = "Find the same thing."
@@ -29,7 +29,8 @@ def relation_records(tables: Tables, splits: Splits, *, paraphrased: bool = Fals
         first = stable_hash("phrasing", *fact.pair)
         for number, family in enumerate(families):
             question = tables.questions[fact.question]
-            text, images = question.shown(first + number), [reference(tables.concepts[fact.source], family)]
+            text = question.shown(first + number)
+            images: list[ImageRef] = [reference(tables.concepts[fact.source], family)]
             query = QueryPart(
                 text=text, images=images, paraphrases=_others(question, text, None) if paraphrased else []
             )

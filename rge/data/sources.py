@@ -317,8 +317,9 @@ def with_defaults(fields: dict[str, Any], title: str, split: str, place: int | s
     fields.setdefault("source", title)
     fields.setdefault("split", split)
     query = fields.get("query")
-    if isinstance(query, dict) and "images" in query:
-        query["images"] = as_list(query["images"])
+    for name in ("images", "paraphrases"):
+        if isinstance(query, dict) and name in query:
+            query[name] = as_list(query[name])
     for part in ("positives", "negatives"):
         targets = fields.get(part)
         for target in targets if isinstance(targets, list) else []:

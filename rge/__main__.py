@@ -29,6 +29,7 @@ COMMANDS = {
         "test whether a checkpoint's rationales matter, leak, or depend on the batch",
     ),
     "eval": ("eval", "evaluate, compare and report"),
+    "verify": ("eval.verify", "test whether every route to an embedding gives the same, and if not, why"),
     "serve": ("rge.serving", "serve embeddings, rationales and search over HTTP"),
     "data": ("data_prep", "prepare training data and retrieval sets"),
     "recipes": ("", "list the recipes and launch configs that are installed; with a name, print its path"),

@@ -16,6 +16,7 @@ from data_prep.rmir.review import AgreementOptions, ReviewOptions
 from data_prep.study.build import StudyOptions
 from eval.__main__ import COMMANDS, command_of
 from eval.benchmarks.registry import BENCHMARKS
+from eval.verify.__main__ import VerifyOptions
 from rge.common.options import keys
 from rge.config import CheckOptions, Recipe
 from rge.diagnose.__main__ import DIAGNOSES
@@ -35,7 +36,7 @@ DATA = {
 
 OWN = {
     "plan": PlanOptions, "embed": EmbedOptions, "index": IndexOptions, "search": SearchOptions, "explore": ExploreOptions,
-    "serve": ServeOptions, "compare-runs": CompareRunsOptions,
+    "verify": VerifyOptions, "serve": ServeOptions, "compare-runs": CompareRunsOptions,
 }  # fmt: skip
 
 

@@ -199,6 +199,8 @@ These files are PEFT adapters and the embedding rows of new tokens. They need th
 With sentence-transformers: `SentenceTransformer("{{ path }}", trust_remote_code=True)`, then `encode_query` and \
 `encode_document` (requires the package `rge`, which the flag lets sentence-transformers import).
 
+Not verified yet: `rge verify {{ path }} card=true` compares all routes to an embedding.
+
 ## Training
 
 * Base model: {% if parts %}{{ parts | join(" and ") }}; the rest was trained from scratch. Their licences also apply to \
@@ -220,6 +222,13 @@ queries by default.
 On {{ measured }}: {{ figures | join(", ") }}.
 {% endif %}
 """
+
+
+def verified_card(card: str, said: str) -> str:
+    """Say in a model card how the checkpoint was verified; a card without such a line stays as it is."""
+    return re.sub(
+        r"^(Not verified yet: |Verified with ).*$", f"Verified with {said}", card, count=1, flags=re.M
+    )
 
 
 def renamed_card(card: str, name: str) -> str:

@@ -1,1 +1,1 @@
-"""Diagnoses beyond accuracy: leakage, sensitivity to the rationale, and invariance to batching."""
+"""Diagnoses beyond accuracy: leakage, and sensitivity to the rationale."""

@@ -107,8 +107,14 @@ def load_trainable_adapters(model: HubModel, folder: Path) -> None:
                 weight[token_id] = row_D.to(weight.dtype)
 
 
-def merge_saved(model: HubModel, folder: Path, rename: Callable[[str], str] = lambda name: name) -> HubModel:
-    """The base with the PEFT adapters in a folder merged into it, in place.
+def merge_saved(
+    model: HubModel,
+    folder: Path,
+    rename: Callable[[str], str] = lambda name: name,
+    *,
+    merge: bool = True,
+) -> HubModel:
+    """The base with the PEFT adapters in a folder merged into it, or put beside it, in place.
 
     `rename` maps names of the adapters' weights, `PREFIX` included, to this model's.
 
@@ -134,7 +140,8 @@ def merge_saved(model: HubModel, folder: Path, rename: Callable[[str], str] = la
         raise AdapterError(
             f"{len(lost)} weights of the adapters in {folder} do not fit their base, e.g. {lost[0]}"
         )
-    return adapted.merge_and_unload().requires_grad_(True)  # PEFT froze it
+    whole: HubModel = adapted.merge_and_unload() if merge else adapted.base_model.model
+    return whole.requires_grad_(True)  # PEFT froze it
 
 
 @dataclass(frozen=True)

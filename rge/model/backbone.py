@@ -282,12 +282,12 @@ def _drop_unused_renamings(model: HubModel) -> None:
     model.__dict__["_weight_conversions"] = [change for change in renamings if change.was_used()]
 
 
-def load_plain(path: str | Path, base: Path | None = None) -> HubModel:
-    """The model as plain transformers loads it, float32, for comparison; adapters merged into their `base` by PEFT."""
+def load_plain(path: str | Path, base: Path | None = None, *, merged: bool = True) -> HubModel:
+    """The model as plain transformers loads it, float32, for comparison; adapters beside their `base` or merged by PEFT."""
     model: Any = AutoModelForImageTextToText.from_pretrained(base or path, dtype=torch.float32)
     if base is not None:
         model.resize_token_embeddings(read_config(path).get_text_config().vocab_size, mean_resizing=False)
-        model = merge_saved(model, Path(path))
+        model = merge_saved(model, Path(path), merge=merged)
     return model.eval()
 
 

@@ -20,7 +20,11 @@ ONLY_IN = {
     "torch.distributed": {"rge/distributed/collectives.py"},
     "deepspeed": {"rge/distributed/collectives.py"},
     "peft": {"rge/model/adapters.py", "rge/model/adapter_files.py"},
-    "sentence_transformers": {"eval/models/sentence.py", "rge/integrations/sentence_transformers.py"},
+    "sentence_transformers": {
+        "eval/models/sentence.py",
+        "eval/verify/routes.py",
+        "rge/integrations/sentence_transformers.py",
+    },
     "mteb": {"rge/integrations/mteb.py", "eval/benchmarks/mteb_tasks.py"},
     "langchain_core": {"rge/integrations/langchain.py"},
     "llama_index": {"rge/integrations/llama_index.py"},

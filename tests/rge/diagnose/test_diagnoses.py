@@ -17,7 +17,6 @@ from rge.config import load_recipe, to_dict
 from rge.data.sources import RecordError
 from rge.diagnose import __main__ as command
 from rge.diagnose import leakage, sensitivity
-from rge.diagnose.invariance import invariance
 from rge.diagnose.knowability import measure_knowability
 from rge.diagnose.pairs import Pairs, interval, open_data, permute_across_groups, read_pairs
 from rge.embedder import Embedder
@@ -346,75 +345,6 @@ def test_sensitivity_of_think_tokens(thinking, records):
         sensitivity.sensitivity(one, pairs, batch_size=7, mode="latent")
 
 
-# ---------------------------------------------------------------------------------------------------------- invariance
-
-
-@pytest.mark.slow
-def test_invariance_holds_and_plain_transformers_agrees(checkpoint, records):
-    found = invariance(Embedder.from_pretrained(checkpoint), read_pairs(records, 6), batch_sizes=(2, 5))
-    assert found["agrees"], found
-    rows = found["variants"]
-    assert len(rows) == 2 * 4 + 4
-    for name, row in rows.items():
-        assert row["exact"] == ("bfloat16" not in name)
-        if row["exact"]:
-            assert row["difference"] < 1e-4
-            assert row["rationales"] in (None, 1.0)
-    assert (
-        rows["direct, bfloat16"]["difference"] > 1e-4
-    )  # so the bound separates rounding of one kind from the other
-
-
-@pytest.mark.slow
-def test_invariance_sees_an_embedding_that_depends_on_the_batch(checkpoint, records, monkeypatch, capsys):
-    true = Embedder.encode
-
-    def depends(self, items, *, batch_size=64, **settings):
-        found = true(self, items, batch_size=batch_size, **settings)
-        if settings["mode"] == "direct" and batch_size == 32:
-            found.embeddings[0, 0] += 1e-3
-        return found
-
-    monkeypatch.setattr(Embedder, "encode", depends)
-    code = command.main(["invariance", f"checkpoint={checkpoint}", f"data={records}", "limit=4"])
-    shown = capsys.readouterr().out
-    assert code == 1
-    assert "differs: direct, batches of 32; direct, in the opposite order" in shown
-    written = json.loads((checkpoint.parent / "diagnose" / "invariance.json").read_text())
-    assert written["variants"]["direct, batches of 4"]["agrees"]
-    assert not written["variants"]["direct, batches of 32"]["agrees"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stale", [False, True])
-def test_invariance_compares_the_rationales_of_vllm(checkpoint, records, monkeypatch, stale):
-    """What vLLM itself writes is in tests/rge/rollout/test_vllm_writer.py; here, another model's rationales are the wrong ones."""
-
-    class Double:
-        @classmethod
-        def in_training(cls, embedder, accelerator, **settings):
-            return cls(**settings)
-
-        def __init__(self, *, max_new_tokens, batch_size, **settings):
-            self.embedder = Embedder.from_pretrained(checkpoint).model
-            self.cap, self.batch_size = max_new_tokens, batch_size
-            if stale:
-                with torch.no_grad():
-                    self.embedder.model.get_input_embeddings().weight.mul_(1.3)
-
-        def generate(self, prompts):
-            return generate(self.embedder, prompts, max_new_tokens=self.cap, batch_size=self.batch_size)
-
-    monkeypatch.setattr("rge.diagnose.invariance.VllmWriter", Double)
-    found = invariance(
-        Embedder.from_pretrained(checkpoint), read_pairs(records, 6), batch_sizes=(5,), backend="vllm"
-    )
-    row = found["variants"]["reasoning, vLLM's rationale"]
-    assert row["agrees"] == (not stale)
-    assert (row["rationales"] == 1.0) == (not stale)
-    assert found["agrees"] == (not stale)
-
-
 # ------------------------------------------------------------------------------------------------------------- leakage
 
 
@@ -521,10 +451,6 @@ def test_an_oracle_rationale_leaks_and_an_own_one_does_not(checkpoint, records):
         (["leakage", "checkpoint=x", "data=y", "step=3"], "unknown key step; did you mean steps"),
         (["leakage", "checkpoint=x", "data=y", "steps=many"], "steps must be an integer, got 'many'"),
         (["sensitivity", "checkpoint=x", "data=y", "limit=0"], "limit must be >= 1, got 0"),
-        (
-            ["invariance", "checkpoint=x", "data=y", "backend=hf"],
-            "backend must be one of own, vllm, got 'hf'",
-        ),
     ],
 )
 def test_wrong_commands(arguments, message):

@@ -252,7 +252,7 @@ def estimate(config: RmirConfig) -> str:
             if stage not in asked:
                 lines.append(f"| {mark} | none | 0 | 0 | 0 | 0.00 |")
     guesses = [GUESSES[stage] for stage in stages if stage in GUESSES and stage not in finished]
-    cost = (
+    costs = (
         f"{total:,.2f} in total, {left:,.2f} of it in stages not done yet (at most {most_left:,.2f}, if every question is valid, "
         "every answer max_tokens long and no call repeated)"
     )
@@ -260,11 +260,11 @@ def estimate(config: RmirConfig) -> str:
     if unpriced == {
         f"models.{calls.model}" for of_stage in asked.values() for calls in of_stage if calls.model
     }:
-        cost = f"the cost is not known, {_no_price(names)}"
+        costs = f"the cost is not known, {_no_price(names)}"
     elif unpriced:
-        cost += f", without the calls of {names}, {_no_price('it' if len(unpriced) == 1 else 'these')}"
+        costs += f", without the calls of {names}, {_no_price('it' if len(unpriced) == 1 else 'these')}"
     lines += [
-        f"\n{seed['listed']:,} pictures listed; {cost}.",
+        f"\n{seed['listed']:,} pictures listed; {costs}.",
         f"No calls were made yet. Guesses: {', '.join([*guesses, 'tokens of prompts and answers'])}.",
     ]
     if num_addresses:

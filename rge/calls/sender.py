@@ -258,14 +258,14 @@ class Sender:
             error = failure(status, content, response_headers, self.model, self.mask)
             if error is not None:
                 raise error
-        error = lack(content)
-        if isinstance(error, NotAChat):
-            message = f"the endpoint's response is not a chat completion: {self.mask(str(error))}"
+        why = lack(content)
+        if isinstance(why, NotAChat):
+            message = f"the endpoint's response is not a chat completion: {self.mask(str(why))}"
             # A page or a text comes from no model; JSON that was cut off may.
             billed = content.lstrip()[:1] in (b"{", b"[") and (value is None or "usage" in as_dict(value))
             raise AttemptFailed(message, billed=billed, no_chat=True)
-        if isinstance(error, EmptyChoices):
-            raise NoContent(self.mask(str(error)), billed=True, raw=content)
+        if isinstance(why, EmptyChoices):
+            raise NoContent(self.mask(str(why)), billed=True, raw=content)
         return content  # also one that was cut off before it had content, which is requested again with more room
 
     async def _check_settings(self, call: Call, error: Rejection) -> None:

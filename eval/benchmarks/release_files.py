@@ -366,13 +366,17 @@ class Pictures:
 
     @cached_property
     def _stems(self) -> dict[str, list[Path]]:
-        stems: dict[str, list[Path]] = {}
-        found = chain.from_iterable(map(visible_files, self.roots))
+        stems: dict[str, dict[str, Path]] = {}
+        # What a folder without permission holds is not found, and then named.
+        found = chain.from_iterable(visible_files(root, lambda _: None) for root in self.roots)
         every = (Path(os.path.abspath(folder), name) for folder, names in found for name in names)
-        for path in dict.fromkeys(every):  # one root may contain another
-            if path.suffix.lower() in SUFFIXES:
-                stems.setdefault(path.stem, []).append(path)
-        return stems
+        for path in every:
+            if (
+                path.suffix.lower() in SUFFIXES
+            ):  # the name of a link counts, which the hub's cache gives to its files
+                # One root may contain another, and two links lead to one picture.
+                stems.setdefault(path.stem, {}).setdefault(os.path.realpath(path), path)
+        return {stem: [*paths.values()] for stem, paths in stems.items()}
 
     def _read_manifest(self, path: Path) -> None:
         self.roots.append(path.parent)

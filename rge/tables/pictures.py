@@ -13,13 +13,15 @@ changed, without opening it.
 
 import glob
 import os
+import posixpath
 import re
 import tarfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import cached_property, partial
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
@@ -296,18 +298,29 @@ def _tar(files: Files, path: str, image: str, pictures: bool) -> Iterator[Row]:
         reading(files.address(path)),
         files.fs.open(path, "rb") as data,
         tarfile.open(fileobj=data, mode="r|*") as tar,
+        closing(_Links(files.fs, path)) as links,
     ):
+
+        def text(member: tarfile.TarInfo) -> bytes:
+            content = _content(tar, member, links)
+            if content is None:
+                raise TableError(
+                    f"{path}: {member.name} is a link to {member.linkname}, which is not in the archive: pack the file "
+                    "itself, as tar --dereference does"
+                )
+            return content
+
         for key, members in groupby(_members(tar), key=lambda member: _key(member.name)):
             cells: dict[str, Any] = {}
             found: list[tuple[str, bytes | None]] = []
             for member in members:
                 ending = member.name[len(key) + 1 :].lower()
                 if f".{ending}".endswith(SUFFIXES):
-                    found.append((ending, _content(tar, member) if pictures else None))
+                    found.append((ending, _content(tar, member, links) if pictures else None))
                 elif ending == "json":
-                    cells = {**json_object(f"{path}: {member.name}", _content(tar, member)), **cells}
+                    cells = {**json_object(f"{path}: {member.name}", text(member)), **cells}
                 elif ending in ("txt", "caption"):
-                    cells["caption"] = _content(tar, member).decode("utf-8-sig", "replace")
+                    cells["caption"] = text(member).decode("utf-8-sig", "replace")
             for ending, picture in found:
                 number += 1
                 name = key if len(found) == 1 else f"{key}.{ending}"
@@ -317,7 +330,9 @@ def _tar(files: Files, path: str, image: str, pictures: bool) -> Iterator[Row]:
 def _members(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
     for member in tar:
         tar.members = []  # type: ignore[attr-defined]  # keeps the list from growing
-        if member.isfile() and not os.path.basename(member.name).startswith("."):
+        if (member.isfile() or member.islnk() or member.issym()) and not os.path.basename(
+            member.name
+        ).startswith("."):
             yield member
 
 
@@ -326,10 +341,59 @@ def _key(name: str) -> str:
     return os.path.join(folder, base.partition(".")[0])
 
 
-def _content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+def _content(tar: tarfile.TarFile, member: tarfile.TarInfo, links: "_Links") -> bytes | None:
+    """A member's bytes, or those of the member that it is a link to; None if that is not in the archive."""
+    if not member.isfile():
+        return links.content(member)
     file = tar.extractfile(member)
     assert file is not None
     return file.read()
+
+
+class _Links:
+    """Links within an archive: GNU tar stores equal files as hard links. The archive is opened a second time for the first one."""
+
+    def __init__(self, fs: Any, path: str):
+        self._fs, self._path, self._open = fs, path, ExitStack()
+
+    def content(self, link: tarfile.TarInfo) -> bytes | None:
+        """The bytes that a link leads to; None if it leads out of the archive, to a folder or in a circle."""
+        name, seen = _target(link), set[str]()
+        while name not in seen:
+            seen.add(name)
+            found = self._members.get(name)
+            if found is None:
+                return None
+            if not isinstance(found, str):
+                file = self._tar.extractfile(found)
+                assert file is not None
+                return file.read()
+            name = found
+        return None
+
+    def close(self) -> None:
+        """Close the archive if it was opened."""
+        self._open.close()
+
+    @cached_property
+    def _tar(self) -> tarfile.TarFile:
+        data = self._open.enter_context(self._fs.open(self._path, "rb"))
+        return self._open.enter_context(tarfile.open(fileobj=data, mode="r:*"))
+
+    @cached_property
+    def _members(self) -> dict[str, tarfile.TarInfo | str]:
+        """Files, and the targets of links, by their normalised names."""
+        return {
+            posixpath.normpath(member.name): member if member.isfile() else _target(member)
+            for member in self._tar
+            if member.isfile() or member.islnk() or member.issym()
+        }
+
+
+def _target(link: tarfile.TarInfo) -> str:
+    """The name that a link leads to: a hard link's counts from the top of the archive, a symbolic link's from its own folder."""
+    folder = posixpath.dirname(link.name) if link.issym() else ""
+    return posixpath.normpath(posixpath.join(folder, link.linkname))
 
 
 # ------------------------------------------------------------------------------------------------------------ datasets

@@ -2,6 +2,7 @@
 
 import difflib
 import hashlib
+import os
 import re
 import unicodedata
 from collections import defaultdict
@@ -65,7 +66,7 @@ class Pool:
         if name not in self.files and name not in self.unreadable:
             try:
                 load_image(data)
-                self.files[name] = path.resolve()
+                self.files[name] = Path(os.path.abspath(path))
             except ImageError as error:  # its message names the bytes instead of the file
                 self.unreadable[name] = str(error).removeprefix(f"picture <{len(data)} bytes> ")
         exact = (inside, path.name, path.stem)

@@ -3,6 +3,7 @@
 import base64
 import json
 import math
+import os
 import shutil
 
 import numpy as np
@@ -137,6 +138,26 @@ def test_traps_of_the_table(wanted):
         == {RmirOptions(src=wanted.path, out=wanted.path).instruction}
         == {ExportConfig().instruction}
     )
+
+
+def test_pictures_of_the_hubs_cache_are_found_by_the_names_of_their_links(release, tmp_path):
+    """`hf download` keeps files as blobs without ending, and links to them in snapshots/COMMIT."""
+    snapshot, blobs = tmp_path / "snapshots" / "abc", tmp_path / "blobs"
+    blobs.mkdir()
+    files = (
+        release / "index_signatures.txt",
+        release / "pinpoint_licensed.parquet",
+        *(release / "images").iterdir(),
+    )
+    for number, file in enumerate(files):
+        link = snapshot / file.relative_to(release)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, blobs / f"{number:08x}")
+        link.symlink_to(os.path.relpath(blobs / f"{number:08x}", link.parent))
+    whole = import_pinpoint(PinpointOptions(src=release, out=tmp_path / "whole"))
+    linked = import_pinpoint(PinpointOptions(src=snapshot, out=tmp_path / "linked"))
+    assert linked.fingerprint == whole.fingerprint
+    assert list(linked.corpus_items()) == list(whole.corpus_items())
 
 
 def test_rarer_traps_of_the_table(release, tmp_path):

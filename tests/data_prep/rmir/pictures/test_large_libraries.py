@@ -22,7 +22,7 @@ from data_prep.rmir.config import (
 )
 from data_prep.rmir.main import run_stages
 from data_prep.rmir.pictures.encoders import PixelEncoder
-from data_prep.rmir.pictures.library import Library, blocks, fetched
+from data_prep.rmir.pictures.library import Library, blocks, fetched, inspect
 from data_prep.rmir.run import STAGES, Run
 from data_prep.rmir.seed_set import _check_outside_library
 from data_prep.rmir.stages import retrieve, seed
@@ -409,6 +409,46 @@ def test_the_shard_that_cannot_be_read_is_named(tmp_path, kind):
     path.write_bytes(path.read_bytes()[:600])
     with pytest.raises(UserError, match=rf"{path.name} cannot be read"):
         list(Library(LibraryConfig(path=str(tmp_path))).rows())
+
+
+@pytest.mark.parametrize("ending", ["tar", "tar.gz"])
+def test_links_in_a_tar_lead_to_files_of_the_archive_and_nowhere_else(tmp_path, ending):
+    """GNU tar stores equal files, and files under two names, as hard links."""
+    folder = tmp_path / "s"
+    folder.mkdir()
+    (folder / "a.png").write_bytes(b"a picture")
+    (folder / "a.txt").write_text("a caption")
+    for kind in ("png", "txt"):
+        (folder / f"b.{kind}").hardlink_to(folder / f"a.{kind}")
+    for name, target in (
+        ("0.png", "z.png"), ("c.png", "../s/./b.png"), ("d.png", "c.png"), ("e.png", "/etc/hostname"), ("f.png", "../../x.png"),
+        ("g.png", "g.png"), ("h.png", "/".join([".."] * 20) + str(folder / "a.png")),
+    ):  # fmt: skip
+        (folder / name).symlink_to(target)
+    (folder / "z.png").write_bytes(b"the last")
+    with tarfile.open(tmp_path / f"links.{ending}", "w:gz" if ending == "tar.gz" else "w") as tar:
+        for file in sorted(folder.iterdir()):
+            tar.add(file, f"s/{file.name}")
+        assert [member.type for member in tar.getmembers()].count(tarfile.LNKTYPE) == 2
+    library = Library(LibraryConfig(path=str(tmp_path / f"links.{ending}")))
+    found = {row["id"].removeprefix("s/"): row for row in library.rows()}
+    assert {name: row["data"] for name, row in found.items()} == {
+        "0": b"the last", **dict.fromkeys("abcd", b"a picture"), **dict.fromkeys("efgh"), "z": b"the last",
+    }  # fmt: skip
+    assert (found["a"]["caption"], found["b"]["caption"]) == ("a caption", "a caption")
+    assert inspect([found["e"]], library.config)[0]["reason"] == "missing"
+
+
+def test_a_text_that_is_a_link_out_of_its_tar_is_an_error(tmp_path):
+    (tmp_path / "a.png").write_bytes(b"x")
+    (tmp_path / "a.txt").symlink_to("../elsewhere.txt")
+    with tarfile.open(tmp_path / "one.tar", "w") as tar:
+        for name in ("a.png", "a.txt"):
+            tar.add(tmp_path / name, name)
+    with pytest.raises(
+        UserError, match=r"a\.txt is a link to \.\./elsewhere\.txt, which is not in the archive"
+    ):
+        list(Library(LibraryConfig(path=str(tmp_path / "one.tar"))).rows())
 
 
 def test_a_caption_in_a_tar_may_begin_with_a_byte_order_mark(tmp_path):

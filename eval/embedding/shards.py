@@ -14,7 +14,6 @@ import os
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rge.common.commands import progress_bar
 from rge.common.errors import UserError
 from rge.common.files import remove_left_over, write_bytes
 from rge.common.schema import Encoded
@@ -39,6 +39,8 @@ COLUMNS = {
 """Column of a shard, beside embedding and content -> attribute of `Encoded`, and type."""
 ADOPTED_ROWS = 4096
 """Rows per shard of adopted rows."""
+ADOPTED_MB = 512
+"""Embeddings of adopted rows above this size are put in order on the disk."""
 
 
 @dataclass(frozen=True)
@@ -93,13 +95,37 @@ def adopt(cache: Cache, encoder: str) -> None:
         for path in sorted(folder.glob("*.parquet")):
             for index, name in enumerate(_read(path, ("content",))["content"].to_pylist()):
                 source.setdefault(name, (path, index))
-    table_of = lru_cache(maxsize=8)(_read)
     rows = np.array([row for row, name in enumerate(cache.names) if name in source], np.int64)
-    for stretch in np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1):
-        for part in np.split(stretch, range(ADOPTED_ROWS, len(stretch), ADOPTED_ROWS)) if len(rows) else ():
-            places = map(source.__getitem__, cache.names[part[0] : part[-1] + 1])
-            tables = [table_of(path).slice(index, 1) for path, index in places]
-            _write_table(cache, int(part[0]), pa.concat_tables(tables).combine_chunks())
+    if not len(rows):
+        return
+    embeddings_ND, others = _gathered(cache, [source[cache.names[row]] for row in rows])
+    for stretch in np.split(np.arange(len(rows)), np.flatnonzero(np.diff(rows) != 1) + 1):
+        for part in np.split(stretch, range(ADOPTED_ROWS, len(stretch), ADOPTED_ROWS)):
+            at, num = int(part[0]), len(part)
+            flat = pa.array(embeddings_ND[at : at + num].ravel(), pa.float32())
+            cells = pa.FixedSizeListArray.from_arrays(flat, embeddings_ND.shape[1])
+            table = others.slice(at, num).combine_chunks().append_column("embedding", cells)
+            _write_table(cache, int(rows[at]), table)
+
+
+def _gathered(cache: Cache, places: Sequence[tuple[Path, int]]) -> tuple[np.ndarray, pa.Table]:
+    """Embeddings (N, D) and the other columns of rows in shards, in the order of `places`; reads each shard once."""
+    wanted: dict[Path, list[tuple[int, int]]] = {}
+    for target, (path, index) in enumerate(places):
+        wanted.setdefault(path, []).append((index, target))
+    embeddings_ND: np.ndarray | None = None
+    others, targets = [], []
+    for path, pairs in progress_bar(wanted.items(), desc="known rows", unit="shard", delay=2):
+        index_K, target_K = np.array(pairs).T
+        table = _read(path).take(index_K)
+        part_KD = _embedding_rows(table)
+        if embeddings_ND is None:
+            embeddings_ND = _allocate(cache.path, (len(places), part_KD.shape[1]), ADOPTED_MB)
+        embeddings_ND[target_K] = part_KD
+        others.append(table.drop_columns("embedding"))
+        targets.append(target_K)
+    assert embeddings_ND is not None
+    return embeddings_ND, pa.concat_tables(others).take(np.argsort(np.concatenate(targets)))
 
 
 def shards_of(cache: Cache) -> list[tuple[int, int]]:

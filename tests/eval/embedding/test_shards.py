@@ -8,6 +8,7 @@ import pytest
 from eval_fakes import DIM, FakeEncoder, loader, tables, write_tables
 
 from eval.commands.run import RunOptions, run
+from eval.embedding import shards
 from eval.embedding.fill_cache import check_collapse, fill, mean_cosine
 from eval.embedding.shards import Cache, covered, open_cache, read, read_embeddings
 from eval.scoring.search import search
@@ -41,6 +42,34 @@ def test_a_changed_set_takes_over_what_shows_the_same(tmp_path):
     np.testing.assert_array_equal(found.embeddings, fresh.embeddings)
     np.testing.assert_array_equal(found.embeddings[1:28], first.embeddings[3:30])
     assert read(cache).rationales == fresh.rationales
+
+
+@pytest.mark.parametrize("at_once", [7, 4096])
+def test_rows_in_another_order_read_each_shard_once(tmp_path, monkeypatch, at_once):
+    """They read a shard each: hours for a pool of a hundred thousand."""
+    items = items_of(*range(100))
+    _, first = filled(tmp_path, "a" * 20, items, FakeEncoder())
+    shards_before = len(list((tmp_path / ("a" * 20)).glob("*.parquet")))
+    order = np.random.default_rng(0).permutation(100)
+    order = np.concatenate([order[:40], [200], order[40:], order[:3]])
+    reads, original = [], shards._read
+    monkeypatch.setattr(
+        shards, "_read", lambda path, columns=None: reads.append(columns) or original(path, columns)
+    )
+    monkeypatch.setattr(shards, "ADOPTED_ROWS", at_once)
+    monkeypatch.setattr(shards, "ADOPTED_MB", 1e-4)  # in a file
+    new = items_of(*order)
+    cache = Cache(tmp_path / ("b" * 20), [item.text for item in new])
+    open_cache(cache, **ABOUT, encoder="encoder")
+    assert shards_before > 5
+    assert reads.count(None) == shards_before
+    np.testing.assert_array_equal(np.flatnonzero(~covered(cache)), [40])
+    fill(FakeEncoder(), new, cache, side="candidate", mode="direct", batch_size=2)
+    found, known = read(cache), order != 200
+    np.testing.assert_array_equal(found.embeddings[known], first.embeddings[order[known]])
+    assert [found.rationales[row] for row in np.flatnonzero(known)] == [
+        first.rationales[n] for n in order[known]
+    ]
 
 
 def test_nothing_is_taken_over_from_another_encoder_or_without_names(tmp_path):

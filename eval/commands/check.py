@@ -20,11 +20,10 @@ from rge.common.commands import progress_bar
 from rge.common.images import ImageError, load_image
 from rge.common.registry import PluginOptions
 from rge.common.schema import Item
+from rge.stats.intervals import few_groups
 
 MAX_LISTED = 10
 """Unreadable items listed in the error."""
-FEW_GROUPS = 30
-"""With fewer independent groups, intervals are not reliable."""
 SMALL_CATEGORY = 10
 """With fewer queries, a category's figure is not reliable."""
 
@@ -101,8 +100,8 @@ def _caveats(wanted: RetrievalSet, contents: Contents) -> Iterator[str]:
     if twice := len(asked) - len(set(asked)):
         yield f"{twice} queries are exact copies of another"
     yield from _shared_pictures(wanted, contents)
-    if (num_groups := len(set(wanted.columns["group"]))) < FEW_GROUPS:
-        yield f"{num_groups} groups: intervals are wide, and not reliable below {FEW_GROUPS} groups"
+    if caution := few_groups(len(set(wanted.columns["group"]))):
+        yield caution
     counts = Counter(wanted.columns["category"])
     small = [repr(name) for name, count in counts.items() if count < SMALL_CATEGORY and len(counts) > 1]
     if small:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from itertools import chain, product
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -40,6 +40,7 @@ from rge.common.mmeb_prompts import imported_with
 from rge.common.options import AtLeastOne, Count, one_of
 from rge.common.prompt_profiles import PROFILES
 from rge.common.schema import Encoded
+from rge.stats.intervals import few_groups
 
 MODES: tuple[Mode, ...] = get_args(Mode)
 MAX_INSTRUCTIONS = 20
@@ -250,7 +251,9 @@ class Session:
             seed=options.seed, candidate_mode=options.candidate_mode, dims=options.embedding_dims,
             memory_mb=options.memory_mb,
         )  # fmt: skip
-        warnings = chain.from_iterable(self.warnings(condition.mode) for condition in conditions)
+        warnings = [warning for condition in conditions for warning in self.warnings(condition.mode)]
+        if caution := few_groups(len(set(self.measurement.wanted.columns["group"]))):
+            warnings.append(caution)
         for warning in dict.fromkeys(warnings) if process_group.is_first else ():
             print(f"WARNING: {warning}", file=sys.stderr, flush=True)
 

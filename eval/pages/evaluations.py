@@ -22,6 +22,7 @@ from eval.sets.contents import with_readable_content
 from eval.sets.retrieval_set import RetrievalSet, load_set
 from rge.common.errors import UserError
 from rge.common.modes import Mode
+from rge.stats.intervals import FEW_GROUPS, few_groups
 
 BUDGET = "budget.json"
 BASES: tuple[Mode, ...] = ("direct", "reasoning")
@@ -249,6 +250,8 @@ def caveats(results: Mapping[str, Any]) -> Iterator[str]:
         yield f"the ranking covers {100 * coverage:.4g} % of the queries"
     if limit := results["set"].get("limit"):
         yield f"only the first {limit:,} queries were evaluated"
+    if caution := few_groups(results["set"].get("num_groups", FEW_GROUPS)):
+        yield caution
     if old_results(results):
         yield f"this {OLD}"
 

@@ -99,7 +99,7 @@ def report(options: ReportOptions) -> Path:
     table, other_tables = tables.main_table(rows, main, metric, tables.random_floors(main, loaded, metric))
     notes = loaded.meta.get("slice_notes", {}).get(table.by, {})
     content = dict(
-        title=f"What reasoning gained on {main.results['set']['name']}",
+        title=f"Retrieval on {main.results['set']['name']}",
         set=main.results["set"],
         profile=main.results.get("profile"),
         metric=metric,

@@ -246,7 +246,12 @@ def check_measured_on(wanted: RetrievalSet, results: Mapping[str, Any]) -> None:
 
 def statistics_settings(seed: int) -> dict[str, Any]:
     """Settings of the intervals, for results.json."""
-    settings = {"interval": "BCa", "level": LEVEL, "resampled": "group", "num_resamples": NUM_RESAMPLES}
+    settings = {
+        "interval": "BCa, for few groups with Student's t",
+        "level": LEVEL,
+        "resampled": "group",
+        "num_resamples": NUM_RESAMPLES,
+    }
     return settings | {"seed": seed}
 
 

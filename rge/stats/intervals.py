@@ -6,15 +6,20 @@ Queries that share their input picture are not independent, so groups are resamp
 group's sums. Means over all queries have one stratum; a macro mean is the mean of the strata's means, with the groups resampled
 jointly. NaN marks a query for which a metric is not defined, and is omitted.
 
-Intervals are BCa (Efron 1987: bias-corrected and accelerated, acceleration from leaving out one group at a time): with few groups
-and rare hits, percentile intervals are too short on the important side. Simulated with 60 groups of 1 to 3 queries and a true
-mean of 0.05, nominal 95 % covered 0.96 (BCa) against 0.91 (percentile); with 250 groups, or a mean near 0.5, the two agree. Below
-about 30 groups and with hits this rare, neither is reliable. A single group has no interval.
+Intervals are BCa (Efron 1987: bias-corrected and accelerated, acceleration from leaving out one group at a time): with
+rare hits, percentile intervals are too short on the important side. Simulated with 60 groups of 1 to 3 queries and a true
+mean of 0.05, nominal 95 % covered 0.96 (BCa) against 0.91 (percentile); with 250 groups, or a mean near 0.5, the two agree.
+
+Few groups vary less among themselves than the population that they come from, so with fewer than `FEW_GROUPS` the tails are those of
+Student's t (Hesterberg 2015, "expanded" percentiles), and up to `T_GROUPS`, whose resamples take few values, the interval is Student's t
+itself: the mean, plus and minus t standard errors. A single group has no interval. docs/evaluation.md has the coverage, which
+``pytest -s tests/eval/scoring/test_stats.py -k few_groups`` prints.
 
 Runs that differ in their seed are resampled together with the groups (`over_seeds`). Such an interval generalises to other queries
 and training seeds, not to other data, recipes, or whatever else the runs share, such as one cold start.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
@@ -25,6 +30,13 @@ NUM_RESAMPLES = 10_000
 LEVEL = 0.95
 OF_DIFFERENCES = (-1.0, 1.0)
 """Bounds of the difference of two metrics, each within [0, 1]."""
+FEW_GROUPS, T_GROUPS = 30, 10
+"""With fewer groups than the first, intervals are wider than BCa's; up to the second, they are Student's t."""
+T_QUANTILES = (
+    12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281, 2.2010, 2.1788, 2.1604, 2.1448, 2.1314,
+    2.1199, 2.1098, 2.1009, 2.0930, 2.0860, 2.0796, 2.0739, 2.0687, 2.0639, 2.0595, 2.0555, 2.0518, 2.0484,
+)  # fmt: skip
+"""Quantiles at (1 + `LEVEL`) / 2 of Student's t with 1, 2, 3 ... degrees of freedom."""
 CHUNK = 500
 """Resamples drawn at once."""
 NORMAL = NormalDist()
@@ -168,7 +180,7 @@ def resampled(
 def interval(
     bootstrap: Bootstrap, *, bounds: tuple[float, float] | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """BCa interval of each mean at `LEVEL`, (low_M, high_M).
+    """Interval of each mean at `LEVEL`, (low_M, high_M): BCa, and for few groups as the top of this file says.
 
     If the estimate lies outside its resamples, the corrections do not exist, and percentiles are used. A single group has no
     interval: NaN. If all values are equal, so are all resamples, but no hit in twenty groups does not prove that there never is
@@ -190,7 +202,14 @@ def interval(
                 low_M[m] = estimate - reach * (estimate - bounds[0])
                 high_M[m] = estimate + reach * (bounds[1] - estimate)
             continue
-        tails = [(1 - LEVEL) / 2, (1 + LEVEL) / 2]
+        num_groups = int(bootstrap.num_groups_M[m])
+        reach = _reach(num_groups)
+        if num_groups <= T_GROUPS:
+            least, most = (-np.inf, np.inf) if bounds is None else bounds
+            low_M[m] = max(estimate - reach * spread_M[m], least)
+            high_M[m] = min(estimate + reach * spread_M[m], most)
+            continue
+        tails = [NORMAL.cdf(-reach), NORMAL.cdf(reach)]
         # ties with the estimate count half, else coarse metrics look biased, and a - b would differ from b - a; the margin
         # absorbs rounding, which depends on the order of summation
         margin = 1e-12 * max(1.0, abs(estimate))
@@ -205,6 +224,22 @@ def interval(
             tails = [NORMAL.cdf(bias + shift / (1 - acceleration * shift)) for shift in shifted]
         low_M[m], high_M[m] = np.quantile(draws, tails)
     return low_M, high_M
+
+
+def _reach(num_groups: int) -> float:
+    """Half an interval in standard errors of the resamples; these are too small by the factor in the square root."""
+    if num_groups >= FEW_GROUPS:
+        return NORMAL.inv_cdf((1 + LEVEL) / 2)
+    return T_QUANTILES[num_groups - 2] * math.sqrt(num_groups / (num_groups - 1))
+
+
+def few_groups(num_groups: int) -> str | None:
+    """A warning for readers of intervals, or None if there are enough groups."""
+    if num_groups >= FEW_GROUPS:
+        return None
+    if num_groups == 1:
+        return "1 group: there are no intervals"
+    return f"{num_groups} groups: intervals are wide, and below {FEW_GROUPS} groups rest on Student's t"
 
 
 def figures(bootstrap: Bootstrap, bounds: tuple[float, float] | None = None) -> list[dict[str, float | None]]:

@@ -483,7 +483,7 @@ def test_what_the_model_wrote_is_text_not_markup(world):
     assert not page.all("i", id=None) or all(
         n["attrs"].get("class") in ("span", "dot") for n in page.all("i")
     )
-    assert page.all("title")[0]["text"] == "What reasoning gained on tiny & <set>"
+    assert page.all("title")[0]["text"] == "Retrieval on tiny & <set>"
 
 
 @pytest.mark.slow

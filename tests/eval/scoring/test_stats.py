@@ -9,9 +9,11 @@ import pytest
 import scipy.stats
 
 from eval.scoring.stats import effect_size, holm, minimum_detectable, sign_flip_p
+from rge.stats import intervals
 from rge.stats.intervals import (
     OF_DIFFERENCES,
     cluster_bootstrap,
+    few_groups,
     figures,
     in_words,
     index_of,
@@ -89,6 +91,75 @@ def test_coverage_on_simulated_clusters(num_groups, mean):
         low, high = interval(cluster_bootstrap(value, group, num_resamples=600, seed=trial))
         covered += low[0] <= mean <= high[0]
     assert 0.91 <= covered / num <= 0.985
+
+
+def hits_of(rng, num_groups):
+    """Hits of one run: each group has its own chance, .5 on average."""
+    group = clusters(rng, num_groups)
+    return rng.random(len(group)) < rng.beta(1, 1, num_groups)[group], group, 0.5, (0.0, 1.0)
+
+
+def rare_hits_of(rng, num_groups):
+    group = clusters(rng, num_groups)
+    return rng.random(len(group)) < rng.beta(0.2, 1.8, num_groups)[group], group, 0.1, (0.0, 1.0)
+
+
+def gains_of(rng, num_groups):
+    """A graded metric of one run, .5 on average."""
+    group = clusters(rng, num_groups)
+    level_Q = 4 * rng.random(num_groups)[group]
+    return rng.beta(1 + level_Q, 5 - level_Q), group, 0.5, (0.0, 1.0)
+
+
+def differences_of(rng, num_groups):
+    """A graded metric's paired difference between two equal runs."""
+    group = clusters(rng, num_groups)
+    value = rng.normal(0, 0.3, num_groups)[group] + rng.normal(0, 0.2, len(group))
+    return value.clip(-1, 1), group, 0.0, OF_DIFFERENCES
+
+
+def coverage(draw, num_groups, trials=300):
+    inside = 0
+    for trial in range(trials):
+        value, group, mean, bounds = draw(np.random.default_rng((trial, num_groups)), num_groups)
+        found = cluster_bootstrap(value.astype(float)[:, None], group, num_resamples=600, seed=trial)
+        low, high = interval(found, bounds=bounds)
+        inside += low[0] <= mean <= high[0]
+    return inside / trials
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draw", [hits_of, rare_hits_of, gains_of, differences_of])
+def test_coverage_with_few_groups(draw, monkeypatch):
+    """Prints the table of docs/evaluation.md: nominal 95 % covers, with BCa alone and as it is."""
+    sizes = (3, 5, 10, 20)
+    found = [coverage(draw, size) for size in sizes]
+    monkeypatch.setattr(intervals, "FEW_GROUPS", 0)
+    monkeypatch.setattr(intervals, "T_GROUPS", 0)
+    alone = [coverage(draw, size) for size in sizes]
+    for size, before, after in zip(sizes, alone, found, strict=True):
+        print(f"{draw.__name__:15} {size:3} groups: BCa {before:.2f}, now {after:.2f}")  # noqa: T201
+    assert min(found) >= 0.9
+    assert min(alone) < min(found)
+
+
+def test_quantiles_of_student_s_t_are_scipys():
+    degrees = np.arange(1, len(intervals.T_QUANTILES) + 1)
+    np.testing.assert_allclose(intervals.T_QUANTILES, scipy.stats.t.ppf(0.975, degrees), atol=6e-5)
+    assert len(degrees) == intervals.FEW_GROUPS - 2
+
+
+def test_few_groups_have_student_s_t_over_groups():
+    """Three equal groups: the mean, and 4.30 standard errors of it."""
+    value = np.array([0.2, 0.5, 0.6])
+    found = cluster_bootstrap(value[:, None], np.arange(3), num_resamples=40_000)
+    low, high = interval(found)
+    half = scipy.stats.t.ppf(0.975, 2) * value.std(ddof=1) / np.sqrt(3)
+    np.testing.assert_allclose([low[0], high[0]], [value.mean() - half, value.mean() + half], atol=0.01)
+    low, high = interval(found, bounds=(0.0, 1.0))
+    assert (low[0], round(high[0], 1)) == (0.0, 1.0)
+    assert few_groups(intervals.FEW_GROUPS) is None
+    assert few_groups(3).startswith("3 groups: intervals are wide")
 
 
 def test_p_is_uniform_when_nothing_differs():

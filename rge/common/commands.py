@@ -1,6 +1,7 @@
 """Shared behaviour of commands: subcommands, help, progress bars, exit codes."""
 
 import errno
+import io
 import os
 import select
 import signal
@@ -36,6 +37,10 @@ def start(main: Callable[[list[str]], int | None]) -> NoReturn:
     SIGTERM, 141 when the output pipe is closed (``| head``).
     """
     warnings.showwarning = _show_warning
+    for stream in (sys.stdout, sys.stderr):
+        # A file name may hold what the terminal's encoding has no form for: `\xfc` is better than losing the whole answer.
+        if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
+            stream.reconfigure(errors="backslashreplace")
     try:
         code = _code_of(main)
         sys.stdout.flush()

@@ -1,5 +1,6 @@
 """How commands end and show progress: exit codes by one rule, an output that nobody reads, a bar that goes to a file."""
 
+import io
 import os
 import signal
 import subprocess
@@ -176,3 +177,28 @@ def test_the_command_line_is_answered_before_anything_heavy_is_imported(command,
     imported = {line.split("|")[2].strip().split(".")[0] for line in done.stderr.splitlines() if "| " in line}
     installed = imported & set(packages_distributions())
     assert installed <= BROUGHT | {"_distutils_hack"}
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_what_the_terminal_cannot_show_is_printed_with_escapes(encoding, errors, monkeypatch):
+    """As with `PYTHONIOENCODING=ascii`, in the locale C, or for the name of a file that is not UTF-8."""
+    out = io.TextIOWrapper(io.BytesIO(), encoding, errors)
+    monkeypatch.setattr(sys, "stdout", out)
+    with pytest.raises(SystemExit) as ended:
+        start(lambda words: print("1  Göteborg 東京 \udcff.png"))  # noqa: T201
+    assert ended.value.code == 0
+    shown = {
+        "ascii": r"G\xf6teborg \u6771\u4eac",
+        "latin-1": r"Göteborg \u6771\u4eac",
+        "utf-8": "Göteborg 東京",
+    }
+    assert out.buffer.getvalue().decode(encoding) == rf"1  {shown[encoding]} \udcff.png" + "\n"
+
+
+def test_a_choice_of_the_user_for_such_characters_stays(monkeypatch):
+    out = io.TextIOWrapper(io.BytesIO(), "ascii", "replace")
+    monkeypatch.setattr(sys, "stdout", out)
+    with pytest.raises(SystemExit):
+        start(lambda words: print("ö"))  # noqa: T201
+    assert out.buffer.getvalue() == b"?\n"

@@ -4,8 +4,12 @@ import base64
 import hashlib
 import io
 import os
-from collections.abc import Iterator
+import struct
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,8 +17,10 @@ from typing import Any, BinaryIO, NamedTuple
 from unicodedata import normalize
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+from PIL.ImageFile import ImageFile
 
 from rge.common.errors import UserError
 from rge.common.schema import ImageRef, data_url_content, picture_of
@@ -22,6 +28,10 @@ from rge.common.schema import ImageRef, data_url_content, picture_of
 WEB = ("http://", "https://")
 FETCH_S, FETCH_BYTES = 30, 64 << 20
 """Limits of a download from the web."""
+LIBRARY_BYTES, BATCH_BYTES = 256 << 20, 4 << 20
+"""Row groups of picture libraries that stay in memory, in each process (the last one always does), and what is read of one at once."""
+REPLACED_TIMES = 3
+"""Attempts at a library that is replaced while it is read."""
 UNKNOWN_RANGE = ("I", "F")
 """Modes of 32-bit pixels."""
 FORMATS = frozenset(
@@ -30,6 +40,9 @@ FORMATS = frozenset(
 )  # fmt: skip
 """Formats that are read. Pillow passes PostScript (EPS) to Ghostscript, a program that a picture from elsewhere must not start, and
 has no decoder of its own for the rest (WMF, GRIB, ...)."""
+MOST_PIXELS, MOST_JPEG_PIXELS = 89_478_485, 250_000_000
+"""Largest picture that is decoded, as Pillow's own limit, and largest JPEG, which above the first is decoded at a smaller size."""
+JPEGS = ("JPEG", "MPO")
 UPLOAD_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 """Formats of pictures that clients send. Pillow's readers of the many rare ones have hardly been audited."""
 
@@ -38,30 +51,114 @@ class ImageError(UserError):
     """A picture is missing, unreadable or unsupported; the message names it and the fix."""
 
 
+@dataclass(frozen=True)
+class _Library:
+    """One version of a picture library: in which row group each picture is."""
+
+    path: str
+    version: tuple[int, int]  # size and modification time
+    metadata: pq.FileMetaData
+    row_of: dict[str, int]
+    ends: np.ndarray  # number of rows up to the end of each row group
+
+    def cell(self, name: str) -> Any:
+        """A picture's cell; reads its row group alone. Raises `_Replaced`, or what pyarrow raises."""
+        row = self.row_of[name]
+        group = int(np.searchsorted(self.ends, row, side="right"))
+        first = int(self.ends[group - 1]) if group else 0
+        return self._pictures(group)[row - first].as_py()
+
+    def _pictures(self, group: int) -> pa.ChunkedArray:
+        key = (self.path, self.version, group)
+        with _reading:  # of threads that need the same group, one reads it
+            if key not in _groups:
+                with open(self.path, "rb") as file:
+                    if _version(os.fstat(file.fileno())) != self.version:
+                        raise _Replaced
+                    _groups[key] = self._read(file, group)
+                while len(_groups) > 1 and sum(map(_num_bytes, _groups.values())) > LIBRARY_BYTES:
+                    _groups.popitem(last=False)
+            _groups.move_to_end(key)
+            return _groups[key]
+
+    def _read(self, file: BinaryIO, group: int) -> pa.ChunkedArray:
+        """A group's pictures, read a few megabytes at a time: at once, a group would be in memory several times."""
+        about = self.metadata.row_group(group)
+        rows = max(1, BATCH_BYTES * about.num_rows // max(1, about.total_byte_size))
+        parquet = pq.ParquetFile(file, metadata=self.metadata, buffer_size=BATCH_BYTES, pre_buffer=False)
+        batches = parquet.iter_batches(rows, row_groups=[group], columns=["image"])
+        return pa.chunked_array([batch.column("image") for batch in batches])
+
+
+class _Replaced(Exception):
+    """Another file is there since the library was opened."""
+
+
+_groups: OrderedDict[tuple[str, tuple[int, int], int], pa.ChunkedArray] = OrderedDict()
+"""Row groups in memory, the one that was used last at the end."""
+_reading = threading.Lock()
+
+
+def _renew_lock() -> None:
+    """In a child process: a thread of the parent may have held the lock, and is not there to release it."""
+    global _reading
+    _reading = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
+
+
+def _num_bytes(column: pa.ChunkedArray) -> int:
+    return column.get_total_buffer_size()
+
+
+def _version(stat: os.stat_result) -> tuple[int, int]:
+    return stat.st_size, stat.st_mtime_ns
+
+
 @lru_cache(maxsize=64)
-def _latest(_library: str) -> dict[tuple[int, int], dict[str, Any]]:
-    """The rows of a library in its latest version, by size and modification time; filled by `_library`."""
+def _latest(_library: str) -> dict[tuple[int, int], _Library]:
+    """A library in its latest version; filled by `_library`."""
     return {}
 
 
-def _library(path: str) -> dict[str, Any]:
-    try:
-        stat = os.stat(path)
-        latest, version = _latest(path), (stat.st_size, stat.st_mtime_ns)
-        if (known := latest.get(version)) is not None:  # one look: another thread may clear it
-            return known
-        table = pq.read_table(path, columns=["id", "image"])
-    except FileNotFoundError:
-        raise ImageError(f"picture library {path} does not exist") from None
-    except (OSError, ValueError, KeyError) as error:
-        raise ImageError(
-            f"picture library {path} is not a Parquet file with columns id and image: {error}"
-        ) from None
-    cells = zip(table["id"].to_pylist(), table["image"].to_pylist(), strict=True)
-    rows = {str(name): image.get("bytes") if isinstance(image, dict) else image for name, image in cells}
+def _library(path: str) -> _Library:
+    latest, version = _latest(path), _version(os.stat(path))
+    if (known := latest.get(version)) is not None:  # one look: another thread may clear it
+        return known
+    with open(path, "rb") as opened:
+        version = _version(os.fstat(opened.fileno()))
+        file = pq.ParquetFile(opened)
+        if missing := {"id", "image"} - set(file.schema_arrow.names):
+            raise ValueError(f"no column {min(missing)}")
+        names = file.read(columns=["id"])["id"].to_pylist()
+        metadata = file.metadata
+    ends = np.cumsum([metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)])
+    found = _Library(path, version, metadata, {str(name): row for row, name in enumerate(names)}, ends)
     latest.clear()
-    latest[version] = rows
-    return rows
+    latest[version] = found
+    return found
+
+
+def _library_cell(path: str, name: str) -> Any:
+    """A picture's cell in a library; `ImageError` if there is none."""
+    for _ in range(REPLACED_TIMES):
+        try:
+            library = _library(path)
+            if name not in library.row_of:
+                raise ImageError(f"picture {name!r} is not in {path} ({len(library.row_of)} rows)")
+            return library.cell(name)
+        except _Replaced:
+            continue
+        except FileNotFoundError:
+            raise ImageError(f"picture library {path} does not exist") from None
+        except ImageError:
+            raise
+        except (OSError, ValueError, KeyError) as error:
+            raise ImageError(
+                f"picture library {path} is not a Parquet file with columns id and image: {error}"
+            ) from None
+    raise ImageError(f"picture library {path} is replaced all the time: read it once it is complete")
 
 
 def picture_bytes(ref: ImageRef) -> bytes:
@@ -70,10 +167,8 @@ def picture_bytes(ref: ImageRef) -> bytes:
         return ref
     path, mark, row = ref.partition(".parquet#")
     if mark:
-        library = _library(path + ".parquet")
-        if row not in library:
-            raise ImageError(f"picture {row!r} is not in {path}.parquet ({len(library)} rows)")
-        data = library[row]
+        cell = _library_cell(path + ".parquet", row)
+        data = cell.get("bytes") if isinstance(cell, dict) else cell
         if not isinstance(data, bytes):
             with suppress(ValueError):
                 data = picture_of(data)
@@ -199,29 +294,30 @@ def load_image(
     near_px: int | None = None,
     first_frame: bool = False,
     name: ImageRef | None = None,
+    max_file_pixels: int | None = None,
 ) -> Image.Image:
     """Decode a picture to RGB, with its EXIF rotation applied and transparency on white.
+
+    A JPEG of more than `MOST_PIXELS` is decoded at a half, a quarter or an eighth of its sides.
 
     Args:
         ref: see `picture_bytes`; or an open Pillow image.
         near_px: for thumbnails: a JPEG may be decoded at a smaller size, but with at least this many pixels per side.
         first_frame: use the first frame of an animation, which is an error otherwise.
         name: of bytes that were read before, for messages.
+        max_file_pixels: largest picture, in pixels of the file; None: `MOST_PIXELS`, of a JPEG `MOST_JPEG_PIXELS`.
 
     Raises:
-        ImageError: missing, not an image, truncated, animated, with 32-bit pixels of unknown range, or so large that Pillow
-            suspects an attack.
+        ImageError: missing, not an image, truncated, animated, with 32-bit pixels of unknown range, or too large.
     """
     if isinstance(ref, Image.Image):
         title = f"<{ref.width} x {ref.height} picture>"
         with _explained(title):
             return _decoded(ref, title)
     data = io.BytesIO(picture_bytes(ref))
-    with _opened(data, name or ref, first_frame=first_frame) as (image, title):
-        if near_px is not None:
-            image.draft(None, (near_px, near_px))  # several times faster; only JPEG supports it
+    with _opened(data, name or ref, first_frame, max_file_pixels, near_px) as (image, title):
         image.load()
-        _check_pixels(image, title)  # the size of an ICO is known only now
+        _check_pixels(image, title, max_file_pixels)  # the size of an ICO is known only now
         return _decoded(image, title)
 
 
@@ -237,11 +333,10 @@ def upload_header(data: bytes) -> Header:
     """The header of a client's picture; `ImageError` unless its format is one of `UPLOAD_FORMATS`."""
     name = f"<{len(data)} bytes>"
     with _explained(name):
-        try:
-            image = Image.open(io.BytesIO(data), formats=UPLOAD_FORMATS)
-        except UnidentifiedImageError:
+        image = _of_formats(io.BytesIO(data), UPLOAD_FORMATS)
+        if image is None:
             formats = ", ".join(UPLOAD_FORMATS)
-            raise ImageError(f"picture {name} cannot be decoded: it is none of {formats}") from None
+            raise ImageError(f"picture {name} cannot be decoded: it is none of {formats}")
         is_plain = image.mode in ("1", "L", "P", "RGB") and "transparency" not in image.info
         # Pillow stores RGB as 4 bytes a pixel, and there are up to two copies, with transparency four. libjpeg buffers a
         # progressive picture, and libwebp two canvases. (Peaks measured by `tests/rge/common/test_images.py`.)
@@ -270,28 +365,21 @@ def picture_size(ref: ImageRef) -> tuple[int, int]:
 
 @contextmanager
 def _opened(
-    source: BinaryIO, ref: ImageRef, *, first_frame: bool = False
+    source: BinaryIO,
+    ref: ImageRef,
+    first_frame: bool = False,
+    max_file_pixels: int | None = None,
+    near_px: int | None = None,
 ) -> Iterator[tuple[Image.Image, str]]:
     """An open picture that is not decoded yet, and its name for messages; errors inside become an `ImageError`."""
-    name = f"<{len(ref)} bytes>" if isinstance(ref, bytes) else ref
+    name = _title(ref)
     with _explained(name):
-        image = open_picture(source)
-        _check_pixels(image, name)
+        image = open_picture(source, name=name, max_file_pixels=max_file_pixels)
         # Counting the frames would decode them all. A phone's MPO (a JPEG followed by previews) and HEIC open as the picture.
         if not first_frame and image.format not in ("MPO", "HEIF") and getattr(image, "is_animated", False):
             raise ImageError(f"picture {name} has several frames: extract the frame that you need")
+        _reduce(image, near_px)
         yield image, name
-
-
-def _check_pixels(image: Image.Image, name: str) -> None:
-    # Up to twice its limit Pillow only warns. Turning the warning into an error would need warning filters, which are global
-    # and not thread-safe.
-    limit, pixels = Image.MAX_IMAGE_PIXELS, image.width * image.height
-    if limit is not None and pixels > limit:
-        raise ImageError(
-            f"picture {name} cannot be decoded: {pixels:,} pixels exceed Pillow's limit of {limit:,}, could be a decompression "
-            "bomb; scale it down"
-        )
 
 
 @contextmanager
@@ -311,23 +399,73 @@ def _explained(name: str) -> Iterator[None]:
         raise ImageError(f"picture {name} cannot be decoded: {error}") from error
 
 
-def open_picture(data: bytes | BinaryIO) -> Image.Image:
-    """Open a picture of one of `FORMATS` without decoding it, from encoded bytes or an open file; HEIC needs pillow-heif."""
+def open_picture(
+    data: bytes | BinaryIO, *, name: ImageRef | None = None, max_file_pixels: int | None = None
+) -> ImageFile:
+    """Open a picture of one of `FORMATS` without decoding it, from encoded bytes or an open file; HEIC needs pillow-heif.
+
+    `name` is for messages, `max_file_pixels` as for `load_image`.
+
+    Raises:
+        ImageError: it has more pixels.
+        UnidentifiedImageError: its format is none of these. Pillow's readers raise other errors too.
+    """
     source = io.BytesIO(data) if isinstance(data, bytes) else data
-    try:
-        return _of_formats(source)
-    except UnidentifiedImageError:
-        if find_spec("pillow_heif") is None:
-            raise
+    image = _of_formats(source, FORMATS)
+    if image is None and find_spec("pillow_heif") is not None:
         import pillow_heif
 
         pillow_heif.register_heif_opener()
-        return _of_formats(source)
+        image = _of_formats(source, FORMATS)
+    if image is None:
+        raise UnidentifiedImageError("no format of Pillow's fits")
+    _check_pixels(image, _title(name if name is not None else source), max_file_pixels)
+    return image
 
 
-def _of_formats(source: BinaryIO) -> Image.Image:
+def _of_formats(source: BinaryIO, formats: Collection[str]) -> ImageFile | None:
+    """`Image.open` without its check for decompression bombs, which warns once per process, and is ours to make."""
     Image.init()
-    return Image.open(source, formats=[name for name in Image.ID if name in FORMATS])
+    source.seek(0)
+    prefix = source.read(16)
+    for name in (name for name in Image.ID if name in formats):
+        factory, accept = Image.OPEN[name]
+        try:
+            if accept is None or accept(prefix) is True:
+                source.seek(0)
+                return factory(source, "")
+        except (SyntaxError, IndexError, TypeError, struct.error):
+            continue  # Pillow's readers say so that it is of another format
+    return None
+
+
+def _title(ref: object) -> str:
+    size = (
+        len(ref)
+        if isinstance(ref, bytes)
+        else ref.getbuffer().nbytes
+        if isinstance(ref, io.BytesIO)
+        else None
+    )
+    return str(ref) if size is None else f"<{size} bytes>"
+
+
+def _check_pixels(image: Image.Image, name: str, most: int | None) -> None:
+    limit = most or (MOST_JPEG_PIXELS if image.format in JPEGS else MOST_PIXELS)
+    if (pixels := image.width * image.height) > limit:
+        raise ImageError(
+            f"picture {name} cannot be decoded: {pixels:,} pixels exceed the limit of {limit:,}, could be a decompression bomb; "
+            "scale it down"
+        )
+
+
+def _reduce(image: Image.Image, near_px: int | None) -> None:
+    """Let a JPEG be decoded at a smaller size, if it is for a thumbnail or has more than `MOST_PIXELS`; others stay as they are."""
+    width, height = image.size
+    factor = next((n for n in (1, 2, 4) if width * height <= MOST_PIXELS * n**2), 8)
+    if image.format in JPEGS and (factor > 1 or near_px is not None):
+        sides = (width // factor, height // factor)
+        image.draft(None, sides if near_px is None else (min(near_px, sides[0]), min(near_px, sides[1])))
 
 
 def _decoded(image: Image.Image, name: str) -> Image.Image:

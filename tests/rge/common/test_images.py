@@ -7,6 +7,7 @@ import threading
 import time
 import warnings
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -58,6 +59,30 @@ def test_a_library_may_number_its_rows_and_is_read_again_when_it_changes(tmp_pat
         assert is_there(f"{library}#7")
         assert not is_there(f"{library}#8")
         assert PictureIndex().fault(f"{library}#7") is None
+
+
+def num_bytes_read() -> int:
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def test_one_picture_of_a_library_reads_one_row_group(tmp_path, monkeypatch):
+    """Each worker of a training run read the whole table, into two to five times its size."""
+    cells = [np.random.default_rng(row).bytes(40_000) for row in range(64)]
+    library = tmp_path / "library.parquet"
+    pq.write_table(pa.table({"id": [*map(str, range(64))], "image": cells}), library, row_group_size=4)
+    before = num_bytes_read()
+    assert picture_bytes(f"{library}#9") == cells[9]
+    assert num_bytes_read() - before < library.stat().st_size / 8
+    before = num_bytes_read()
+    assert [picture_bytes(f"{library}#{row}") for row in (8, 9, 10, 11)] == cells[8:12]
+    assert num_bytes_read() - before < 4_096, "they are in its group"
+    monkeypatch.setattr(images, "LIBRARY_BYTES", 400_000)
+    with ThreadPoolExecutor(8) as pool:
+        rows = [*range(64), *reversed(range(64))]
+        assert list(pool.map(lambda row: picture_bytes(f"{library}#{row}"), rows)) == [
+            cells[row] for row in rows
+        ]
+    assert sum(map(images._num_bytes, images._groups.values())) <= 400_000
 
 
 @pytest.mark.parametrize(
@@ -262,14 +287,14 @@ def test_a_decompression_bomb_is_refused_while_another_thread_opens_a_picture(pn
     first_entered, second_entered, first_left = (threading.Event() for _ in range(3))
     original = images.open_picture
 
-    def slow(source):
+    def slow(source, **more):
         if threading.current_thread().name == "first":
             first_entered.set()
             assert second_entered.wait(10)
         else:
             second_entered.set()
             assert first_left.wait(10)
-        return original(source)
+        return original(source, **more)
 
     monkeypatch.setattr(images, "open_picture", slow)
     with warnings.catch_warnings():
@@ -288,11 +313,44 @@ def test_an_icon_whose_picture_is_larger_than_it_says_is_refused(monkeypatch):
     icon = encode(Image.new("RGB", (48, 48)), "ICO", sizes=[(48, 48)])
     at = icon.index(b"\x89PNG")
     icon = icon[:6] + bytes([16, 16]) + icon[8:at] + icon[at:]
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 40 * 40)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    monkeypatch.setattr(images, "MOST_PIXELS", 40 * 40)
+    with pytest.raises(ImageError, match="decompression bomb"):
+        load_image(icon)
+
+
+@pytest.mark.parametrize(("kind", "size"), [("JPEG", (400, 300)), ("MPO", (400, 300)), ("JPEG", (301, 400))])
+def test_a_jpeg_beyond_the_limit_is_decoded_at_a_smaller_size(kind, size, monkeypatch):
+    """As if a phone's 108 megapixels were 120,000."""
+    image = Image.linear_gradient("L").resize(size).convert("RGB")
+    data = encode(image, kind, quality=95)
+    whole = load_image(data)
+    assert whole.size == size
+    monkeypatch.setattr(images, "MOST_PIXELS", 100_000)
+    half = load_image(data)
+    assert half.size == picture_size(data) == ((size[0] + 1) // 2, (size[1] + 1) // 2)
+    difference = np.abs(np.asarray(half, float) - np.asarray(whole.resize(half.size, Image.Resampling.BOX)))
+    assert difference.mean() < 3, "the same picture"
+    assert load_image(data, near_px=50).width >= 50
+    monkeypatch.setattr(images, "MOST_PIXELS", 3_000)
+    assert load_image(data).size == ((size[0] + 7) // 8, (size[1] + 7) // 8)
+    for look in (load_image, picture_size):
         with pytest.raises(ImageError, match="decompression bomb"):
-            load_image(icon)
+            look(encode(image, "PNG"))
+    monkeypatch.setattr(images, "MOST_JPEG_PIXELS", 110_000)
+    with pytest.raises(ImageError, match="decompression bomb"):
+        load_image(data)
+    assert load_image(data, max_file_pixels=400 * 400).width <= 201
+    assert load_image(encode(image, "PNG"), max_file_pixels=400 * 400).size == size
+
+
+@pytest.mark.parametrize("look", [load_image, picture_size, upload_header])
+def test_pillow_does_not_warn_in_its_own_words(look):
+    """Its warning comes once per process, whatever becomes of the picture."""
+    data = io.BytesIO()
+    Image.new("L", (9_500, 9_500)).save(data, "JPEG", quality=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        look(data.getvalue())
 
 
 def test_a_name_in_another_unicode_form_is_told_from_a_missing_file(tmp_path):

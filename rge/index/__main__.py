@@ -145,6 +145,7 @@ def opened(options: IndexOptions) -> "tuple[Index, Reader]":
         batch_size=options.batch_size,
         thumbnail_px=options.thumbnail_px,
         captions=index.about["captions"] == "embed",
+        max_file_pixels=options.max_file_pixels,
     )
     return index, reader
 

@@ -61,7 +61,9 @@ def embed(options: EmbedOptions, source: Source, parts: Path) -> int:
     about = checkpoint | settings | {"src": source.name}
     _check_same_settings(parts, about)
     with Unreadable.noted(source, options) as unreadable:
-        reader = Reader(embedder, batch_size=options.batch_size, **settings)
+        reader = Reader(
+            embedder, batch_size=options.batch_size, max_file_pixels=options.max_file_pixels, **settings
+        )
         _embed_missing(reader, source, parts, unreadable)
     unreadable.report()
     if source.skipped:

@@ -39,8 +39,12 @@ class Reading(PluginOptions):
     index's size."""
     batch_size: AtLeastOne = 64
     """Items embedded at once."""
+    max_file_pixels: AtLeastOne | None = None
+    """Largest picture, in pixels of the file; larger ones are unreadable. null: 89 million, the size from which a picture could be a
+    trap that fills the memory, and 250 million for a JPEG, which above 89 million is decoded at a smaller size."""
     max_unreadable: Share = 0.1
-    """Share of items that may be unreadable (they are counted and listed); more are an error."""
+    """Share of items that may be unreadable (they are counted and listed); more are an error. A single one never is, unless
+    this is 0."""
     unreadable: Path | None = None
     """File for the list of all unreadable items; null: only print the first twenty."""
 
@@ -117,6 +121,7 @@ class SearchOptions(PluginOptions):
     """SQL condition on the index's columns: ``"year > 2023 and album = 'Rome'"``. Pictures have ``year``, ``month``,
     ``taken``, ``latitude``, ``longitude`` (from EXIF) and ``album`` (their folder); tables have their own columns."""
     hybrid: bool = False
-    """Also search for the question's words in captions, file names and metadata, and fuse the two rankings by rank."""
+    """Also search for the question's words in captions, file names and metadata, and fuse the two rankings by rank. A file whose name
+    is typed comes first."""
     exact: bool = False
     """Compare with every vector, even if there is an approximate index."""

@@ -45,6 +45,7 @@ class Reader:
     """Embeds entries with one checkpoint and fixed settings.
 
     `dimensions` are the components kept, None: all. With `captions`, a picture is embedded together with its text.
+    `max_file_pixels` is as for `load_image`.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Reader:
         batch_size: int = 64,
         thumbnail_px: int = 0,
         captions: bool = True,
+        max_file_pixels: int | None = None,
     ):
         self.embedder, self.side, self.dimensions = embedder, side, dimensions
         self.mode = mode or (embedder.query_mode if side == "query" else "direct")
@@ -67,6 +69,7 @@ class Reader:
             if warning:
                 warnings.warn(warning, stacklevel=2)
         self.batch_size, self.thumbnail_px, self.captions = batch_size, thumbnail_px, captions
+        self.max_file_pixels = max_file_pixels
 
     def read(
         self, entries: Iterable[Entry], unreadable: Unreadable, known: Container[str] = ()
@@ -111,12 +114,14 @@ class Reader:
         ]
 
     def _prepare(self, entry: Entry, known: Container[str]) -> Prepared:
-        content = load(entry, self.thumbnail_px, self.captions)
+        content = load(entry, self.thumbnail_px, self.captions, self.max_file_pixels)
         without_bytes = replace(content, data=None)
         if content.digest in known:
             return Prepared(entry, without_bytes, None)
         try:
-            images = [] if content.data is None else [load_image(content.data)]
+            images = []
+            if content.data is not None:
+                images = [load_image(content.data, max_file_pixels=self.max_file_pixels)]
             text = content.text if content.data is None or self.captions else None
             item = Item(entry.id, text, tuple(images), self.instruction)  # type: ignore[arg-type]
             prompt = self.embedder.prompt(item, "query" if self.side == "query" else "candidate", images)

@@ -1,6 +1,7 @@
 """Rows of an index: from items to Arrow columns, and from these to hits."""
 
 import json
+import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from rge.common.errors import UserError
 from rge.common.images import WEB, is_there
 from rge.index.columns import LARGEST_INTEGER
 from rge.index.sources import Content, Entry, Source, composed
+from rge.tables.pictures import SUFFIXES
 
 COLUMNS = {
     "source": pa.string(),
@@ -172,6 +174,38 @@ def _fitting(value: Any, kind: pa.DataType) -> Any:
 def _words(row: Row) -> str:
     values = [value for value in (row.metadata or {}).values() if isinstance(value, str)]
     return composed(" ".join([row.text or "", re.sub(r"[\W_]+", " ", composed(row.id)), *values]))
+
+
+def typed_name(id: str, words: str) -> int:
+    """How many words of an item's file name, or path, were typed; 0 if it was not typed as a name.
+
+    It was if all of `words` is the name, with or without its ending, or if they contain the name with its ending, or without it where it
+    has letters and digits or several numbers, as in ``IMG_2034`` (a picture ``a.jpg`` is not meant by "a padlock"). Case,
+    separators and the composition of accents do not matter.
+    """
+    typed = _split(words)
+    path, ending = os.path.splitext(id)
+    if ending.lower() not in (*SUFFIXES, ".txt"):
+        path, ending = id, ""
+    best = 0
+    for stem in (path, path.rpartition("/")[2]):
+        short, full = _split(stem), _split(stem + ending)
+        if not short:
+            continue
+        is_code = any(map(str.isdigit, "".join(short))) and not (len(short) == 1 and short[0].isdigit())
+        if typed in (short, full):
+            best = max(best, len(full))
+        elif (ending and _contains(typed, full)) or (is_code and _contains(typed, short)):
+            best = max(best, len(short))
+    return best
+
+
+def _split(text: str) -> list[str]:
+    return re.findall(r"[^\W_]+", composed(text).casefold())
+
+
+def _contains(words: list[str], part: list[str]) -> bool:
+    return any(words[at : at + len(part)] == part for at in range(len(words) - len(part) + 1))
 
 
 def matrix(rows: pa.Table) -> np.ndarray:

@@ -103,7 +103,9 @@ class Unreadable:
 
     def check(self) -> None:
         """Refuse more than are allowed."""
-        if len(self.faults) > self.max_share * self.total:
+        # Of a small folder, a single file would already be more than the share.
+        most = max(self.max_share * self.total, 1 if self.max_share and self.total > 1 else 0)
+        if len(self.faults) > most:
             count = f"{len(self.faults)} of {self.total} items are unreadable so far"
             raise UserError(f"{count}, more than max_unreadable={self.max_share:g}:\n{self._listed()}")
 
@@ -152,6 +154,12 @@ def read_source(
         TableError: it cannot be read.
     """
     path = path.expanduser()
+    try:
+        os.path.abspath(path).encode()
+    except UnicodeEncodeError:
+        raise SourceError(
+            f"src={_printable(str(path))} is not UTF-8: rename it, or give a link to it"
+        ) from None
     if path.is_dir():
         source = _folder(path, Exclude(exclude))
         empty = f"{path} holds no pictures ({', '.join(SUFFIXES)}) and no texts (.txt)"
@@ -175,8 +183,12 @@ def source_of(options: Reading) -> Source:
     return read_source(options.src, **columns, exclude=options.exclude, form=form)
 
 
-def load(entry: Entry, thumbnail_px: int = 0, captions: bool = True) -> Content:
+def load(
+    entry: Entry, thumbnail_px: int = 0, captions: bool = True, max_file_pixels: int | None = None
+) -> Content:
     """Read an entry, with a thumbnail unless `thumbnail_px` is 0; `captions`: a picture's text is part of its digest.
+
+    `max_file_pixels`: as for `load_image`.
 
     Raises:
         ImageError: its picture cannot be read.
@@ -191,24 +203,24 @@ def load(entry: Entry, thumbnail_px: int = 0, captions: bool = True) -> Content:
     data = fetch_picture(entry.image) if entry.image.startswith(WEB) else picture_bytes(entry.image)
     digest = hashlib.sha256(data + embedded_text if captions else data).hexdigest()
     try:
-        data, facts = _first_frame(data)
-        small_copy = thumbnail(data, thumbnail_px) if thumbnail_px else None
+        data, facts = _first_frame(data, max_file_pixels)
+        small_copy = thumbnail(data, thumbnail_px, max_file_pixels) if thumbnail_px else None
     except ImageError as error:
         raise ImageError(re.sub(r"<\d+ bytes>", lambda _: str(entry.image), str(error))) from error
     return Content(text, data, digest, small_copy, facts)
 
 
-def _first_frame(data: bytes) -> tuple[bytes, dict[str, Any]]:
+def _first_frame(data: bytes, max_file_pixels: int | None) -> tuple[bytes, dict[str, Any]]:
     """The picture, or an animation's first frame as PNG, and facts from its EXIF."""
     try:
-        image = open_picture(data)
+        image = open_picture(data, max_file_pixels=max_file_pixels)
         facts = exif_facts(image)
         if not getattr(image, "is_animated", False) or image.format in ("MPO", "HEIF"):
             return data, facts
     except Exception:  # noqa: BLE001 - `load_image` reports whatever Pillow's readers run into
         return data, {}
     out = io.BytesIO()
-    load_image(data, first_frame=True).save(out, "PNG")
+    load_image(data, first_frame=True, max_file_pixels=max_file_pixels).save(out, "PNG")
     return out.getvalue(), facts
 
 
@@ -237,9 +249,9 @@ def _degrees(parts: Sequence[Any], is_negative: bool) -> float:
     return round(-angle if is_negative else angle, 6)
 
 
-def thumbnail(data: bytes, size_px: int) -> bytes:
+def thumbnail(data: bytes, size_px: int, max_file_pixels: int | None = None) -> bytes:
     """Scale an encoded picture down to WebP. Raises `ImageError`: it cannot be decoded."""
-    image = load_image(data, near_px=size_px, first_frame=True)
+    image = load_image(data, near_px=size_px, first_frame=True, max_file_pixels=max_file_pixels)
     image.thumbnail((size_px, size_px), Image.Resampling.BICUBIC)
     out = io.BytesIO()
     image.save(out, "WEBP", quality=80)

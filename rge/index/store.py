@@ -39,6 +39,7 @@ from rge.index.rows import (
     matrix,
     metadata_fields,
     new_schema,
+    typed_name,
 )
 from rge.index.sources import composed
 
@@ -62,6 +63,10 @@ MIN_FUSED = 100
 """The nearest rows that are fused with those found by words, at least."""
 MAX_WORDED = 10_000
 """Rows found by words, at most; those that share the last one's score are left out then, since the cut is arbitrary among them."""
+MAX_WORD = 256
+"""Longest word that is found, in letters: file names are hashes or titles without spaces."""
+NUM_NAMED = 1_000
+"""Rows found by words, best first, whose names are compared with the question."""
 FIRST_RANK = 60
 """Reciprocal rank fusion: a row gets 1 / 60 for the first place of a ranking, 1 / 61 for the second."""
 FUNCTIONS = frozenset(
@@ -316,7 +321,7 @@ class Index:
         with _lancedb_errors(self.uri):
             self._table.optimize(cleanup_older_than=VERSION_AGE)
             if not self._indices("words"):
-                self._table.create_index("words", config=FTS())
+                self._table.create_index("words", config=FTS(max_token_length=MAX_WORD))
             ann = self._indices("vector")
             if len(self) < ann_from:
                 for name in ann:
@@ -478,7 +483,10 @@ class Index:
         where: str | None,
         columns: Sequence[str],
     ) -> list[Hit]:
-        """The nearest rows and those with these words, fused by reciprocal rank; equal scores of words share a rank."""
+        """The nearest rows and those with these words, fused by reciprocal rank; equal scores of words share a rank.
+
+        Rows whose name was typed come first.
+        """
         # For a text in quotes LanceDB would search the phrase, which the index of words does not support.
         words = composed(words.replace('"', " "))
         if not words.strip():
@@ -488,6 +496,13 @@ class Index:
         query: Any = table.search(words, query_type="fts", fts_columns="words").with_row_id(True)
         query = query if where is None else query.where(where, prefilter=True)
         found = query.select(["source", "id", "_score"]).limit(MAX_WORDED).to_arrow()
+        found = found.sort_by([("_score", "descending")])
+        top = found.slice(0, NUM_NAMED).to_pylist()
+        typed = {
+            (row["source"], row["id"]): (length, row["_score"])
+            for row in top
+            if (length := typed_name(row["id"], words))
+        }
         if len(found) == MAX_WORDED:
             found = found.filter(pc.field("_score") > pc.min(found["_score"]))
         names = list(zip(found["source"].to_pylist(), found["id"].to_pylist(), strict=True))
@@ -496,7 +511,14 @@ class Index:
         points = Counter({(hit.source, hit.id): 1 / (FIRST_RANK + rank) for rank, hit in enumerate(near)})
         for name, rank in zip(names, np.searchsorted(np.sort(loss_N), loss_N), strict=True):
             points[name] += 1 / (FIRST_RANK + rank)
-        best = sorted(points, key=lambda name: (-points[name], name))[:k]
+
+        def order(name: tuple[str, str]) -> tuple[Any, ...]:
+            length, score = typed.get(
+                name, (0, 0.0)
+            )  # of two of one name, the one with more of the other words
+            return -length, -score, -points[name], name
+
+        best = sorted(points, key=order)[:k]
         hits = {(hit.source, hit.id): hit for hit in near}
         if further := sorted(row_ids[name] for name in best if name not in hits):
             rows = table.take_row_ids(further).select([*columns, "vector"]).to_arrow()

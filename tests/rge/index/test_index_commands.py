@@ -392,6 +392,27 @@ def test_unreadable_files_are_counted_listed_and_fatal_beyond_a_share(photos, ca
     assert "0 added, 0 changed, 1 removed, 6 unchanged" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+def test_a_photo_of_108_megapixels_is_embedded_and_a_larger_drawing_is_one_unreadable_file(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "few").mkdir()
+    Image.new("L", (12_000, 9_000), 200).save("few/phone.jpg", quality=1)
+    Image.new("1", (9_500, 9_500)).save("few/plan.png")
+    Image.new("RGB", (40, 30), "red").save("few/red.png")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        assert index(["few", "out=gallery", "checkpoint=demo"]) == 0
+        assert embed(["few", "out=few.parquet", "checkpoint=demo"]) == 0
+    assert names() == ["phone.jpg", "red.png"]
+    assert capsys.readouterr().err.count("1 of 3 items are unreadable") == 2
+    assert index(["few", "out=gallery", "max_file_pixels=100000000"]) == 0
+    assert names() == ["phone.jpg", "plan.png", "red.png"]
+    with pytest.raises(UserError, match="1 of 3 items are unreadable so far, more than max_unreadable=0:"):
+        embed(["few", "out=strict.parquet", "checkpoint=demo", "max_unreadable=0"])
+
+
 @pytest.mark.parametrize("command", [["index", "out=gallery"], ["embed", "out=x.parquet"]])
 def test_unreadable_files_are_listed_also_if_the_command_is_interrupted(photos, monkeypatch, command):
     (photos / "broken.png").write_bytes(b"")
@@ -528,6 +549,15 @@ def test_a_loop_of_links_and_a_name_that_is_no_text(photos):
     found = read_source(photos)
     assert [entry.id for entry in found.entries] == EVERYTHING
     assert found.faults == {"nowhere.png": "No such file or directory", "\ufffd.png": "its name is not UTF-8"}
+
+
+def test_a_folder_whose_name_is_not_utf8_is_refused_before_anything_is_embedded(tmp_path):
+    folder = os.fsdecode(os.fsencode(tmp_path) + b"/\xff")
+    os.mkdir(folder)
+    Image.new("RGB", (40, 50)).save(os.path.join(folder, "a.png"))
+    with pytest.raises(SourceError) as error:
+        read_source(Path(folder))
+    str(error.value).encode()  # can be printed, and written into a list
 
 
 def test_an_album_of_macos_is_filtered_by_its_name_as_it_is_typed(photos):

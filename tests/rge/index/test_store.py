@@ -232,6 +232,46 @@ def test_words_are_found_however_they_are_typed(index):
     assert found("") == found(' "" ') == [hit.id for hit in plain]  # a picture alone
 
 
+@pytest.mark.parametrize(
+    ("words", "first"),
+    [
+        ("IMG_2034", "Oslo/IMG_2034.JPG"),  # the nearer one
+        ("IMG_2034.JPG", "Oslo/IMG_2034.JPG"),
+        ("where was img_2034.jpg taken", "Oslo/IMG_2034.JPG"),
+        ("IMG_2034 Rome", "Rome/IMG_2034.JPG"),  # the example of docs/search.md
+        ("IMG_2034 Oslo", "Oslo/IMG_2034.JPG"),
+        ("Oslo/IMG_2034.JPG", "Oslo/IMG_2034.JPG"),
+        ("Rome/IMG_2034", "Rome/IMG_2034.JPG"),
+        ("sunset", "Rome/sunset.jpg"),
+        ("a.jpg", "Rome/a.jpg"),
+        ("f" * 64, f"Rome/{'f' * 64}.png"),
+        ("a sunset on the beach", "Oslo/IMG_0000.JPG"),  # the nearest: these words are no name
+        ("2024", "Oslo/IMG_0000.JPG"),
+    ],
+)
+def test_a_name_that_is_typed_is_found_first(index, words, first):
+    """Of 500 photos of a camera, whose names share a word with it, those that are typed are the furthest."""
+    names = [f"Oslo/IMG_{n:04}.JPG" for n in range(480)]
+    names += [
+        "Oslo/IMG_2034.JPG",
+        "Rome/IMG_2034.JPG",
+        "Rome/sunset.jpg",
+        "Rome/a.jpg",
+        f"Rome/{'f' * 64}.png",
+    ]
+    query_D = vectors(1)[0]
+    stored_ND = sorted(vectors(len(names), seed=1), key=lambda vector_D: -float(vector_D @ query_D))
+    index.put(
+        [
+            Row("s", name, "1", name, vector_D, metadata={"album": name.partition("/")[0], "year": "2024"})
+            for name, vector_D in zip(names, stored_ND, strict=True)
+        ]
+    )
+    index.refresh(ann_from=10_000)
+    [hits] = index.search(query_D[None], 3, words=[words])
+    assert hits[0].id == first
+
+
 @pytest.mark.parametrize("ann_from", [1000, 100])
 def test_rows_whose_words_fit_equally_are_ordered_by_the_other_ranking(index, ann_from, monkeypatch):
     """LanceDB gave them ranks at random, and another result for the same question."""

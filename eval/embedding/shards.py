@@ -104,7 +104,7 @@ def adopt(cache: Cache, encoder: str) -> None:
             at, num = int(part[0]), len(part)
             flat = pa.array(embeddings_ND[at : at + num].ravel(), pa.float32())
             cells = pa.FixedSizeListArray.from_arrays(flat, embeddings_ND.shape[1])
-            table = others.slice(at, num).combine_chunks().append_column("embedding", cells)
+            table = others.slice(at, num).combine_chunks().add_column(0, "embedding", cells)
             _write_table(cache, int(rows[at]), table)
 
 

@@ -35,7 +35,7 @@ class Pool:
     def __init__(self, root: Path, *, out: Path, exclude: Sequence[str] = ()):
         self.root, self.files, self.unreadable = root, dict[str, Path](), dict[str, str]()
         self._steps: list[dict[str, set[str]]] = [defaultdict(set) for _ in range(6)]
-        self._copies, self.skipped = 0, Skipped()
+        self._copies, self.skipped, self._others = 0, Skipped(), set[str]()
         id_of: dict[bytes, str] = {}
         found = visible_files(root, exclude=Exclude(exclude), skipped=self.skipped)
         written = out.resolve()
@@ -49,6 +49,7 @@ class Pool:
         for path in every:
             if path.suffix.lower() not in (*SUFFIXES, *TABLES):
                 self.skipped.add(path.name)
+                self._others.add(_normal(path.name))
         for path in progress_bar(paths, desc="pictures", unit="picture", delay=2):
             self._add(path, id_of)
         if not self.files:
@@ -123,6 +124,10 @@ class Pool:
             raise ReleaseError(f"picture {name!r} cannot be opened: {self.unreadable[matches[0]]}")
         if matches:
             return matches[0]
+        if _normal(name.replace("\\", "/").rpartition("/")[2]) in self._others:
+            raise ReleaseError(
+                f"{name!r} is of a kind that is not read: save it as one of {', '.join(SUFFIXES)}"
+            )
         known = {_normal(path): path for path in (*self._steps[1], *self._steps[0])}
         near = difflib.get_close_matches(_normal(name), known, n=1)
         hint = f"; did you mean {known[near[0]]!r}?" if near else ""

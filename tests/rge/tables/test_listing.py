@@ -56,6 +56,14 @@ def test_every_command_lists_the_same_photos_of_a_nas_and_says_what_it_skips(nas
     assert found.meta["notes"] == [f"skipped, since they are no pictures: {source.skipped}"]
 
 
+def test_a_raw_picture_that_a_query_names_is_told_from_a_missing_one(nas):
+    (nas / "queries.csv").write_text("text,right\nwhat,raw.cr2\nwhat,gone.cr2\n")
+    with pytest.raises(UserError) as error:
+        import_folder(FolderOptions(src=nas, out=nas.parent / "set"))
+    assert "B2: 'raw.cr2' is of a kind that is not read" in str(error.value)
+    assert "B3: picture 'gone.cr2' is not in the folder" in str(error.value)
+
+
 def test_patterns_leave_out_more_and_bring_back(nas):
     patterns = ("2024/", "#recycle", "d.*", "!@eaDir/")
     wanted = ["@eaDir/c.jpg/SYNOPHOTO_THUMB_XL.jpg", "c.jpg"]

@@ -4,8 +4,8 @@
     accelerate launch -m rge.check recipe=qwen25vl_3b      # the launch too
 
 Training runs the same checks first. They cover all stages, so that a wrong path of a late one is found before hours of training,
-and lay out every record from the headers of its pictures; ``pictures=true`` decodes every picture once, on all cores. This file
-calls the `problems` functions of the rooms. The exit code is 2 if there is a problem.
+lay out every record from the headers of its pictures, and decode those of held-out records; ``pictures=true`` decodes every
+picture once, on all cores. This file calls the `problems` functions of the rooms. The exit code is 2 if there is a problem.
 """
 
 import os
@@ -148,8 +148,7 @@ def examine(
         run.attempt(launch.check_launch, accelerator, recipe.train, recipe.optim.name)
     if run.find_open_stages() and run.check_settings():
         run.open_sources(wanted_sources(recipe, run.found.stages))
-        if decode:
-            run.tell(run.verdicts.undecodable(list(run.found.records.values())))
+        run.decode_pictures(of_training=decode)
         run.check_sources()
         model = run.attempt(_outline, recipe)
         if model is not None:
@@ -251,6 +250,16 @@ class Preflight:
         if records.size is not None:  # a stream's records are checked when they are drawn
             check_wording(records[0], records.name, recipe.data.profile)
         return records
+
+    def decode_pictures(self, *, of_training: bool) -> None:
+        """Decode the few pictures of held-out records, which would end the run at its first measurement, and those of training."""
+        held_out = {key for key, wanted in self.wanted.items() if wanted.held_out}
+        files = self.found.records.items()
+        if of_training:
+            self.tell(self.verdicts.undecodable([file for key, file in files if key not in held_out]))
+        shown = [file for key, file in files if key in held_out]
+        faults = self.verdicts.undecodable(shown, first=self.recipe.validation.max_records)
+        self.tell(faults, held_out=True)
 
     def check_sources(self) -> None:
         """Check the sources' records for the open stages, and the machine."""

@@ -46,7 +46,7 @@ def main(words: Sequence[str]) -> None:
 def estimate(options: RationaleOptions) -> str:
     """Estimate calls, tokens and cost from the real prompts, without making a call or writing a file."""
     model, path = options.model, replies_of(options)
-    with closing(AnswerStore(path if path.is_file() else None)) as store:
+    with closing(AnswerStore(path if path.is_file() else None, read_only=True)) as store:
         stats = {kind: store.billing_stats(model.endpoint, kind) for kind in (False, True)}
         kept = store.num_replies()
     num_calls = -(-options.candidates // model.draws_a_call)  # of a pair

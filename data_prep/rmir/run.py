@@ -129,7 +129,9 @@ class Run:
         # Read once, so that weights replaced during the run are not mistaken for those it started with.
         self.encoders = identities(config)
         replies = self.out / REPLIES
-        self.store = AnswerStore(None if read_only and not replies.is_file() else replies)
+        self.store = AnswerStore(
+            None if read_only and not replies.is_file() else replies, read_only=read_only
+        )
         self._caller: Caller | None = None
 
     def close(self) -> None:

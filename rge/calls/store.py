@@ -125,12 +125,17 @@ class BatchRow:
 class AnswerStore:
     """The answer store, for any number of processes, in each by one thread at a time; temporary without a path.
 
+    With `read_only`, the file must exist, and nothing can be added; its folder may be one that can only be read.
+
     Raises `UserError`: it cannot be opened.
     """
 
-    def __init__(self, path: str | Path | None):
+    def __init__(self, path: str | Path | None, *, read_only: bool = False):
         self.path = Path(path) if path is not None else None
         try:
+            if self.path is not None and read_only:
+                self._db = _open_to_read(self.path)
+                return
             if self.path is not None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
             self._db = _open(self.path or "")
@@ -384,6 +389,27 @@ def _open(path: Path | str) -> sqlite3.Connection:
                 connection.close()
                 raise
             time.sleep(0.02)
+
+
+def _open_to_read(path: Path) -> sqlite3.Connection:
+    """Open a database of any process's without writing to it.
+
+    In WAL mode, SQLite writes files beside it even to read it, unless they are there or the database is said not to change. It
+    does not change where this process cannot create them and nobody else has: the last process that wrote took them away.
+    """
+    for more in ("", "&immutable=1"):
+        connection = sqlite3.connect(
+            f"{path.absolute().as_uri()}?mode=ro{more}",
+            uri=True, timeout=_WAIT_S, isolation_level=None, check_same_thread=False,
+        )  # fmt: skip
+        try:
+            connection.execute("SELECT count(*) FROM replies")
+            return connection
+        except sqlite3.OperationalError:
+            connection.close()
+            if more or Path(f"{path}-wal").exists():
+                raise
+    raise AssertionError("the second way returns or raises")
 
 
 def value_key(*parts: Any) -> str:

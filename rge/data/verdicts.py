@@ -96,18 +96,24 @@ class Verdicts:
         if files := self._files.get(file.name):
             self._keep(self._entry(Path(file.name), "numbers", asked), numbers, files=files)
 
-    def undecodable(self, files: Sequence[Records], *, queries: bool = True) -> list[str]:
+    def undecodable(
+        self, files: Sequence[Records], *, queries: bool = True, first: int | None = None
+    ) -> list[str]:
         """Existing pictures, of targets and of `queries`, that cannot be decoded, each with its first record; on all cores.
 
-        Pictures of streams are left out. Bytes in data sets are decoded every time.
+        Pictures of streams are left out, and those that only records after the `first` ones show. Bytes in data sets are decoded
+        every time.
         """
         files = [file for file in files if file.size is not None]
         if not files:
             return []
-        named = _named(files, queries)
-        embedded = ((ref, (file.name, name)) for file in files for ref, name in _shown(file, queries, bytes))
+        named = _named(files, queries, first)
+        embedded = (
+            (ref, (file.name, name)) for file in files for ref, name in _shown(file, queries, first, bytes)
+        )
         pictures = chain(named.items(), embedded)
-        entries = {file.name: self._entry(Path(file.name), "pictures") for file in files}
+        part = () if first is None else (first,)
+        entries = {file.name: self._entry(Path(file.name), "pictures", *part) for file in files}
         good: dict[str, set[int]] = {name: set() for name in entries}
         faults: list[str] = []
         last = "the first"
@@ -205,18 +211,20 @@ def _call(item: Any) -> Any:
 _action: Callable[[Any], Any]
 
 
-def _named(files: Sequence[Records], queries: bool) -> dict[ImageRef, tuple[str, str]]:
+def _named(files: Sequence[Records], queries: bool, first: int | None) -> dict[ImageRef, tuple[str, str]]:
     """Each picture that records refer to by name, once, with its first source and record."""
     named: dict[ImageRef, tuple[str, str]] = {}
     for file in files:
-        for ref, record_id in _shown(file, queries, str):
+        for ref, record_id in _shown(file, queries, first, str):
             named.setdefault(ref, (file.name, record_id))
     return named
 
 
-def _shown(file: Records, queries: bool, kind: type[str] | type[bytes]) -> Iterator[tuple[ImageRef, str]]:
+def _shown(
+    file: Records, queries: bool, first: int | None, kind: type[str] | type[bytes]
+) -> Iterator[tuple[ImageRef, str]]:
     """Pictures of this kind (names or bytes) with the ids of their records."""
-    for record in map(file.__getitem__, range(len(file))):
+    for record in map(file.__getitem__, range(len(file))[:first]):
         targets = [it.image for it in (*record.positives, *record.negatives) if it.image]
         for ref in (*(record.query.images if queries else ()), *targets):
             if isinstance(ref, kind):

@@ -566,7 +566,9 @@ def _rotations(model: HubModel, last_position_3B: Tensor, after_B: Tensor, num_s
 def _choose(logit_BV: Tensor, temperature: float, uniform_B: Tensor | None) -> Tensor:
     if uniform_B is None:
         return logit_BV.argmax(dim=-1)
-    return torch.searchsorted(*_drawn(logit_BV, temperature, uniform_B), right=True).flatten()
+    token_B = torch.searchsorted(*_drawn(logit_BV, temperature, uniform_B), right=True).flatten()
+    # No token is drawn where logits are not numbers. The first stands for it, as for argmax: the loss, also not a number, explains.
+    return token_B.masked_fill(token_B >= logit_BV.shape[1], 0)
 
 
 def _drawn(logit_BV: Tensor, temperature: float, uniform_B: Tensor) -> tuple[Tensor, Tensor]:

@@ -817,6 +817,18 @@ def test_a_family_that_vllm_cannot_write_for_is_found_before_the_cold_start(
     assert problems_of(home, accelerator, "rollout.backend=vllm") == []
 
 
+@pytest.mark.parametrize("on_bad", ["stop", "skip"])
+def test_a_held_out_picture_that_cannot_be_read_is_found_before_training(home, accelerator, on_bad):
+    """Not at the first measurement, hours later; those after validation.max_records are never read."""
+    whole = (home / "egg.png").read_bytes()
+    (home / "cut.png").write_bytes(whole[: len(whole) // 2])
+    held_out = write(home / "held_out.jsonl", record("h"), record("x", "cut.png"))
+    given = (f"validation.path={held_out}", f"data.on_bad={on_bad}")
+    [problem] = problems_of(home, accelerator, *given)
+    assert "'x'" in problem
+    assert problems_of(home, accelerator, *given, "validation.max_records=1") == []
+
+
 def test_held_out_records_that_are_not_used_may_be_too_long(home, accelerator):
     positives = [{"id": "t", "text": "an egg", "rationale": "it is an egg " * 300}]
     path = write(home / "held_out.jsonl", record("x"), record("y"), record("z", positives=positives))

@@ -4,12 +4,15 @@ import asyncio
 import hashlib
 import io
 import json
+import os
 import re
 import sqlite3
+import tempfile
 import threading
 import time
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
+from pathlib import Path
 
 import forked
 import pytest
@@ -98,6 +101,30 @@ def test_answers_come_back_in_order_and_are_asked_once(store):
         assert all(outcome.cached for outcome in again.run([ask("b"), ask("a")]))
     assert echo.seen == {"a": 1, "b": 1}
     assert (again.counts.asked, again.counts.cached) == (0, 2)
+
+
+def test_a_finished_store_can_be_read_in_a_folder_that_one_may_only_read():
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "answers.sqlite"
+        with closing(AnswerStore(path)) as written:
+            written.put_values({"key": 1})
+        os.chmod(folder, 0o555)
+        user = os.geteuid()
+        try:
+            if user == 0:  # who may write anywhere
+                os.seteuid(65534)
+            with pytest.raises(UserError):
+                AnswerStore(path)
+            with closing(AnswerStore(path, read_only=True)) as found:
+                assert found.get_values(["key"]) == {"key": 1}
+                assert found.ledger() == []
+        finally:
+            os.seteuid(user)
+            os.chmod(folder, 0o755)
+        # A folder in use: what is not yet in the main file counts too.
+        with closing(AnswerStore(path)) as writing, closing(AnswerStore(path, read_only=True)) as found:
+            writing.put_values({"other": 2})
+            assert found.get_values(["other"]) == {"other": 2}
 
 
 def test_a_draw_of_its_own_is_a_call_of_its_own(store):

@@ -540,6 +540,14 @@ def test_a_reward_that_is_no_number_leaves_its_group_out(lively, make_batch, sam
     assert math.isfinite(report[f"reward_{name}"])
 
 
+def test_weights_that_are_not_numbers_end_the_step_as_without_rewards(lively, make_batch, sample, take):
+    batch = make_batch(PromptBuilder(lively.processor))
+    with torch.no_grad():
+        lively.model.model.language_model.norm.weight[0] = math.nan
+    with pytest.raises(FloatingPointError, match="the loss is nan; records of this batch"):
+        take(lively, batch, sample(lively, batch), recipe_of(rewards=[RewardConfig("format")]))
+
+
 def test_a_reward_that_is_never_a_number_is_not_logged_as_0(lively, make_batch, sample, take, tmp_path):
     """Nor taken for the end of learning: the message names it."""
     batch = make_batch(PromptBuilder(lively.processor))

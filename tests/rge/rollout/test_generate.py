@@ -1,5 +1,7 @@
 """Generation against transformers' own, and what a rationale must not depend on."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -155,6 +157,18 @@ def test_a_random_number_at_the_edge_never_draws_an_impossible_token():
     logits = torch.tensor([[-np.inf, 0.0, -np.inf, 0.0, -np.inf]] * 3)
     uniform = torch.tensor([0.0, 0.5, np.nextafter(1.0, 0.0)], dtype=torch.float64)
     assert _choose(logits, 1.0, uniform).tolist() == [1, 3, 3]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("margins", [False, True])
+def test_weights_that_are_not_numbers_give_states_that_are_none(lively, prompts, temperature, margins):
+    """The loss says so, and names the records; here nothing may be looked up under a token that does not exist."""
+    lively.model.model.language_model.norm.weight.data[0] = math.nan
+    seeds = range(len(prompts))
+    found = generate(
+        lively, prompts, max_new_tokens=4, batch_size=3, temperature=temperature, seeds=seeds, margins=margins
+    )
+    assert all(rationale.state_D.isnan().any() for rationale in found)
 
 
 def test_settings_of_the_model_have_no_influence(lively, prompts):

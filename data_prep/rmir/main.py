@@ -77,6 +77,10 @@ def main(words: Sequence[str]) -> None:
         page = report.write(run)
         print(page.read_text(encoding="utf-8"))
         print(f"{page}\n{run.out / 'dataset'}" if config.stage in ("all", "split", "audit") else page)
+        if run.done("split") is not None:
+            advice = report.about_split(run.rows("split", "splits"), config.split.tsr_threshold)
+            if advice is not None:
+                print(advice)
 
 
 def _models_asked(run: Run, stages: Sequence[str]) -> list[ModelConfig]:

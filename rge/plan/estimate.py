@@ -99,7 +99,9 @@ def banner(plans: Plans) -> Iterator[str]:
         stage: StageConfig = getattr(recipe, name)
         files = [plans.records[it.key] for it in stage.sources if it.key]
         yield from _trained_on(name, stage, steps, files)
-        yield from _passes(name, stage, mixture_of(recipe, stage, files), steps)
+        mixture = mixture_of(recipe, stage, files)
+        yield from _passes(name, stage, mixture, steps)
+        yield from _repeated(name, stage, mixture)
         figures = plans.found[name]
         if isinstance(figures, str):
             yield f"  warning: memory and time are not estimated: {figures}"
@@ -143,6 +145,18 @@ def _passes(name: str, stage: StageConfig, mixture: Mixture, steps: int) -> Iter
             f"  warning: {name}.epochs={stage.epochs:g} counts the records of all sources together, and their weights lead to "
             f"{' and '.join(much)}: with weight: size in each source, all get equally many, or set {name}.steps"
         )
+
+
+def _repeated(name: str, stage: StageConfig, mixture: Mixture) -> Iterator[str]:
+    """Warnings of sources whose records come several times in one batch."""
+    for source, share, size in zip(stage.sources, mixture.share, mixture.sizes, strict=True):
+        most = int(size / (1 if mixture.homogeneous else share)) if size else stage.batch_size
+        if size and most < stage.batch_size:
+            yield (
+                f"  warning: {source.label} has only {size:,} records, so a batch of {name} holds each of them about "
+                f"{_times(stage.batch_size / most)} times, and they are no negatives of each other: lower {name}.batch_size to "
+                f"{max(most, 1):,}{' or the weight of this source' * (len(stage.sources) > 1)}, or make more records"
+            )
 
 
 def _times(passes: float) -> str:

@@ -408,6 +408,23 @@ def test_held_out_queries_that_are_trained_on_are_counted(home, accelerator):
     assert "held-out queries" not in "\n".join(check.examine(recipe_of(home, *given), accelerator)[1].summary)
 
 
+def test_a_batch_that_holds_records_several_times_is_said(home, accelerator):
+    def warned(*overrides: str) -> list[str]:
+        problems, found = check.examine(recipe_of(home, "stage=joint", *overrides), accelerator)
+        assert problems == []
+        return [line for line in found.summary if "joint.batch_size" in line]
+
+    [line] = warned("joint.batch_size=21")
+    assert "7.0 times" in line
+    assert "joint.batch_size to 3" in line
+    assert not warned("joint.batch_size=3")
+    other = write(home / "other.jsonl", *map(record, "defghijklm"))
+    both = f"joint.sources=[{{path: {home / 'records.jsonl'}}}, {{path: {other}, weight: 3}}]"
+    assert not warned(both, "joint.batch_size=12")
+    assert len(warned(both, "joint.batch_size=16")) == 2
+    assert len(warned(both, "joint.batch_size=4", "data.batches=homogeneous")) == 1
+
+
 def test_passes_over_each_source_are_said(home, accelerator):
     names = [f"r{number}" for number in range(40)]
     large = [record(name, query={"text": name, "images": ["egg.png"]}) for name in names]

@@ -1,6 +1,7 @@
 """The report of a run (counts, costs, rejections, and our ratios next to the paper's), and the card of its data set."""
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,36 @@ def ratios(stages: dict[str, dict[str, Any]]) -> dict[str, float]:
         found["test share of the queries"] = counts["split"]["test"] / total
         found["pool images a query"] = counts["pool"]["images"] / total
     return {name: found[name] for name in PAPER if name in found}
+
+
+def about_split(rows: Sequence[Mapping[str, Any]], threshold: float) -> str | None:
+    """Says that a split has fewer training than test queries, and how to change that; None if it has not.
+
+    Args:
+        rows: of the table ``splits``: each query's ``tsr`` and ``split``.
+        threshold: the ``split.tsr_threshold`` that they were split by.
+    """
+    counts = Counter(row["split"] for row in rows)
+    if counts["train"] >= counts["test"]:
+        return None
+    scores = [row["tsr"] for row in rows]
+
+    def num_test(limit: float) -> int:
+        return sum(score > limit for score in scores)
+
+    share = PAPER["test share of the queries"] or 0.0
+    best = min({threshold, *scores}, key=lambda limit: (abs(num_test(limit) / len(scores) - share), limit))
+    fix = "All queries have nearly the same TSR, so no other split.tsr_threshold helps"
+    if 0 < num_test(best) < num_test(threshold):
+        fix = (
+            f"With split.tsr_threshold={best!r} they are {len(scores) - num_test(best):,} and {num_test(best):,}, before any "
+            "are dropped; the same command makes only the split again, and asks no model"
+        )
+    return (
+        f"warning: {counts['train']:,} training and {counts['test']:,} test queries; the paper's share of test queries is "
+        f"{share:.0%}, but with few pictures most lists have a high TSR. {fix}. More pictures "
+        "(seed.clusters, seed.per_cluster, generate.max_inputs) make more queries"
+    )
 
 
 def markdown(report: dict[str, Any]) -> str:

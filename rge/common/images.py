@@ -4,6 +4,7 @@ import base64
 import hashlib
 import io
 import os
+import re
 import struct
 import threading
 from collections import OrderedDict
@@ -32,6 +33,11 @@ LIBRARY_BYTES, BATCH_BYTES = 256 << 20, 4 << 20
 """Row groups of picture libraries that stay in memory, in each process (the last one always does), and what is read of one at once."""
 REPLACED_TIMES = 3
 """Attempts at a library that is replaced while it is read."""
+SUFFIXES = (
+    ".avif", ".bmp", ".gif", ".heic", ".heif", ".jfif", ".jp2", ".jpe", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif",
+    ".tiff", ".webp",
+)  # fmt: skip
+"""Endings of picture files; files that Pillow cannot read are reported, not skipped."""
 UNKNOWN_RANGE = ("I", "F")
 """Modes of 32-bit pixels."""
 FORMATS = frozenset(
@@ -226,6 +232,20 @@ class PictureIndex:
         alike = [one for one in names if normalize("NFC", one) == normalize("NFC", name)]
         said = f", but {ascii(alike[0])} does, whose accents are encoded differently" if alike else ""
         return f"picture {ref} does not exist{said}"
+
+
+def names_picture(text: str, *, local: bool = True) -> bool:
+    """Whether a text is nothing but a picture's data URL, its address on the web or, if `local`, an existing picture's reference.
+
+    Embedded as words, it would silently give a useless embedding.
+    """
+    text = text.strip()
+    if text[:11].lower() == "data:image/":
+        return True
+    address = text.lower()
+    if address.startswith(WEB):
+        return not re.search(r"\s", address) and re.split("[?#]", address)[0].endswith(SUFFIXES)
+    return local and (address.endswith(SUFFIXES) or ".parquet#" in text) and is_there(text)
 
 
 def is_there(ref: str) -> bool:

@@ -24,7 +24,7 @@ from rge.checkpoints.export import export
 from rge.checkpoints.settings import RGE_JSON
 from rge.common.errors import UserError, not_one_of
 from rge.common.schema import Item
-from rge.embedder import Embedder, picture_ref
+from rge.embedder import Embedder, check_text, picture_ref
 
 
 class ReasoningEmbedder(InputModule):
@@ -203,8 +203,7 @@ def _filled(kind: str, values: Sequence[Any]) -> list[tuple[str, Any]]:
     if kind == "image":
         return [(kind, picture_ref(value)) for value in given]
     for text in given:
-        if not isinstance(text, str):
-            raise ValueError(f"a text must be a string, got {type(text).__name__}")
+        check_text(text, "{'image': ...}")
     return [(kind, text) for text in given if text.strip()]
 
 

@@ -1,6 +1,7 @@
 """The routes of the server."""
 
 import asyncio
+import sys
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ from rge.embedder import Embedder
 from rge.index.store import ConditionError, Index
 from rge.model.prompts import Prompt
 from rge.serving.batches import MAX_FAILURES, Batches, Result
+from rge.serving.bodies import Bodies, JsonRoute
 from rge.serving.errors import BadInput, Refusal, error_response
 from rge.serving.guard import Guard, MemoryBudget, Metrics, guarded
 from rge.serving.inputs import Allowance, Raw, check_limits, fetch_pictures, make_prompt
@@ -37,11 +39,14 @@ from rge.serving.protocols import (
     RerankAsked,
     SearchAsked,
     Side,
+    TeiAsked,
     encode_embeddings,
 )
 
 THREADS = 4
-"""Pictures decoded at once."""
+"""Pictures decoded at once, and searches beside them."""
+FLOAT_CHARS, THUMBNAIL_CHARS = 22, 16 << 10
+"""About the length of a number and of a thumbnail in an answer."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +107,8 @@ class Service:
         )
         self._began = int(time.time())
         self._threads = ThreadPoolExecutor(THREADS, "rge-prepare")
+        self._searches = ThreadPoolExecutor(THREADS, "rge-search")  # their own, since one may take long
+        self.bodies = Bodies(options.max_inputs)
         routes = self._routes()
         paths = [str(getattr(route, "path", "")) for route in routes.routes]
         self.guard = Guard(routes, options, key=key, paths=paths, held=self.held, metrics=self.metrics)
@@ -117,7 +124,9 @@ class Service:
     def stop(self) -> None:
         """End the threads; inputs that still wait are dropped."""
         self.batches.stop()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._searches):
+            threads.shutdown(wait=False, cancel_futures=True)
+        self.bodies.stop()
 
     # ------------------------------------------------------------------------------------------------------------ work
 
@@ -138,16 +147,19 @@ class Service:
         """Embed the inputs of a request. A text that is too long is truncated, or an error unless `may_cut`."""
         longest = self.embedder.builder.max_tokens
         side = self._side(asked.model, side)
-        if max_tokens is not None and max_tokens < longest:
-            raise BadInput(f"inputs are always truncated to {longest} tokens, got {max_tokens}")
+        for limit in (max_tokens, asked.truncate_prompt_tokens):
+            if limit is not None and -1 < limit < longest:
+                raise BadInput(f"inputs are always truncated to {longest} tokens, got {limit}")
         if side == "document" and asked.instruction is not None:
             raise BadInput("a document has no instruction", "instruction")
         mode = self._mode(asked, side)
-        notes: list[str] = []
+        notes = asked.notes()
         instruction = None
         allowance = allowance or Allowance(self.options)
         with self.held.loan() as loan:
             check_limits(inputs, asked.instruction, self.options)
+            # Wide characters take more memory than they had bytes in the body, which is counted.
+            loan.take(sum(sys.getsizeof(raw.text) - len(raw.text) for raw in inputs if raw.text))
             if side == "query":
                 instruction, note = self.embedder.instruction_for(asked.instruction)
                 notes += [note] if note else []
@@ -213,66 +225,83 @@ class Service:
 
     # ---------------------------------------------------------------------------------------------------------- routes
 
-    async def _embeddings(self, body: EmbeddingsAsked) -> JSONResponse:
-        self._check_dimensions(body.dimensions, "dimensions")
-        answered = await self._answer(body, body.inputs(), body.side)
-        vectors = encode_embeddings(
-            self.embedder.cut(answered.embeddings, body.dimensions), body.encoding_format or "float"
-        )
+    async def _embeddings(self, body: EmbeddingsAsked) -> Response:
+        dimensions = body.dimensions or body.output_dimension
+        self._check_dimensions(dimensions, "dimensions")
+        answered = await self._answer(body, body.inputs(), body.asked_side, may_cut=body.may_cut)
+        vectors_ND = self.embedder.cut(answered.embeddings, dimensions)
+        vectors = encode_embeddings(vectors_ND, body.encoding_format or body.embedding_type or "float")
         data = []
         for row, (result, vector) in enumerate(zip(answered.results, vectors, strict=True)):
             entry = {"object": "embedding", "index": row, "embedding": vector}
             if body.return_rationale:
                 entry |= {"rationale": result.rationale, "stop_reason": result.stop_reason}
             data.append(entry)
-        return _json(
-            {"object": "list", "data": data, "model": self.name, "usage": answered.usage}, answered.warnings
-        )
+        content = {"object": "list", "data": data, "model": self.name, "usage": answered.usage}
+        return await self._answered(content, answered.warnings, vectors_ND.size * FLOAT_CHARS)
 
-    async def _cohere(self, body: CohereAsked) -> JSONResponse:
+    async def _cohere_v1(self, body: CohereAsked) -> Response:
+        return await self._cohere(body, version=1)
+
+    async def _cohere_v2(self, body: CohereAsked) -> Response:
+        return await self._cohere(body, version=2)
+
+    async def _cohere(self, body: CohereAsked, version: int) -> Response:
         self._check_dimensions(body.output_dimension, "output_dimension")
         answered = await self._answer(
             body, body.inputs(), body.side, may_cut=body.truncate == "END", max_tokens=body.max_tokens
         )
         vectors = self.embedder.cut(answered.embeddings, body.output_dimension)
         try:
-            embeddings = {kind: encode_embeddings(vectors, kind) for kind in body.embedding_types}
+            kinds = body.embedding_types or ("float",)
+            embeddings: Any = {kind: encode_embeddings(vectors, kind) for kind in kinds}
         except ValueError as error:
             raise BadInput(str(error), "embedding_types") from None
         meta: dict[str, Any] = {
-            "api_version": {"version": "2"},
+            "api_version": {"version": str(version)},
             "billed_units": {"input_tokens": answered.num_prompt_tokens},
         }
         if answered.warnings:
             meta["warnings"] = answered.warnings
+        response_type = "embeddings_by_type"
+        if version == 1 and body.embedding_types is None:
+            response_type, embeddings = "embeddings_floats", embeddings["float"]
         content = {"id": uuid.uuid4().hex, "embeddings": embeddings, "meta": meta}
-        content["response_type"] = "embeddings_by_type"
-        if body.texts is not None:
-            content["texts"] = body.texts
+        content |= {"response_type": response_type, "texts": body.texts or []}
         if body.return_rationale:
             content["rationales"] = [result.rationale for result in answered.results]
-        return JSONResponse(content)
+        size = vectors.size * FLOAT_CHARS * len(kinds) + sum(map(len, body.texts or ()))
+        return await self._answered(content, (), size)
 
-    async def _rerank(self, body: RerankAsked) -> JSONResponse:
+    async def _tei(self, body: TeiAsked) -> Response:
+        self._check_dimensions(body.dimensions, "dimensions")
+        answered = await self._answer(body, body.inputs(), body.side, may_cut=body.truncate is not False)
+        vectors_ND = self.embedder.cut(answered.embeddings, body.dimensions)
+        return await self.bodies.answer([*vectors_ND], vectors_ND.size * FLOAT_CHARS)
+
+    async def _rerank(self, body: RerankAsked) -> Response:
         """Rank documents by their cosine to the query after its rationale."""
         self._side(body.model, "document")  # before the query is embedded
-        options: dict[str, Any] = {
-            "may_cut": body.truncate, "max_tokens": body.max_tokens_per_doc, "allowance": Allowance(self.options),
-        }  # fmt: skip
-        query = await self._answer(body, [body.asked()], "query", **options)
+        options: dict[str, Any] = {"may_cut": body.truncate, "allowance": Allowance(self.options)}
+        asked = [body.asked()]
+        query = await self._answer(body, asked, "query", max_tokens=body.max_tokens_per_query, **options)
         plain = Asked(model=body.model)  # documents are embedded as in training
-        documents = await self._answer(plain, body.inputs(), "document", **options)
+        inputs = body.inputs()
+        documents = await self._answer(
+            plain, inputs, "document", max_tokens=body.max_tokens_per_doc, **options
+        )
         ranked = body.ranked(documents.embeddings @ query.embeddings[0])
+        size = sum(len(raw.text or "") + sum(map(len, raw.pictures)) for raw in inputs)
         if body.texts is not None:
-            return JSONResponse(ranked)
+            return await self.bodies.answer(ranked, size)
         usage = {key: query.usage[key] + documents.usage[key] for key in query.usage}
         content = {
             "id": uuid.uuid4().hex, "object": "list", "model": self.name, "results": ranked, "usage": usage,
             "meta": {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}},
         }  # fmt: skip
-        return _json(content, query.warnings + documents.warnings)
+        return await self._answered(content, query.warnings + documents.warnings, size)
 
-    async def _search(self, body: SearchAsked) -> JSONResponse:
+    async def _search(self, body: SearchAsked) -> Response:
         inputs = body.inputs()
         if len(inputs) != 1 or isinstance(body.input, list):
             raise BadInput("a search has one query: a text, or one message", "input")
@@ -289,7 +318,7 @@ class Service:
             thumbnails=body.thumbnails,
         )
         try:
-            [hits] = await asyncio.get_running_loop().run_in_executor(self._threads, search)
+            [hits] = await asyncio.get_running_loop().run_in_executor(self._searches, search)
         except ConditionError as error:
             raise BadInput(str(error), "where") from None
         # Never shows paths of this machine; `id` is a picture's name within the indexed folder.
@@ -306,7 +335,10 @@ class Service:
         if body.return_rationale:
             [result] = answered.results
             content |= {"rationale": result.rationale, "stop_reason": result.stop_reason}
-        return _json(content, answered.warnings)
+        return await self._answered(content, answered.warnings, THUMBNAIL_CHARS * len(data) * body.thumbnails)
+
+    async def _answered(self, content: dict[str, Any], notes: Sequence[str], size: int) -> Response:
+        return await self.bodies.answer(content | {"warnings": list(notes)} if notes else content, size)
 
     def _fault(self) -> str | None:
         """Why the model probably cannot answer any more, as after a sticky error of CUDA; None: it can."""
@@ -349,13 +381,18 @@ class Service:
             version=rge.__version__,
             docs_url=None,
             redoc_url=None,
+            redirect_slashes=False,  # `Guard` drops them
             exception_handlers={
                 Refusal: _refused, RequestValidationError: _invalid, HTTPException: _http, Exception: _failed,
             },
         )  # fmt: skip
+        app.state.bodies, app.router.route_class = self.bodies, JsonRoute
         routes: list[tuple[str, str, Callable[..., Any], str]] = [
             ("POST", "/v1/embeddings", self._embeddings, "Embed texts and pictures, as OpenAI and vLLM"),
-            ("POST", "/v2/embed", self._cohere, "Embed texts and pictures, as Cohere"),
+            ("POST", "/v2/embed", self._cohere_v2, "Embed texts and pictures, as Cohere"),
+            ("POST", "/v1/embed", self._cohere_v1, "Embed texts and pictures, as Cohere's first API"),
+            ("POST", "/embed", self._tei, "Embed texts, as TEI"),
+            ("POST", "/", self._tei, "Embed texts, as TEI"),
             ("POST", "/v1/rerank", self._rerank, "Rank documents"),
             ("POST", "/v2/rerank", self._rerank, "Rank documents"),
             ("POST", "/rerank", self._rerank, "Rank documents"),
@@ -368,6 +405,7 @@ class Service:
             routes.append(("POST", "/v1/search", self._search, "Search the index"))
         for method, path, route, summary in routes:
             app.add_api_route(path, route, methods=[method], summary=summary)
+        app.add_api_route("/health", self._health, methods=["HEAD"], include_in_schema=False)
         return app
 
 
@@ -379,10 +417,6 @@ def _cut_notes(raw: Raw, num_cut: int, longest: int, may_cut: bool) -> list[str]
     return [note] if num_cut else []
 
 
-def _json(content: dict[str, Any], notes: Sequence[str]) -> JSONResponse:
-    return JSONResponse(content | {"warnings": list(notes)} if notes else content)
-
-
 async def _refused(_: Request, refusal: Refusal) -> Response:
     return error_response(refusal)
 
@@ -391,9 +425,7 @@ async def _invalid(_: Request, error: RequestValidationError) -> Response:
     first = error.errors()[0]
     param = ".".join(str(part) for part in first["loc"] if part != "body")
     message, code = first["msg"].removeprefix("Value error, "), first["type"]
-    if code == "json_invalid":
-        refusal = Refusal(400, f"the body is not valid JSON: {first['ctx']['error']}", "invalid_json")
-    elif param:
+    if param:
         refusal = Refusal(400, f"{param}: {message}", code, param=param)
     elif code in ("value_error", "string_unicode"):
         refusal = Refusal(400, message, code)

@@ -1,11 +1,12 @@
 """Error responses in OpenAI's format."""
 
+from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 KINDS = {401: "authentication_error", 429: "rate_limit_error"}
 
 
-class Refusal(Exception):
+class Refusal(HTTPException):  # FastAPI lets only these pass while it reads a body
     """A refused request: HTTP status, message, machine-readable code, and the key of the request at fault."""
 
     def __init__(
@@ -17,7 +18,7 @@ class Refusal(Exception):
         param: str | None = None,
         retry_after_s: int | None = None,
     ):
-        super().__init__(message)
+        super().__init__(status, message)
         self.status, self.message, self.code = status, message, code
         self.param, self.retry_after_s = param, retry_after_s
 

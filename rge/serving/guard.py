@@ -16,6 +16,7 @@ from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from rge.serving.bodies import plain_body
 from rge.serving.errors import Refusal, Stopped, error_response
 from rge.serving.options import ServeOptions
 
@@ -183,6 +184,9 @@ class Guard:
         """Handle a request."""
         if scope["type"] != "http":
             return
+        scope = dict(scope) | {
+            "path": scope["path"].rstrip("/") or "/"
+        }  # many clients do not follow redirects
         began, code = time.monotonic(), 0
 
         async def send_noting_code(message: Message) -> None:
@@ -197,11 +201,11 @@ class Guard:
             async with asyncio.timeout(self._options.timeout_s) as time_limit:
                 self._limits.add(time_limit)
                 try:
-                    await self._admit(scope, Headers(scope=scope), body)
-                    await self._run(scope, body, receive, send_noting_code)
+                    with self._held.loan() as loan:
+                        await self._admit(scope, Headers(scope=scope), body, loan)
+                        await self._run(scope, body, receive, send_noting_code)
                 finally:
                     self._limits.discard(time_limit)
-                    self._held.give(len(body.data))
         except _Gone:
             pass
         except Refusal as refusal:
@@ -221,8 +225,8 @@ class Guard:
             self._metrics.requests.labels(path, str(code or 499)).inc()
             self._metrics.seconds.labels(path).observe(time.monotonic() - began)
 
-    async def _admit(self, scope: Scope, headers: Mapping[str, str], body: "_Body") -> None:
-        """Read the body, unless the request is refused."""
+    async def _admit(self, scope: Scope, headers: Mapping[str, str], body: "_Body", loan: Loan) -> None:
+        """Read and inflate the body, unless the request is refused."""
         limit = self._options.max_body_mb << 20
         too_large = Refusal(413, f"the body is larger than {limit >> 20} MB (max_body_mb)", "body_too_large")
         content_length = headers.get("content-length", "")
@@ -238,8 +242,12 @@ class Guard:
                 part = await body.part()
                 if len(body.data) + len(part) > limit:
                     raise too_large
-                self._held.take(len(part))
+                loan.take(len(part))
                 body.data += part
+            if (content := await plain_body(body.data, headers, limit)) is not None:
+                loan.take(len(content))
+                loan.give(len(body.data))
+                body.data = content
         except Refusal:
             # With this header the client sends nothing before we reply.
             if headers.get("expect", "").lower() != "100-continue":
@@ -260,7 +268,8 @@ class Guard:
             if is_read:  # a second call waits until the client disconnects
                 await asyncio.Future()
             is_read = True
-            return {"type": "http.request", "body": bytes(body.data), "more_body": False}
+            content, body.data = bytes(body.data), b""  # the application drops it once it is read
+            return {"type": "http.request", "body": content, "more_body": False}
 
         async def wait_for_disconnect() -> None:
             while (await receive())["type"] != "http.disconnect":
@@ -287,7 +296,8 @@ class _Body:
     """A request's body as it arrives."""
 
     def __init__(self, receive: Receive):
-        self._receive, self.data, self.is_complete = receive, bytearray(), False
+        self._receive, self.is_complete = receive, False
+        self.data: bytes | bytearray = bytearray()
 
     async def part(self) -> bytes:
         message = await self._receive()

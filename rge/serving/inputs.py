@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from PIL import Image
 
-from rge.common.images import WEB, ImageError, decode_data_url, load_image, upload_header
+from rge.common.images import WEB, ImageError, decode_data_url, load_image, names_picture, upload_header
 from rge.common.schema import Item
 from rge.embedder import Embedder
 from rge.model.prompts import Prompt
@@ -17,6 +17,14 @@ from rge.serving.public_web import fetch_public
 
 SCALED_BYTES = 8
 """Memory for a pixel of a scaled picture: Pillow's 4 bytes, and the processor's copies."""
+_PICTURE_FORMS = {
+    "input": '{"input": [{"image": ...}]}',
+    "texts": '{"images": [...]} in /embed, and in {"documents": [{"image": ...}]} in /rerank',
+    "inputs": '{"images": [...]} of /v2/embed',
+    "query": '{"query": {"image": ...}}',
+    "documents": '{"documents": [{"image": ...}]}',
+}
+"""How a picture is sent instead of a text, by the key of the text."""
 _DATA = re.compile(r"data:image/[\w.+-]{1,40};base64,", re.ASCII | re.IGNORECASE)
 
 
@@ -46,6 +54,13 @@ def check_limits(inputs: Sequence[Raw], instruction: str | None, options: ServeO
         if not (raw.text or "").strip() and not raw.pictures:
             raise BadInput(f"{raw.param} is empty", raw.param)
         _check_text(raw.param, raw.text, options)
+        if names_picture(raw.text or "", local=False):
+            form = _PICTURE_FORMS.get(
+                raw.param.split("[")[0], '{"type": "image_url", "image_url": {"url": ...}}'
+            )
+            raise BadInput(
+                f"{raw.param} names a picture, and would be embedded as words: send it as {form}", raw.param
+            )
 
 
 def _check_text(param: str, text: str | None, options: ServeOptions) -> None:

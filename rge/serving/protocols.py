@@ -1,6 +1,7 @@
-"""Request and response formats of OpenAI, vLLM, Cohere, Jina and TEI.
+"""Request and response formats of OpenAI, vLLM, Voyage, Cohere, Jina and TEI.
 
-An unknown option is an error: a misspelt one would otherwise be ignored. Texts are short, except those that `check_limits` checks,
+An unknown option is an error: a misspelt one would otherwise be ignored. Options of these clients that mean something here are mapped,
+those that would change the result are refused, and the rest causes a warning. Texts are short, except those that `check_limits` checks,
 and validation of a list stops at its first error, so no body costs much more than reading it.
 """
 
@@ -82,18 +83,29 @@ def _numbered(name: str, items: Iterable[str | Message | _Content | _JinaPart]) 
 
 
 class Asked(_Strict):
-    """Fields of every request."""
+    """Fields of every request. Of other servers' options, only values that change nothing are allowed."""
 
     model: Name | None = None
     mode: Mode | None = None
     instruction: str | None = None
+    user: Name | None = None
+    """OpenAI's clients send it."""
+    stream: Literal[False] | None = None
+    add_special_tokens: Literal[True] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    """-1, as in vLLM: as many as fit."""
+    priority: int = 0
+    request_id: Name | None = None
+
+    def notes(self) -> list[str]:
+        """Warnings about options without an effect."""
+        given = [name for name in ("priority", "request_id") if getattr(self, name)]
+        return [f"{name} has no effect here" for name in given]
 
 
 class _OpenAiAsked(Asked):
-    input: str | Many[str] | None = None
+    input: str | Many[str | _JinaPart] | None = None
     messages: Some[Message | Annotated[list[Message], Field(min_length=1, max_length=1)]] | None = None
-    user: Name | None = None
-    """OpenAI's clients send it."""
 
     @field_validator("input", mode="before")
     @classmethod
@@ -123,6 +135,13 @@ class _OpenAiAsked(Asked):
         )
 
 
+_SIDES: dict[str, Side] = {
+    "query": "query", "search_query": "query", "retrieval.query": "query",
+    "document": "document", "passage": "document", "search_document": "document", "retrieval.passage": "document",
+}  # fmt: skip
+"""The sides by other clients' names."""
+
+
 class EmbeddingsAsked(_OpenAiAsked):
     """Body of ``POST /v1/embeddings``."""
 
@@ -132,6 +151,38 @@ class EmbeddingsAsked(_OpenAiAsked):
     side: Side | None = None
     """None: that of the model's name, else a query."""
     return_rationale: bool = False
+    input_type: Literal["query", "document", "search_query", "search_document", "passage"] | None = None
+    """The side by Voyage's, Cohere's and NIM's names."""
+    task: Literal["retrieval.query", "retrieval.passage"] | None = None
+    """The side by Jina's names."""
+    truncation: bool | None = None
+    truncate: bool | Literal["NONE", "END"] | None = None
+    output_dimension: Annotated[int, Field(ge=1)] | None = None
+    output_dtype: Literal["float"] | None = None
+    embedding_type: Literal["float", "base64"] | None = None
+    normalized: Literal[True] | None = None
+    late_chunking: Literal[False] | None = None
+
+    @model_validator(mode="after")
+    def _agree(self) -> "EmbeddingsAsked":
+        for keys in (
+            ("side", "input_type", "task"), ("dimensions", "output_dimension"), ("encoding_format", "embedding_type"),
+        ):  # fmt: skip
+            values = {key: getattr(self, key) for key in keys if getattr(self, key) is not None}
+            if len({_SIDES.get(value, value) for value in values.values()}) > 1:
+                raise ValueError(f"{' and '.join(values)} contradict each other")
+        return self
+
+    @property
+    def asked_side(self) -> Side | None:
+        """The side by any of its names."""
+        name = self.side or self.input_type or self.task
+        return None if name is None else _SIDES[name]
+
+    @property
+    def may_cut(self) -> bool:
+        """Whether a text that is too long is truncated; an error otherwise."""
+        return self.truncation is not False and self.truncate not in (False, "NONE")
 
 
 class SearchAsked(_OpenAiAsked):
@@ -152,17 +203,17 @@ EmbeddingType = Literal["float", "int8", "uint8", "binary", "ubinary", "base64"]
 
 
 class CohereAsked(Asked):
-    """Body of ``POST /v2/embed``."""
+    """Body of ``POST /v2/embed`` and ``/v1/embed``."""
 
     input_type: Literal["search_query", "search_document", "classification", "clustering", "image"]
     texts: Some[str] | None = None
     images: Some[str] | None = None
     inputs_: Some[_Content] | None = Field(None, alias="inputs")
-    embedding_types: Annotated[Some[EmbeddingType], Field(max_length=6)] = ["float"]
+    embedding_types: Annotated[Some[EmbeddingType], Field(max_length=6)] | None = None
+    """None: float; in ``/v1/embed`` without naming the type."""
     output_dimension: Annotated[int, Field(ge=1)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     truncate: Literal["NONE", "END"] = "END"
-    priority: int = 0
     return_rationale: bool = False
 
     @model_validator(mode="after")
@@ -186,7 +237,7 @@ class CohereAsked(Asked):
 
 
 def encode_embeddings(vectors_ND: np.ndarray, kind: EmbeddingType) -> list[Any]:
-    """Embeddings in the requested type, as numbers or base64.
+    """Embeddings in the requested type, as arrays of numbers or as base64.
 
     int8 is scaled so that each vector's largest component is 127, which does not change cosines. binary is the signs, packed.
 
@@ -194,16 +245,45 @@ def encode_embeddings(vectors_ND: np.ndarray, kind: EmbeddingType) -> list[Any]:
         ValueError: signs of a dimension that is not a multiple of 8.
     """
     if kind == "float":
-        return vectors_ND.tolist()
+        return [*vectors_ND]
     if kind == "base64":
         return [base64.b64encode(row.tobytes()).decode() for row in np.ascontiguousarray(vectors_ND, "<f4")]
     if kind in ("int8", "uint8"):
         scaled = np.rint(vectors_ND * (127 / np.abs(vectors_ND).max(axis=1, keepdims=True))).astype(np.int16)
-        return (scaled + (128 if kind == "uint8" else 0)).tolist()
+        return [*(scaled + (128 if kind == "uint8" else 0))]
     if vectors_ND.shape[1] % 8:
         raise ValueError(f"{kind} needs a dimension that is a multiple of 8, got {vectors_ND.shape[1]}")
     packed = np.packbits(vectors_ND >= 0, axis=1).astype(np.int16)
-    return (packed - (128 if kind == "binary" else 0)).tolist()
+    return [*(packed - (128 if kind == "binary" else 0))]
+
+
+# ------------------------------------------------------------------------------------------------------------------ TEI
+
+
+class TeiAsked(Asked):
+    """Body of ``POST /embed``."""
+
+    inputs_: Annotated[str | Some[str], Field(alias="inputs")]
+    prompt_name: Literal["query", "document", "passage"] | None = None
+    """The side; None: that of the model's name, else a query."""
+    normalize: Literal[True] | None = None
+    truncate: bool | None = None
+    truncation_direction: Literal["right", "Right"] | None = None
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    encoding_format: Literal["float"] | None = None
+
+    def inputs(self) -> list[Raw]:
+        """The texts."""
+        return (
+            [Raw("inputs", self.inputs_)]
+            if isinstance(self.inputs_, str)
+            else _numbered("inputs", self.inputs_)
+        )
+
+    @property
+    def side(self) -> Side | None:
+        """The side that the prompt's name stands for."""
+        return None if self.prompt_name is None else _SIDES[self.prompt_name]
 
 
 # --------------------------------------------------------------------------------------------------------------- rerank
@@ -225,8 +305,9 @@ class RerankAsked(Asked):
     raw_scores: bool = False
     truncate: bool = True
     truncation_direction: Literal["right", "Right"] = "right"
-    priority: int = 0
+    truncation_side: Literal["right"] | None = None
     max_tokens_per_doc: Annotated[int, Field(ge=1)] | None = None
+    max_tokens_per_query: Annotated[int, Field(ge=1)] | None = None
 
     @model_validator(mode="after")
     def _exactly_one(self) -> "RerankAsked":
@@ -253,9 +334,13 @@ class RerankAsked(Asked):
                 | ({"text": self.texts[row]} if self.return_text else {})
                 for row in order
             ]
-        texts = [raw.text for raw in self.inputs()]
         return [
             {"index": row, "relevance_score": float(scores[row])}
-            | ({"document": {"text": texts[row]}} if self.return_documents else {})
+            | ({"document": self._as_given(row)} if self.return_documents else {})
             for row in order[: self.top_n or None]
         ]
+
+    def _as_given(self, row: int) -> dict[str, Any]:
+        """A document as it was sent: clients look for its text, and take null for one."""
+        document = (self.documents or [])[row]
+        return {"text": document} if isinstance(document, str) else document.model_dump(exclude_unset=True)

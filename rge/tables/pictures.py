@@ -29,6 +29,7 @@ from typing import Any
 import fsspec
 import pyarrow as pa
 
+from rge.common.images import SUFFIXES
 from rge.tables.errors import TableError, reading, reason
 from rge.tables.listing import Exclude, Skipped, files_below, is_hidden
 from rge.tables.rows import (
@@ -42,11 +43,6 @@ from rge.tables.rows import (
     table_rows,
 )
 
-SUFFIXES = (
-    ".avif", ".bmp", ".gif", ".heic", ".heif", ".jfif", ".jp2", ".jpe", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif",
-    ".tiff", ".webp",
-)  # fmt: skip
-"""Endings of picture files; files that Pillow cannot read are reported, not skipped."""
 KINDS = {
     **dict.fromkeys(TABLES, "table"), ".parquet": "parquet", ".tar": "tar", ".tar.gz": "tar", ".tgz": "tar",
 }  # fmt: skip

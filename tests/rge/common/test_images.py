@@ -22,6 +22,7 @@ from rge.common.images import (
     PictureIndex,
     is_there,
     load_image,
+    names_picture,
     open_picture,
     picture_bytes,
     picture_size,
@@ -49,6 +50,27 @@ def test_bytes_path_and_library_row_are_the_same_picture(picture, tmp_path, png)
     for ref in refs:
         assert picture_bytes(ref) == png
         assert np.array_equal(np.asarray(load_image(ref)), np.asarray(picture(6, 4)))
+
+
+def test_a_text_that_names_a_picture_is_known(picture, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    picture(20, 20).save("a.PNG")
+    pq.write_table(pa.table({"id": ["7"], "image": [b"x"]}), "b.parquet")
+    Path("key").touch()
+    texts = [
+        "data:image/png;base64,aGVsbG8=",
+        "DATA:image/x",
+        "https://a.org/b.jpg?size=9#c",
+        "HTTP://a.org/b.webp",
+    ]
+    assert all(names_picture(text) and names_picture(text, local=False) for text in texts)
+    local = ["a.PNG", str(tmp_path / "a.PNG"), " a.PNG\n", "b.parquet#7"]
+    assert all(names_picture(text) and not names_picture(text, local=False) for text in local)
+    others = [
+        "", "key", "b.png", "b.parquet#8", "a.PNG and more", "data:text/plain,a", "https://a.org/b", "see https://a.org/b.png",
+        "https://a.org/b c.png", "\0.png", "x" * 9999 + ".png",
+    ]  # fmt: skip
+    assert not any(map(names_picture, others))
 
 
 def test_a_library_may_number_its_rows_and_is_read_again_when_it_changes(tmp_path):

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import contextlib
+import gzip
 import http.server
 import io
 import json
@@ -23,6 +24,7 @@ from urllib.parse import unquote
 import cohere
 import forked
 import httpx
+import huggingface_hub
 import numpy as np
 import openai
 import pytest
@@ -43,6 +45,7 @@ from rge.serving import public_web
 from rge.serving.__main__ import main
 from rge.serving.app import Service
 from rge.serving.batches import Batches
+from rge.serving.bodies import Bodies, num_values
 from rge.serving.errors import Refusal
 from rge.serving.guard import MemoryBudget
 from rge.serving.inputs import Allowance, make_prompt
@@ -442,6 +445,165 @@ def test_the_cohere_client_reranks(cohere_client, embedder):
 
 
 @pytest.mark.slow
+def test_cohere_s_first_client_gets_our_embeddings(cohere_client, embedder, picture):
+    """`cohere.Client`, which LangChain's class uses too: floats without a type, or by types."""
+    client = cohere.Client(api_key="none", base_url=cohere_client._client_wrapper.get_base_url(), timeout=60)
+    asked = {"model": "mine", "truncate": "END"}
+    plain = client.embed(texts=TEXTS, input_type="search_query", **asked)
+    assert plain.response_type == "embeddings_floats"
+    assert_same(np.array(plain.embeddings), embedder.encode_query(TEXTS))
+    typed = client.embed(texts=TEXTS, input_type="search_document", embedding_types=["float"], **asked)
+    assert typed.texts == TEXTS
+    assert_same(np.array(typed.embeddings.float_), embedder.encode_document(TEXTS))
+    seen = client.embed(images=[shown(picture(60, 40))], input_type="image", model="mine")
+    assert_same(np.array(seen.embeddings), embedder.encode_document(images=[picture(60, 40)]))
+
+
+def test_the_hub_s_client_gets_our_embeddings_as_from_tei(url, embedder, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    for path in ("/embed", ""):
+        client = huggingface_hub.InferenceClient(model=url + path, token="none", provider="hf-inference")
+        assert_same(client.feature_extraction("a key"), embedder.encode_query(["a key"]))
+        for name, encode in (("query", embedder.encode_query), ("document", embedder.encode_document)):
+            found = client.feature_extraction(TEXTS, prompt_name=name, normalize=True, truncate=True)
+            assert_same(found, encode(TEXTS))
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"inputs": "a", "normalize": False}, "normalize"),
+        ({"inputs": "a", "prompt_name": "song"}, "prompt_name"),
+        ({"inputs": [[1, 2]]}, "inputs"),
+        ({"inputs": "a key " * 300, "truncate": False}, "tokens too long"),
+    ],
+)
+def test_wrong_requests_of_tei_s_form(ask, body, said):
+    answer = ask("/embed", **body)
+    assert answer.status_code == 400
+    assert said in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("extra", "side", "warned"),
+    [
+        # Voyage's client sends all of these.
+        ({"input_type": "document", "truncation": True, "output_dtype": None, "output_dimension": None}, "document", 0),
+        ({"input_type": "query", "truncation": True, "output_dtype": "float", "output_dimension": None}, "query", 0),
+        ({"input_type": None, "truncation": True, "output_dtype": None, "output_dimension": None}, "query", 0),
+        ({"task": "retrieval.passage", "normalized": True, "embedding_type": "float", "late_chunking": False}, "document", 0),
+        ({"task": "retrieval.query", "truncate": True}, "query", 0),
+        ({"input_type": "passage", "truncate": "END"}, "document", 0),
+        ({"truncate_prompt_tokens": -1, "add_special_tokens": True, "priority": 0, "stream": False}, "query", 0),
+        ({"truncate_prompt_tokens": 256, "user": "me", "priority": 3}, "query", 1),
+        ({"input_type": "search_document", "side": "document", "model": "mine-document"}, "document", 0),
+    ],
+)  # fmt: skip
+def test_clients_own_fields_are_mapped(ask, embedder, extra, side, warned):
+    answer = ask(input=TEXTS, **extra)
+    assert_same(vectors(answer), getattr(embedder, f"encode_{side}")(TEXTS))
+    assert len(answer.json().get("warnings", [])) == warned
+
+
+def test_voyage_s_client_gets_base64(ask, embedder):
+    asked = {"input_type": "document", "truncation": True, "output_dimension": 8, "encoding_format": "base64"}
+    answer = ask(input=TEXTS, model="mine", output_dtype=None, **asked).json()
+    found = [np.frombuffer(base64.b64decode(one["embedding"]), "<f4") for one in answer["data"]]
+    assert_same(np.stack(found), embedder.encode_document(TEXTS, dimensions=8))
+    assert answer["usage"]["total_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    ("extra", "param"),
+    [
+        ({"stream": True}, "stream"),
+        ({"add_special_tokens": False}, "add_special_tokens"),
+        ({"truncate_prompt_tokens": 5}, None),
+        ({"task": "text-matching"}, "task"),
+        ({"input_type": "song"}, "input_type"),
+        ({"input_type": "document", "side": "query"}, None),
+        ({"task": "retrieval.query", "model": "mine-document"}, "model"),
+        ({"dimensions": 8, "output_dimension": 16}, None),
+        ({"output_dtype": "int8"}, "output_dtype"),
+        ({"normalized": False}, "normalized"),
+        ({"input": "a key " * 300, "truncation": False}, "input"),
+        ({"input": "a key " * 300, "truncate": "NONE"}, "input"),
+    ],
+)
+def test_clients_fields_that_would_change_the_result_are_refused(ask, extra, param):
+    answer = ask(**({"input": "a"} | extra))
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/embeddings", {"input": "{data}"}, "input"),
+        ("/v1/embeddings", {"input": ["a", " {data}\n"]}, "input[1]"),
+        ("/v1/embeddings", {"input": "https://example.com/key.PNG?size=9"}, "input"),
+        ("/v1/embeddings", {"messages": [{"role": "user", "content": "{data}"}]}, "messages"),
+        ("/v2/embed", {"texts": ["a", "{data}"], "input_type": "search_document"}, "texts[1]"),
+        ("/v1/rerank", {"query": "a", "documents": ["b", "{data}"]}, "documents[1]"),
+        ("/v1/rerank", {"query": "{data}", "documents": ["b"]}, "query"),
+        ("/rerank", {"query": "a", "texts": ["http://example.com/a.jpg"]}, "texts[0]"),
+        ("/embed", {"inputs": "{data}"}, "inputs"),
+    ],
+)
+def test_a_picture_in_place_of_a_text_is_not_embedded_as_words(ask, picture, path, body, param):
+    data = shown(picture(20, 20))
+    answer = ask(path, **json.loads(json.dumps(body).replace("{data}", data)))
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+
+
+def test_texts_about_pictures_and_files_of_the_server_are_texts(ask, embedder):
+    texts = ["What is at https://example.com/a.png", "https://example.com/a.html", "data:image"]
+    answer = ask(input=[*texts, str(ROOT / "docs" / "gallery.png")])
+    assert_same(vectors(answer)[:3], embedder.encode_query(texts))
+
+
+def test_pictures_and_texts_come_as_jina_s_objects(ask, embedder, picture):
+    images = [picture(60, 40), picture(30, 80, 1)]
+    inputs = [{"image": shown(images[0])}, {"text": "a key"}, "egg", {"text": "", "image": shown(images[1])}]
+    expected = embedder.encode_document([None, "a key", "egg", None], [images[0], None, None, images[1]])
+    assert_same(vectors(ask(input=inputs, task="retrieval.passage")), expected)
+
+
+def test_documents_come_back_as_they_were_sent(ask, picture):
+    """LiteLLM reads a document's text, and made the text "None" of null."""
+    asked = ["a key", {"text": "a nail"}, {"image": shown(picture(20, 20))}]
+    body = {"query": "a", "documents": asked, "return_documents": True, "truncation_side": "right"}
+    for path in ("/rerank", "/v1/rerank/"):
+        found = {one["index"]: one["document"] for one in ask(path, model="mine", **body).json()["results"]}
+        assert [found[row] for row in range(3)] == [{"text": "a key"}, *asked[1:]]
+
+
+def test_a_watchdog_may_ask_for_the_head_alone_and_with_a_slash(url, ask):
+    assert httpx.head(f"{url}/health").status_code == 200
+    assert httpx.get(f"{url}/health/").json()["status"] == "ok"
+    assert ask("/v1/embeddings/", input="a").status_code == 200
+
+
+def test_a_gzip_body_is_read_within_the_limits(url, service, embedder):
+    def post(content, encoding="gzip"):
+        headers = {"content-type": "application/json", "content-encoding": encoding}
+        return httpx.post(f"{url}/v1/embeddings", content=content, headers=headers, timeout=60)
+
+    packed = gzip.compress(json.dumps({"input": "a key"}).encode())
+    assert_same(vectors(post(packed))[0], embedder.encode_query("a key"))
+    assert_same(vectors(post(b'{"input": "a key"}', "identity"))[0], embedder.encode_query("a key"))
+    for content, encoding, status in (
+        (gzip.compress(b'{"input": "' + b"a" * (40 << 20)), "gzip", 413),
+        (packed[:-9], "gzip", 400),
+        (b"not gzip", "gzip", 400),
+        (packed, "br", 415),
+    ):
+        assert post(content, encoding).status_code == status
+    until(lambda: service.held.now == 0)
+
+
+@pytest.mark.slow
 def test_documents_are_ranked_in_every_form(ask, embedder, picture):
     """Jina's with pictures, vLLM's with parts, TEI's with texts."""
     images = [picture(60, 40), picture(30, 80, 1)]
@@ -600,16 +762,108 @@ def test_bodies_that_are_no_request(url, body, said):
 
 
 def test_a_list_of_wrong_entries_costs_no_more_than_its_first(url):
-    """A message for each of 200,000 wrong entries would take seconds and gigabytes."""
+    """A message for each would make an answer of megabytes."""
     began = time.process_time()
     for key, entry in (("input", "0.5"), ("messages", "{}"), ("messages", "[0]")):
-        body = f'{{"{key}": [{",".join([entry] * 200_000)}]}}'.encode()
+        body = f'{{"{key}": [{",".join([entry] * 1000)}]}}'.encode()
         answer = httpx.post(
             f"{url}/v1/embeddings", content=body, headers={"content-type": "application/json"}
         )
         assert answer.status_code == 400
         assert key in answer.json()["error"]["message"]
     assert time.process_time() - began < 5
+
+
+async def longest_stall(work):
+    """How long the event loop did not turn while it did this, and what came of it."""
+    gaps, last, task = [], time.monotonic(), asyncio.ensure_future(work)
+    while not task.done():
+        await asyncio.sleep(0.005)
+        gaps.append(time.monotonic() - last)
+        last = time.monotonic()
+    return max(gaps), task.result()
+
+
+def beside_the_loop(service, path, body, **headers):
+    """The answer to a body, while which the event loop must turn; a busy machine may delay it a little."""
+
+    async def post():
+        transport = httpx.ASGITransport(service.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+            headers.setdefault("content-type", "application/json")
+            answer = http.post(path, content=body, headers=headers, timeout=120)
+            return await longest_stall(answer)
+
+    stalled_s, answer = asyncio.run(post())
+    assert stalled_s < 1.0, "it stopped the server for all"
+    return answer
+
+
+@pytest.mark.slow
+def test_no_body_stops_the_event_loop(embedder):
+    """15 MB of 4 million inputs took 12 s, in which nobody else was served."""
+    service = service_of(embedder, max_body_mb=16, max_inputs=2048, max_queue=4096)
+    many = 4_000_000
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for body in (
+        b'{"input":[' + b'"a",' * (many - 1) + b'"a"]}',
+        b'{"input":' + b"[" + b"[]," * many + b"[]]}",
+        b'{"messages":[' + b"{}," * many + b"{}]}",
+        b'{"input":["' + rb"\\\"" * 1_000_000 + b'",' + b"7," * many + b"7]}",
+    ):
+        answer = beside_the_loop(service, "/v1/embeddings", body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "too_many_values")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 << 10
+    # Marks within strings are none, and as many inputs as there may be are no values too many.
+    texts = ['a "[{,\\' * 200] * 2000 + ["\U0001f511"]
+    assert num_values(json.dumps({"input": texts}).encode()) == len(texts) + 1
+    turns = [message("a" * 1000, "data:image/png;base64,aGVsbG8=")] * 2048
+    answer = beside_the_loop(service, "/v1/embeddings", json.dumps({"messages": turns}).encode())
+    assert "pictures, but a request may have at most" in answer.json()["error"]["message"]
+    assert service.held.now == 0
+    service.stop()
+
+
+@pytest.mark.slow
+def test_a_large_answer_does_not_stop_the_event_loop():
+    bodies = Bodies(2048)
+    rows = np.random.default_rng(0).normal(size=(2048, 1024)).astype(np.float32)
+    content = {"data": [{"embedding": row} for row in rows]}
+    stalled_s, answer = asyncio.run(longest_stall(bodies.answer(content, rows.size * 22)))
+    found = json.loads(answer.body)["data"]
+    assert np.array_equal(np.array([one["embedding"] for one in found], np.float32), rows)
+    assert stalled_s < 0.5
+    bodies.stop()
+
+
+def test_slow_searches_do_not_keep_others_waiting(embedder):
+    """Eight searches held the threads that decode pictures, also after their clients had left."""
+
+    class Slow:
+        about = {"dimensions": embedder.size}
+        ended, started = threading.Event(), []
+
+        def search(self, *_, **__):
+            self.started.append(1)
+            self.ended.wait(30)
+            return [[]]
+
+    service = service_of(embedder, index=Slow())
+    with running(service) as url:
+
+        def search(_):
+            with contextlib.suppress(httpx.ReadTimeout):
+                httpx.post(f"{url}/v1/search", json={"input": "a"}, timeout=httpx.Timeout(30, read=1.0))
+
+        threads, _ = in_threads(8, search)
+        until(lambda: len(Slow.started) == 4)
+        assert httpx.post(f"{url}/v1/embeddings", json={"input": "a"}, timeout=20).status_code == 200
+        for thread in threads:
+            thread.join(30)
+        until(lambda: "rge_preparing_inputs 0.0" in httpx.get(f"{url}/metrics").text)
+        Slow.ended.set()
+        time.sleep(0.1)
+        assert len(Slow.started) == 4, "who left while waiting is not searched for"
 
 
 def test_a_form_is_told_to_be_json(url):

@@ -29,7 +29,7 @@ from rge.checkpoints.settings import CheckpointError, CheckpointSettings, Settin
 from rge.common.commands import progress_bar
 from rge.common.errors import UserError, not_one_of
 from rge.common.files import checkpoint_folder
-from rge.common.images import WEB, load_image
+from rge.common.images import WEB, load_image, names_picture
 from rge.common.modes import Mode
 from rge.common.prompt_profiles import PROFILES
 from rge.common.schema import Encoded, ImageRef, Item
@@ -189,9 +189,12 @@ class Embedder:
         `exact` computes every row's state alone, see `encode`; `profile` is the name of a prompt profile, see
         `rge.common.prompt_profiles`; ``<emb>`` is suppressed before `min_new_tokens`.
         """
-        other = copy(self)
         settings = self.settings.asking(temperature=temperature, min_new_tokens=min_new_tokens)
-        other.settings = settings.but(exact=exact, profile=profile)
+        return self._set(settings.but(exact=exact, profile=profile))
+
+    def _set(self, settings: Settings) -> Self:
+        other = copy(self)
+        other.settings = settings
         if self._loaded is not None and other.settings.profile != self.settings.profile:
             other._loaded = self._loaded.worded(PROFILES[other.settings.profile])
         return other
@@ -510,17 +513,9 @@ class _SpreadEmbedder(Embedder):
         import torch
 
         super().__init__(None, checkpoint, settings, base)
-        self._devices, self._threads = devices, max(1, torch.get_num_threads() // len(devices))
-        self._make_workers()
-
-    def _make_workers(self) -> None:
-        work = partial(_worker, self.checkpoint, self.settings, self.base, self._threads)
-        self._workers = Workers(work, self._devices)  # start when needed
-
-    def with_(self, **settings: Any) -> Self:
-        other = super().with_(**settings)
-        other._make_workers()
-        return other
+        threads = max(1, torch.get_num_threads() // len(devices))
+        # They start when needed; embedders made by `with_` share them.
+        self._workers = Workers(partial(_worker, checkpoint, settings, base, threads), devices)
 
     @property
     def size(self) -> int:
@@ -534,7 +529,7 @@ class _SpreadEmbedder(Embedder):
     def _run(
         self, jobs: Iterable[Job], put: Callable[[int, Encoded], object], on_progress: "OnProgress"
     ) -> None:
-        self._workers.run(jobs, put, on_progress)
+        self._workers.run(((self.settings, job) for job in jobs), put, on_progress)
 
 
 def _worker(folder: Path, settings: CheckpointSettings, base: Path | None, threads: int, device: str) -> Work:
@@ -546,7 +541,15 @@ def _worker(folder: Path, settings: CheckpointSettings, base: Path | None, threa
     embedder = Embedder(Inference.load(folder, settings, device, base), folder, settings)
     if device == "cpu":
         torch.set_num_threads(threads)
-    return lambda job, on_progress: embedder._embed(embedder._prepare(job), on_progress)
+
+    def work(given: tuple[Settings, Job], on_progress: "OnProgress") -> Encoded:
+        nonlocal embedder
+        asked, job = given
+        if asked != embedder.settings:
+            embedder = embedder._set(asked)
+        return embedder._embed(embedder._prepare(job), on_progress)
+
+    return work
 
 
 def local_folder(checkpoint: str | Path, revision: str | None) -> Path:
@@ -583,8 +586,8 @@ def _items(texts: Any, images: Any, instruction: str | None = None) -> tuple[boo
             f"{len(texts)} texts and {len(images)} images: give one entry per item, None if it has none"
         )
     for text in texts:
-        if not isinstance(text, str | None):
-            raise ValueError(f"a text must be a string, got {type(text).__name__}")
+        if text is not None:
+            check_text(text)
     items = [
         Item(str(row), text, _pictures(pictures), instruction)
         for row, (text, pictures) in enumerate(zip(texts, images, strict=True))
@@ -608,6 +611,16 @@ def _pictures(value: Any) -> tuple[Any, ...]:
         value = value.tolist()
     # Not any iterable: an array of pixels would be taken for its rows, and a dict for its keys.
     return tuple(map(picture_ref, value if isinstance(value, list | tuple | Iterator) else [value]))
+
+
+def check_text(value: Any, form: str = "images=") -> None:
+    """ValueError for a value that is no text, and UserError for one that names a picture, which is given in this `form`."""
+    if not isinstance(value, str):
+        raise ValueError(f"a text must be a string, got {type(value).__name__}")
+    if names_picture(value):
+        raise UserError(
+            f"the text {value[:60]!r} names a picture, and would be embedded as words: give it as a picture, {form}"
+        )
 
 
 def picture_ref(value: Any) -> Any:

@@ -37,32 +37,59 @@ Side = Literal["query", "candidate"]
 OnProgress = Callable[[int], object]
 
 
-_LOCKS = weakref.WeakSet[Any]()
-_FORKING = threading.RLock()
-_HELD: list[Any] = []
+class _ForkLocks:
+    """Locks that no other thread holds during a fork; the child would wait for that thread, which it does not have.
+
+    A thread that holds one of the computing locks must not wait for another, whose thread may fork as well and wait for the first.
+    It waits for the short ones of the tokenizers alone; the child makes the others anew, and the models that they guard are only
+    read.
+    """
+
+    def __init__(self) -> None:
+        self._computing, self._tokenizing = weakref.WeakSet[Any](), weakref.WeakSet[Any]()
+        self._listing = threading.RLock()
+        self._of_fork = threading.local()
+
+    def computing(self) -> Any:
+        """A lock that is held while a model computes."""
+        return self._made(self._computing)
+
+    def tokenizing(self) -> Any:
+        """A lock that is held shortly, by a thread that waits for none meanwhile."""
+        return self._made(self._tokenizing)
+
+    def _made(self, kind: weakref.WeakSet[Any]) -> Any:
+        with self._listing:
+            kind.add(lock := threading.RLock())
+        return lock
+
+    def before_fork(self) -> None:
+        """Take the locks, all threads in the same order."""
+        with self._listing:
+            computing, tokenizing = (sorted(kind, key=id) for kind in (self._computing, self._tokenizing))
+        holds_one = any(lock._is_owned() for lock in computing)
+        self._of_fork.taken = tokenizing if holds_one else computing + tokenizing
+        for lock in self._of_fork.taken:
+            lock.acquire()
+
+    def after_fork(self) -> None:
+        """Release them, in the parent and in the child."""
+        while self._of_fork.taken:
+            self._of_fork.taken.pop().release()
+
+    def in_child(self) -> None:
+        """Release them, and free those of threads that the child does not have."""
+        self.after_fork()
+        self._listing._at_fork_reinit()  # type: ignore[attr-defined]  # as the standard library's modules do
+        for lock in (*self._computing, *self._tokenizing):
+            if not lock._is_owned():
+                lock._at_fork_reinit()
 
 
-def _lock() -> Any:
-    """A lock that no other thread holds during a fork; the child would wait for that thread, which it does not have."""
-    with _FORKING:  # another thread's fork goes through the set
-        _LOCKS.add(lock := threading.RLock())
-    return lock
-
-
-def _before_fork() -> None:
-    _FORKING.acquire()
-    _HELD[:] = _LOCKS
-    for lock in _HELD:
-        lock.acquire()
-
-
-def _after_fork() -> None:
-    while _HELD:
-        _HELD.pop().release()
-    _FORKING.release()
-
-
-os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
+_LOCKS = _ForkLocks()
+os.register_at_fork(
+    before=_LOCKS.before_fork, after_in_parent=_LOCKS.after_fork, after_in_child=_LOCKS.in_child
+)
 
 
 class Inference:
@@ -70,8 +97,8 @@ class Inference:
 
     def __init__(self, model: EmbeddingModel, builder: PromptBuilder, engine: VllmWriter | None = None):
         self.model, self.builder, self.engine = model.eval(), builder, engine
-        self._computing = _lock()
-        self._tokenizing = _lock()  # a tokenizer serves one thread at a time
+        self._computing = _LOCKS.computing()
+        self._tokenizing = _LOCKS.tokenizing()  # a tokenizer serves one thread at a time
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Another process has locks of its own.

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from hub import hub
@@ -312,6 +313,8 @@ def test_embeddings_are_cut_to_sizes_of_training_only(described):
         ((["a", ""],), "item '1' has neither text nor images"),
         ((["a", "b"], ["x.png"]), "2 texts and 1 images"),
         (([1],), "a text must be a string, got int"),
+        ((["a", str(ROOT / "docs" / "gallery.png")],), "names a picture"),
+        (("data:image/png;base64,aGVsbG8=",), "names a picture"),
         (("a", [3.0]), "a picture is a path, a web address, bytes or a PIL image, got float"),
         (("a", [{"bytes": b"x"}]), "a picture is a path, a web address, bytes or a PIL image, got dict"),
         ((None, [{"bytes": b"x"}]), "a picture is a path, a web address, bytes or a PIL image, got dict"),
@@ -504,6 +507,10 @@ def test_several_devices_embed_as_one_does(described, items, picture):
         assert found.stop_reasons == expected.stop_reasons
         assert np.array_equal(found.num_rationale_tokens, expected.num_rationale_tokens)
         assert sum(seen) == 21
+        children = psutil.Process().children()
+        assert sum("rge.distributed.workers" in " ".join(one.cmdline()) for one in children) == 2
+    plain = both.with_(profile="plain")
+    assert np.array_equal(plain.encode_document("a"), one.with_(profile="plain").encode_document("a"))
     assert (both.size, both.settings, both.checkpoint_hash) == (32, one.settings, one.checkpoint_hash)
     images = [picture(40, 30, seed) for seed in range(20)]
     assert np.array_equal(
@@ -597,6 +604,34 @@ def test_a_process_forked_while_a_thread_embeds_embeds_too(described):
     finally:
         stopped.set()
         thread.join()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_two_threads_that_fork_while_they_compute_do_not_wait_for_each_other(described):
+    other = Embedder.from_pretrained(described.checkpoint, device="cpu")
+    expected, codes = described.encode_document(["a lock"]), []
+    both_compute = threading.Barrier(2, timeout=30)
+
+    def fork_inside(mine, theirs):
+        def fork(_):
+            both_compute.wait()
+            child = os.fork()
+            if child == 0:
+                signal.alarm(60)
+                found = [one.encode_document(["a lock"]) for one in (mine, theirs)]
+                os._exit(0 if np.allclose(found, expected, atol=1e-5) else 1)
+            codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+        mine.encode([Item("a", "a key")], side="candidate", mode="direct", on_progress=fork)
+
+    pairs = ((described, other), (other, described))
+    threads = [threading.Thread(target=fork_inside, args=pair, daemon=True) for pair in pairs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive(), "they wait for each other"
+    assert codes == [0, 0]
 
 
 @pytest.mark.slow

@@ -36,6 +36,7 @@ from rge.serving.protocols import (
     Asked,
     CohereAsked,
     EmbeddingsAsked,
+    EmbeddingType,
     RerankAsked,
     SearchAsked,
     Side,
@@ -253,7 +254,7 @@ class Service:
         )
         vectors = self.embedder.cut(answered.embeddings, body.output_dimension)
         try:
-            kinds = body.embedding_types or ("float",)
+            kinds: Sequence[EmbeddingType] = body.embedding_types or ("float",)
             embeddings: Any = {kind: encode_embeddings(vectors, kind) for kind in kinds}
         except ValueError as error:
             raise BadInput(str(error), "embedding_types") from None

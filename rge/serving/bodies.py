@@ -105,7 +105,7 @@ class _JsonRequest(Request):
         return await self.app.state.bodies.read(body)
 
 
-async def plain_body(data: bytes, headers: Mapping[str, str], limit: int) -> bytes | None:
+async def plain_body(data: bytes | bytearray, headers: Mapping[str, str], limit: int) -> bytes | None:
     """The content of a compressed body, inflated beside the event loop; None: it is not compressed.
 
     Raises:
@@ -124,7 +124,7 @@ async def plain_body(data: bytes, headers: Mapping[str, str], limit: int) -> byt
     return content
 
 
-def _inflated(data: bytes, limit: int) -> bytes:
+def _inflated(data: bytes | bytearray, limit: int) -> bytes:
     try:
         with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
             return file.read(limit + 1)

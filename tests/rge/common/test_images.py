@@ -83,30 +83,6 @@ def test_a_library_may_number_its_rows_and_is_read_again_when_it_changes(tmp_pat
         assert PictureIndex().fault(f"{library}#7") is None
 
 
-def num_bytes_read() -> int:
-    return int(Path("/proc/self/io").read_text().split()[1])
-
-
-def test_one_picture_of_a_library_reads_one_row_group(tmp_path, monkeypatch):
-    """Each worker of a training run read the whole table, into two to five times its size."""
-    cells = [np.random.default_rng(row).bytes(40_000) for row in range(64)]
-    library = tmp_path / "library.parquet"
-    pq.write_table(pa.table({"id": [*map(str, range(64))], "image": cells}), library, row_group_size=4)
-    before = num_bytes_read()
-    assert picture_bytes(f"{library}#9") == cells[9]
-    assert num_bytes_read() - before < library.stat().st_size / 8
-    before = num_bytes_read()
-    assert [picture_bytes(f"{library}#{row}") for row in (8, 9, 10, 11)] == cells[8:12]
-    assert num_bytes_read() - before < 4_096, "they are in its group"
-    monkeypatch.setattr(images, "LIBRARY_BYTES", 400_000)
-    with ThreadPoolExecutor(8) as pool:
-        rows = [*range(64), *reversed(range(64))]
-        assert list(pool.map(lambda row: picture_bytes(f"{library}#{row}"), rows)) == [
-            cells[row] for row in rows
-        ]
-    assert sum(map(images._num_bytes, images._groups.values())) <= 400_000
-
-
 @pytest.mark.parametrize(
     ("image", "expected"),
     [
@@ -429,3 +405,27 @@ def test_a_size_is_read_without_decoding(tmp_path):
     ):
         with pytest.raises(ImageError, match=message):
             picture_size(str(tmp_path / name))
+
+
+def num_bytes_read() -> int:
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def test_one_picture_of_a_library_reads_one_row_group(tmp_path, monkeypatch):
+    """Each worker of a training run read the whole table, into two to five times its size."""
+    cells = [np.random.default_rng(row).bytes(40_000) for row in range(64)]
+    library = tmp_path / "library.parquet"
+    pq.write_table(pa.table({"id": [*map(str, range(64))], "image": cells}), library, row_group_size=4)
+    before = num_bytes_read()
+    assert picture_bytes(f"{library}#9") == cells[9]
+    assert num_bytes_read() - before < library.stat().st_size / 8
+    before = num_bytes_read()
+    assert [picture_bytes(f"{library}#{row}") for row in (8, 9, 10, 11)] == cells[8:12]
+    assert num_bytes_read() - before < 4_096, "they are in its group"
+    monkeypatch.setattr(images, "LIBRARY_BYTES", 400_000)
+    with ThreadPoolExecutor(8) as pool:
+        rows = [*range(64), *reversed(range(64))]
+        assert list(pool.map(lambda row: picture_bytes(f"{library}#{row}"), rows)) == [
+            cells[row] for row in rows
+        ]
+    assert sum(map(images._num_bytes, images._groups.values())) <= 400_000

@@ -25,6 +25,7 @@ COMMANDS = {
     "budget": ("eval.commands.budget", "BudgetOptions", "budget"),
     "rerank": ("eval.commands.rerank", "RerankOptions", "rerank_command"),
     "records": ("eval.judging.records", "JudgeRecordsOptions", "write_records"),
+    "rag": ("eval.commands.rag", "RagOptions", "rag"),
     "bm25": ("eval.commands.bm25", "Bm25Options", "bm25"),
     "fetch": ("eval.commands.fetch", "FetchOptions", "fetch"),
     "check": ("eval.commands.check", "CheckOptions", "check"),
@@ -46,6 +47,7 @@ LIST = """rge eval COMMAND [key=value ...]
   budget              measure accuracy against tokens and time (several rationales, a gate)
   rerank              let a vision-language model reorder a finished ranking
   records             make training records for such a model
+  rag                 answer questions with retrieved documents, and let judges score the answers
   bm25                rank texts by BM25, the text baseline
   compare             compare two evaluations of one set with a paired test
   audit               search training files for a set's pictures, or results for shortcuts

@@ -14,8 +14,8 @@ import numpy as np
 
 from eval.benchmarks.registry import MeasureOptions
 from eval.benchmarks.suite import is_suite, load_suite, measure_members
-from eval.commands.measurement import Measurement
 from eval.judging.rewrite import RewriteOptions, rewritten
+from eval.scoring.measurement import Measurement
 from eval.scoring.output_files import rerun_command
 from eval.scoring.search import Ranking, stack_rankings
 from eval.sets.contents import with_readable_content

@@ -7,7 +7,6 @@ trained to describe the right answer (`rge.judging.description`). Scores are cac
 scores new pairs.
 """
 
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,9 +21,9 @@ import pandas as pd
 
 from eval.benchmarks.registry import protocol_for
 from eval.benchmarks.suite import ByMember, is_suite, load_suite, measure_members, member_dirs
-from eval.commands.measurement import Measurement
 from eval.embedding.identity import ranked_with
 from eval.embedding.processes import ALONE, ProcessGroup, join
+from eval.scoring.measurement import Measurement
 from eval.scoring.output_files import (
     PER_QUERY,
     RUN,
@@ -36,7 +35,7 @@ from eval.scoring.output_files import (
 from eval.scoring.protocol import Protocol
 from eval.scoring.search import Ranking
 from eval.scoring.trec import read_run
-from eval.sets.contents import content_digest, with_readable_content
+from eval.sets.contents import CandidatesOf, content_digest, with_readable_content
 from eval.sets.retrieval_set import RetrievalSet, load_set
 from rge.calls.model_config import ModelConfig
 from rge.calls.store import AnswerStore, value_key
@@ -288,8 +287,7 @@ def rerank(
     row_P = head_QN[query_P, place_P].astype(np.int64)
     software = process_group.once(lambda: local_software(answers) if judge.local else None)
     about = judge.name | {"software": software}
-    with tempfile.TemporaryFile() as room:
-        pool = _Pool(wanted, set(row_P.tolist()), room)
+    with CandidatesOf(wanted, set(row_P.tolist())) as pool:
         digests = list(map(content_digest, queries))
         keys = [
             value_key(about, digests[query], pool.digests[row])
@@ -323,36 +321,6 @@ def rerank(
     return Judged(reorder(ranking, score_QN, mix), len(keys), dict(unscored), ms_QN.sum(axis=1))
 
 
-class _Pool:
-    """Candidates of some rows, by row, and the digests of their contents. Pictures inside the set's tables wait in a file."""
-
-    def __init__(self, wanted: RetrievalSet, rows: set[int], room: Any):
-        self.digests: dict[int, str] = {}
-        self._items: dict[int, tuple[Item, list[tuple[int, int] | None]]] = {}
-        self._room, end = room, 0
-        for row, item in zip(wanted.file_order_C.tolist(), wanted.corpus_items(), strict=True):
-            if row not in rows:
-                continue
-            self.digests[row] = content_digest(item)
-            places: list[tuple[int, int] | None] = []
-            for ref in item.images:
-                places.append((end, len(ref)) if isinstance(ref, bytes) else None)
-                if isinstance(ref, bytes):
-                    end += room.write(ref)
-            refs = tuple("" if isinstance(ref, bytes) else ref for ref in item.images)
-            self._items[row] = replace(item, images=refs), places
-
-    def __getitem__(self, row: int) -> Item:
-        item, places = self._items[row]
-        return replace(item, images=tuple(map(self._picture, item.images, places)))
-
-    def _picture(self, ref: Any, place: tuple[int, int] | None) -> Any:
-        if place is None:
-            return ref
-        self._room.seek(place[0])
-        return self._room.read(place[1])
-
-
 def _parts(
     todo: Mapping[str, tuple[int, int]], wanted: RetrievalSet, judge: Scorer, chunk: int, num_processes: int
 ) -> list[list[str]]:
@@ -372,7 +340,7 @@ def _parts(
 
 def _scored(
     queries: Sequence[Item],
-    pool: _Pool,
+    pool: CandidatesOf,
     judge: Scorer,
     todo: Mapping[str, tuple[int, int]],
     parts: Sequence[Sequence[str]],

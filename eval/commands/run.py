@@ -24,12 +24,12 @@ from eval.benchmarks.published_tables import beside
 from eval.benchmarks.registry import MeasureOptions
 from eval.benchmarks.suite import is_suite, load_suite, measure_members
 from eval.commands.audit import audit_run
-from eval.commands.measurement import Measurement
 from eval.embedding.fill_cache import Embeds, Mode, mean_cosine
 from eval.embedding.processes import join
 from eval.embedding.set_embeddings import Embeddings
 from eval.judging.rewrite import ALONE, RewriteOptions, rewritten
 from eval.models.registry import ModelOptions
+from eval.scoring.measurement import Measurement
 from eval.scoring.output_files import RESULTS, read_results, rerun_command, self_retrieval
 from eval.scoring.search import Ranking, rows_within, search
 from eval.sets.contents import Contents, contents_of, query_contents, with_content

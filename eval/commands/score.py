@@ -13,7 +13,7 @@ from pathlib import Path
 from eval.benchmarks.published_tables import beside
 from eval.benchmarks.registry import MeasureOptions
 from eval.benchmarks.suite import is_suite, load_suite, measure_members
-from eval.commands.measurement import Measurement
+from eval.scoring.measurement import Measurement
 from eval.scoring.metrics import deepest
 from eval.scoring.output_files import RUN, read_results, rerun_command
 from eval.scoring.trec import read_run

@@ -15,6 +15,10 @@ PAGES = "eval.pages"
 """Package that does not affect figures."""
 NOT_MEASURED = ("device", "notes", "plugins")
 """Settings of an embedder that do not affect figures, or (in older versions) are recorded elsewhere."""
+ANSWERED = (
+    "row", "of", "top_n", "document_chars", "answer_tokens", "judge_tokens", "models", "wording", "references",
+)  # fmt: skip
+"""What determines answers and their scores, see `eval.commands.rag`."""
 SHOWN = (
     "python", "rge", "torch", "torchvision", "transformers", "tokenizers", "pillow", "numpy", "peft",
     "sentence-transformers", "faiss-cpu", "pyarrow", "bm25s",
@@ -80,8 +84,8 @@ def asked_of(results: Mapping[str, Any]) -> Identity:
 
 def _asked(results: Mapping[str, Any]) -> dict[str, Any]:
     """How an embedder was queried, and how its ranking was processed."""
-    rewrite, rerank, budget, decoding = (
-        results.get(part) or {} for part in ("rewrite", "rerank", "budget", "decoding")
+    rewrite, rerank, budget, decoding, rag = (
+        results.get(part) or {} for part in ("rewrite", "rerank", "budget", "decoding", "rag")
     )
     keys = ("query_mode", "query_modality", "candidate_mode", "embedding_dims", "ranked_with")
     at = {key: rewrite.get(key) for key in ("at", "served", "rge")}
@@ -98,6 +102,7 @@ def _asked(results: Mapping[str, Any]) -> dict[str, Any]:
         "way": budget.get("name"),
         "seed": rerank.get("seed", results.get("seed")) if is_sampled else None,
         **{key: block[key] for key, block in further.items() if block.get(key) is not None},
+        **({"rag": {key: rag.get(key) for key in ANSWERED}} if rag else {}),
         **({"depth": min(depth, (results.get("set") or {}).get("num_candidates", depth))} if depth else {}),
     }
 

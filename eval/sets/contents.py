@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import tempfile
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -10,7 +11,7 @@ import numpy as np
 from eval.sets.retrieval_set import Modality, RetrievalSet
 from rge.common.commands import progress_bar
 from rge.common.images import ImageError, picture_bytes
-from rge.common.schema import Item
+from rge.common.schema import ImageRef, Item
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,49 @@ def content_digest(item: Item, pictures: tuple[str, ...] | None = None) -> str:
     pictures = picture_digests(item) if pictures is None else pictures
     content = json.dumps([item.text, item.instruction, pictures], ensure_ascii=False)
     return hashlib.sha256(content.encode()).hexdigest()
+
+
+class CandidatesOf:
+    """Candidates of some rows (in id order), by row, as a context: pictures inside the set's tables wait in a temporary file.
+
+    Attributes:
+        digests: the `content_digest` of each row.
+    """
+
+    def __init__(self, wanted: RetrievalSet, rows: Collection[int]):
+        self.digests: dict[int, str] = {}
+        self._items: dict[int, tuple[Item, list[tuple[int, int] | None]]] = {}
+        self._room, end = tempfile.TemporaryFile(), 0
+        for row, item in (
+            zip(wanted.file_order_C.tolist(), wanted.corpus_items(), strict=True) if rows else ()
+        ):
+            if row not in rows:
+                continue
+            self.digests[row] = content_digest(item)
+            places: list[tuple[int, int] | None] = []
+            for ref in item.images:
+                places.append((end, len(ref)) if isinstance(ref, bytes) else None)
+                if isinstance(ref, bytes):
+                    end += self._room.write(ref)
+            refs = tuple("" if isinstance(ref, bytes) else ref for ref in item.images)
+            self._items[row] = replace(item, images=refs), places
+
+    def __enter__(self) -> "CandidatesOf":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._room.close()
+
+    def __getitem__(self, row: int) -> Item:
+        """The candidate of a row."""
+        item, places = self._items[row]
+        return replace(item, images=tuple(map(self._picture, item.images, places)))
+
+    def _picture(self, ref: ImageRef, place: tuple[int, int] | None) -> ImageRef:
+        if place is None:
+            return ref
+        self._room.seek(place[0])
+        return self._room.read(place[1])
 
 
 def with_content(wanted: RetrievalSet, candidates: Sequence[str] | None = None) -> RetrievalSet:

@@ -5,7 +5,7 @@ import adds:
 
 ``names.parquet``       picture-id, name: other names of a picture in training files, see `eval.commands.audit`
 ``queries.parquet``     num_missing_positives: positives that the pool lacks, which stay in every denominator;
-                        picture_ids: ids of the pictures, joined by "+"
+                        picture_ids: ids of the pictures, joined by "+"; answers: the right answer in words, see `eval.commands.rag`
 
 Ties are broken by id everywhere in `eval`. Candidates therefore have two orders: that of the file, in which pictures are
 read, and that of ids (`RetrievalSet.corpus_ids`), which the rows in all rankings and judgements refer to.
@@ -209,6 +209,13 @@ def picture_ids(wanted: RetrievalSet) -> list[list[str]]:
     table = Table(wanted.path / "queries.parquet")
     ids_Q = table.read("picture_ids") if "picture_ids" in table.names else [""] * len(wanted.queries)
     return [ids.split("+") if ids else [] for ids in ids_Q[: len(wanted.queries)]]
+
+
+def reference_answers(wanted: RetrievalSet) -> list[str]:
+    """The right answer of each query in words, from the column ``answers`` of ``queries.parquet``; "" for none."""
+    table = Table(wanted.path / "queries.parquet")
+    texts = table.read("answers", null=True) if "answers" in table.names else []
+    return [(text or "").strip() for text in texts[: len(wanted.queries)]] or [""] * len(wanted.queries)
 
 
 def given_rationales(wanted: RetrievalSet) -> set[tuple[str, str]]:

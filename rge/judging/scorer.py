@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from rge.calls.grouping import Outcome
 from rge.calls.model_config import ModelConfig
 from rge.calls.store import AnswerStore, value_key
 from rge.common.errors import UserError
@@ -114,6 +115,15 @@ class LocalModel:
         self.embedder = EmbeddingModel(backbone).to(device).eval()
         self.builder = PromptBuilder(backbone.processor, "plain", max_prompt_tokens)
         self.about = {"judge": checkpoint_hash(path), "dtype": dtype, "max_tokens": max_prompt_tokens}
+
+
+def need_answers(outcomes: Sequence[Outcome], asked: str) -> None:
+    """Raise a `UserError` if calls are unanswered; ``asked``: the model, for the message."""
+    if unanswered := [outcome for outcome in outcomes if outcome.unanswered]:
+        raise UserError(
+            f"{asked} left {len(unanswered)} of {len(outcomes)} calls unanswered, such as: {unanswered[0].error}; the other "
+            "answers are stored, run the same command again to continue"
+        )
 
 
 def local_software(store: AnswerStore) -> str:

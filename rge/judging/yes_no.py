@@ -17,7 +17,7 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-from rge.calls.caller import Caller, check_answered
+from rge.calls.caller import Caller
 from rge.calls.grouping import Outcome
 from rge.calls.request import Picture, Request
 from rge.calls.wire.bodies import served_model
@@ -25,7 +25,7 @@ from rge.calls.wire.replies import as_dict, dict_items, parse
 from rge.common.errors import UserError
 from rge.common.images import picture_bytes
 from rge.common.schema import Item
-from rge.judging.scorer import SCORERS, Judge, LocalModel, Score, Scorer
+from rge.judging.scorer import SCORERS, Judge, LocalModel, Score, Scorer, need_answers
 
 WORDS = ("yes", "no")
 QUERY, CANDIDATE = "Query: ", "\nCandidate:"
@@ -177,7 +177,7 @@ class EndpointYesNo(Scorer):
         """
         outcomes = self._caller.run([self._request(*pair) for pair in pairs])
         self.count(pairs=len(pairs), calls=sum(not outcome.cached for outcome in outcomes))
-        check_answered([one for one in outcomes if one.unanswered], len(outcomes), wait=True)
+        need_answers(outcomes, self._model.endpoint)
         return [self._score(outcome) for outcome in outcomes]
 
     def _request(self, query: Item, candidate: Item) -> Request:

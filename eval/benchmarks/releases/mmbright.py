@@ -4,7 +4,7 @@ Layout (``mm-bright/MM-BRIGHT``): a folder per configuration with a Parquet file
 ``DOMAIN-00000-of-00001.parquet``):
 
 ``documents``            id, content
-``examples``             id, query, gold_ids, negative_ids: task 1
+``examples``             id, query, gold_ids, negative_ids, gold_answers: task 1
 ``examples_multimodal``  also image_paths, positive_images, negative_images (lists of {image_path}): tasks 2 to 4
 ``document_images``      path, bytes
 ``examples_images``      path, bytes
@@ -145,6 +145,17 @@ class _Domain:
         return images
 
     @cached_property
+    def answers(self) -> dict[str, str]:
+        """Reference answers by query, from either configuration that has them; several are one text."""
+        found: dict[str, str] = {}
+        for config in ("examples", "examples_multimodal"):
+            for row in self._rows(config, ("id", "gold_answers"), needed=("id",), optional=True):
+                texts = [str(text).strip() for text in as_list(row.get("gold_answers"))]
+                if text := "\n\n".join(filter(None, texts)):
+                    found.setdefault(str(row["id"]), text)
+        return found
+
+    @cached_property
     def candidates(self) -> dict[str, tuple[str, str]]:
         """Candidate -> its document and the path of its picture, "" for none."""
         if self.task == 3:
@@ -215,7 +226,9 @@ class _Domain:
         name = safe_id(str(row["id"]))
         paths = [_path(path) for path in as_list(row.get("image_paths"))]
         images = tuple(self._query_images(name, paths, pictures))
-        return Query(name, row.text("query"), images, group=content_id(*paths) if paths else name)
+        answers = self.answers.get(str(row["id"]), "")
+        group = content_id(*paths) if paths else name
+        return Query(name, row.text("query"), images, group=group, columns={"answers": answers})
 
     def _judgements(self, row: dict[str, Any]) -> tuple[dict[str, int], list[str]]:
         """Gains by candidate (0: judged, not right), and explicit negatives."""
@@ -259,12 +272,20 @@ class _Domain:
             return [_stacked(images)]
         return images[:1] if self.options.image_policy == "first" else images
 
-    def _rows(self, config: str, columns: Sequence[str]) -> Iterator[Row]:
+    def _rows(
+        self,
+        config: str,
+        columns: Sequence[str],
+        needed: Sequence[str] | None = None,
+        *,
+        optional: bool = False,
+    ) -> Iterator[Row]:
+        """Rows of a configuration; ``needed``: columns that it must have, by default all; ``optional``: it may be missing."""
         folder, name = self.options.src / config, self.name
         whole = folder / f"{name}.parquet"
         files = [whole] if whole.is_file() else sorted(folder.glob(f"{name}-{'[0-9]' * 5}-of-*.parquet"))
-        for path in files or [existing(whole, REPOSITORY)]:
-            yield from iter_rows(path, columns, needed=columns)
+        for path in files or ([] if optional else [existing(whole, REPOSITORY)]):
+            yield from iter_rows(path, columns, needed=columns if needed is None else needed)
 
 
 def _images(value: Any) -> list[str]:

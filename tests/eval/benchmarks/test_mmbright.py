@@ -18,7 +18,7 @@ from eval.commands.run import RunOptions, run_command
 from eval.commands.score import ScoreOptions, score
 from eval.scoring.search import Ranking, trec_ties
 from eval.scoring.trec import read_run, write_run
-from eval.sets.retrieval_set import load_set
+from eval.sets.retrieval_set import load_set, reference_answers
 from rge.common.errors import UserError
 from rge.common.options import parse_options
 
@@ -59,7 +59,9 @@ def src(tmp_path_factory):
             },
             {"id": "q2", "query": "how?", "gold_ids": [of(DOCS[0]), of(DOCS[3])], "negative_ids": []},
         ]
-        table(src, "examples", domain, asked)
+        answers = [["It is so.", " And so. "], []]
+        rows = [row | {"gold_answers": texts} for row, texts in zip(asked, answers, strict=True)]
+        table(src, "examples", domain, rows)
         shown = [
             {
                 "image_paths": ["a.png", "b.gif"],
@@ -106,6 +108,12 @@ def test_picture_policies(src, tmp_path, policy, sizes):
     assert [Image.open(io.BytesIO(data)).size for data in wanted.queries[0].images] == sizes
     assert len(wanted.queries[1].images) == 1
     assert wanted.meta["image_policy"] == policy
+
+
+def test_reference_answers_are_kept(src, tmp_path):
+    """Also for task 2, whose table need not have them."""
+    for task in ("1", "2"):
+        assert reference_answers(imported(src, tmp_path / task, task=task)) == ["It is so.\n\nAnd so.", ""]
 
 
 def test_task_3_drops_what_has_no_answer(src, tmp_path):

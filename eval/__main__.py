@@ -26,6 +26,7 @@ COMMANDS = {
     "rerank": ("eval.commands.rerank", "RerankOptions", "rerank_command"),
     "records": ("eval.judging.records", "JudgeRecordsOptions", "write_records"),
     "rag": ("eval.commands.rag", "RagOptions", "rag"),
+    "label": ("eval.judging.label", "LabelOptions", "label"),
     "bm25": ("eval.commands.bm25", "Bm25Options", "bm25"),
     "fetch": ("eval.commands.fetch", "FetchOptions", "fetch"),
     "check": ("eval.commands.check", "CheckOptions", "check"),
@@ -48,6 +49,7 @@ LIST = """rge eval COMMAND [key=value ...]
   rerank              let a vision-language model reorder a finished ranking
   records             make training records for such a model
   rag                 answer questions with retrieved documents, and let judges score the answers
+  label               label queries by a model, for figures by label
   bm25                rank texts by BM25, the text baseline
   compare             compare two evaluations of one set with a paired test
   audit               search training files for a set's pictures, or results for shortcuts

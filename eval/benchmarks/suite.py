@@ -138,6 +138,10 @@ def _aggregate(
     }
     if any(result.get("run_hash") for result in results.values()):
         content["run_hash"] = _digest({name: result.get("run_hash") for name, result in results.items()})
+    if not any(
+        name in content["macro"] for name in protocol.headline
+    ):  # not of a ranking, such as scores of answers
+        protocol = replace(protocol, headline=tuple(first.get("metrics", ())))
     content |= protocol.suite_figures(results) | dict(more(results))
     content["identity"] = with_key(content, made=None if old_results(first) else first["identity"])
     content["headline"] = headline_figures(protocol, content["macro"], "macro")

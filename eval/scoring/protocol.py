@@ -78,7 +78,7 @@ class Protocol:
         return {"metric": name, "value": means(scored.names, scored.value_QM)[name]}
 
     def figures(self, wanted: RetrievalSet, scored: Scored, *, seed: int) -> dict[str, Any]:
-        """Further figures of the whole set, merged with those of `eval.scoring.output_files.figures`."""
+        """Further figures, merged with those of `eval.scoring.output_files.figures`: ``micro``, slices (``by_COLUMN``), and others."""
         return {}
 
     def suite_figures(self, results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -100,6 +100,9 @@ def all_figures(wanted: RetrievalSet, scored: Scored, protocol: Protocol, *, see
     out = figures(wanted, scored, seed=seed)
     more = protocol.figures(wanted, scored, seed=seed)
     out["micro"] |= more.pop("micro", {})
+    for block in [name for name in more if name.startswith("by_")]:
+        for value, figures_of in more.pop(block).items():
+            out[block][value] |= figures_of
     if "paraphrase_groups" not in more and (same := paraphrases(wanted)) is not None:
         more["paraphrase_groups"] = sum(count > 1 for count in Counter(same).values())
         out["micro"] |= _sensitivity(wanted, scored, protocol, same, seed=seed)

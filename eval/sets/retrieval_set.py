@@ -6,6 +6,7 @@ import adds:
 ``names.parquet``       picture-id, name: other names of a picture in training files, see `eval.commands.audit`
 ``queries.parquet``     num_missing_positives: positives that the pool lacks, which stay in every denominator;
                         picture_ids: ids of the pictures, joined by "+"; answers: the right answer in words, see `eval.commands.rag`
+``meta.json``           labels: columns that a model has added, see `eval.judging.label`, and its name
 
 Ties are broken by id everywhere in `eval`. Candidates therefore have two orders: that of the file, in which pictures are
 read, and that of ids (`RetrievalSet.corpus_ids`), which the rows in all rankings and judgements refer to.
@@ -144,7 +145,8 @@ def load_set(path: str | Path, *, by: Sequence[str] = ()) -> RetrievalSet:
     meta = _meta(root / "meta.json")
     corpus_ids = Table(root / "corpus.parquet").ids()
     table = Table(root / "queries.parquet")
-    query_ids, columns = table.ids(), _query_columns(table, (*meta.get("report_by", ()), *by))
+    reported = (*meta.get("report_by", ()), *meta.get("labels", ()), *by)
+    query_ids, columns = table.ids(), _query_columns(table, reported)
     corpus_order = sorted(range(len(corpus_ids)), key=corpus_ids.__getitem__)
     query_of = {name: row for row, name in enumerate(query_ids)}
     row_of = {corpus_ids[file_row]: row for row, file_row in enumerate(corpus_order)}
@@ -232,6 +234,7 @@ class _Meta(BaseModel):
     report_by: list[str] | None = None
     notes: list[str] | None = None
     slice_notes: dict[str, dict[str, str]] | None = None
+    labels: dict[str, str] | None = None
 
 
 def _meta(path: Path) -> dict[str, Any]:

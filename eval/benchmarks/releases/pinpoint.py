@@ -1,7 +1,8 @@
 """PinPoint (pinterest/pinpoint-dataset): queries of one or two pictures and an instruction over one index of pictures.
 
 Layout: ``pinpoint_licensed.parquet`` (query_id, instruction, query_image_signature, query_image_signature2,
-positive_candidates, negative_candidates, is_single), ``index_signatures.txt``, and pictures named by their signature.
+positive_candidates, negative_candidates, is_single, and the dimensions of `DIMENSIONS`), ``index_signatures.txt``, and pictures
+named by their signature.
 
 Pitfalls of the shipped table:
 
@@ -17,9 +18,9 @@ The set holds each judgement once. The original lengths of the lists, by which t
 Shape suffixes: Q = queries, K = ranks, M = metrics, G = groups.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,20 @@ from rge.stats.intervals import figures, index_of, ratio_bootstrap
 REPOSITORY = "pinterest/pinpoint-dataset"
 TABLE, INDEX = "pinpoint_licensed.parquet", "index_signatures.txt"
 COLUMNS = ("query_id", "instruction", "query_image_signature", "positive_candidates", "negative_candidates")
+DIMENSIONS = (
+    "query_category", "length_category", "is_question", "is_imperative", "l1_interest", "skin_tone_bucket",
+)  # fmt: skip
+"""Columns of the table that figures are reported by, as far as it has them."""
+NUM_ROWS = 7635
+"""Rows of the release whose `COUNTS` are known."""
+COUNTS = {
+    "query_category": [188, 307, 328, 894, 2520, 3398],
+    "length_category": [1348, 2453, 3834],
+}
+"""Rows by value, ascending: explore, complement, negation, composition, context fit, swap; and three lengths."""
+NUM_VALUES = {"l1_interest": (23, NUM_ROWS), "skin_tone_bucket": (4, 3547)}
+"""Number of values, and of rows that have one."""
+UNLABELLED = "unlabelled"
 CUTS = (1, 5, 10, 50)
 """Cutoffs of the released scorer."""
 
@@ -76,9 +91,12 @@ def import_pinpoint(options: PinpointOptions) -> RetrievalSet:
         options.images or options.src / "images", options.src,
         hint="download it with the release's tools, then pass images=DIR",
     )  # fmt: skip
-    draft = Draft(index)
+    draft, values, num_rows = Draft(index), dict[str, Counter[str]](), 0
     for row in iter_rows(table, needed=COLUMNS):
         query, right, wrong = _query(row, pictures, options.instruction)
+        num_rows += 1
+        for name in set(DIMENSIONS) & query.columns.keys():
+            values.setdefault(name, Counter())[str(query.columns[name])] += 1
         if right:
             own = str(query.columns["picture_ids"]).split("+")
             draft.add(query, row.where, dict.fromkeys(right, 1), wrong, own)
@@ -90,7 +108,8 @@ def import_pinpoint(options: PinpointOptions) -> RetrievalSet:
             "name": "PinPoint",
             "benchmark": "pinpoint",
             "source": f"{REPOSITORY}, imported by eval.benchmarks.releases.pinpoint",
-            "report_by": ["images"],
+            "report_by": ["images", *(name for name in DIMENSIONS if name in values)],
+            "notes": unlike_release(values) if num_rows == NUM_ROWS else [],
             "num_missing_positives": len(draft.lost),
             "exclude_query_image": options.exclude_query_image,
         },
@@ -122,9 +141,35 @@ def _query(row: Row, pictures: Pictures, instruction: str) -> tuple[Query, list[
             "paraphrase": content_id(*own, *sorted(right)),
             "num_listed_positives": len(listed_right),
             "num_listed_negatives": len(listed_wrong),
-        },
+        }
+        | {name: _label(name, row[name]) for name in DIMENSIONS if name in row},
     )
     return query, right, _distinct(listed_wrong)
+
+
+def _label(name: str, value: Any) -> str:
+    """The value of a dimension as a slice: ``yes`` or ``no`` for truth values."""
+    if value is None or value != value or str(value).strip() in ("", "None", "nan"):
+        return UNLABELLED
+    if name.startswith("is_"):
+        return "yes" if str(value).strip().lower() in ("true", "1", "1.0", "yes") else "no"
+    return "+".join(map(str, value)) if isinstance(value, list | tuple | np.ndarray) else str(value).strip()
+
+
+def unlike_release(values: Mapping[str, Mapping[str, int]]) -> list[str]:
+    """What differs from the release that we know, from the number of rows by dimension and value."""
+    found = []
+    for name, rows in values.items():
+        labelled = sorted(number for value, number in rows.items() if value != UNLABELLED)
+        known = (len(labelled), sum(labelled))
+        if name in COUNTS and labelled != COUNTS[name]:
+            found.append(f"{name} has {labelled} rows by value, the release that we know {COUNTS[name]}")
+        if name in NUM_VALUES and known != NUM_VALUES[name]:
+            found.append(
+                f"{name} has {known[0]} values on {known[1]} rows, the release that we know {NUM_VALUES[name][0]} on "
+                f"{NUM_VALUES[name][1]}"
+            )
+    return found
 
 
 def _distinct(values: list[Any]) -> list[str]:
@@ -167,30 +212,47 @@ class Pinpoint(Protocol):
     def figures(self, wanted: RetrievalSet, scored: Scored, *, seed: int) -> dict[str, Any]:
         """Linguistic sensitivity, the relative cost of negatives, and, if official, the released scorer's names."""
         column = dict(zip(scored.names, scored.value_QM.T, strict=True))
-        ap_Q, delta_Q, precision_Q = (
-            column[f"{kind}@10"] for kind in ("map_capped", "delta_map_capped", "precision")
-        )
-        group, official = wanted.columns["group"], self.profile == "official"
+        group, official = np.array(wanted.columns["group"], dtype=object), self.profile == "official"
         if official:
             # groups also join rows that share only one of two pictures; older sets have no picture_ids
             same = ["+".join(ids) or own for ids, own in zip(picture_ids(wanted), group, strict=True)]
         else:  # only rows with the same pictures and positives are paraphrases
             same = query_column(wanted, "paraphrase")
-        over = partial(over_groups, same=same, group=group, seed=seed)
-        delta_Q = np.where(np.isfinite(ap_Q), np.nan_to_num(delta_Q), np.nan)
-        (relative,) = figures(ratio_bootstrap(delta_Q, ap_Q, index_of(group), seed=seed))
-        micro = {
-            "linguistic_sensitivity": over(precision_Q),
-            "linguistic_sensitivity_map": over(ap_Q),
-            "linguistic_sensitivity_std": over(precision_Q, of=np.std),
-            "delta_map_capped_relative@10": relative if relative["value"] is not None else None,
-        }
-        defined = np.isfinite(precision_Q)
+        same_Q = np.array(same, dtype=object)
+
+        def over(values_Q: np.ndarray, rows: Any = slice(None), **how: Any) -> dict[str, float | None] | None:
+            return over_groups(values_Q[rows], same_Q[rows].tolist(), group[rows].tolist(), seed=seed, **how)
+
+        def of_slice(rows: Any) -> dict[str, Any]:
+            """Figures of some queries; paraphrases count if at least two are among them."""
+            ap_Q, delta_Q, precision_Q = (
+                column[f"{kind}@10"] for kind in ("map_capped", "delta_map_capped", "precision")
+            )
+            delta_Q = np.where(np.isfinite(ap_Q), np.nan_to_num(delta_Q), np.nan)
+            relative = None
+            if np.isfinite(ap_Q[rows]).any():
+                index_Q = index_of(group[rows].tolist())
+                (relative,) = figures(ratio_bootstrap(delta_Q[rows], ap_Q[rows], index_Q, seed=seed))
+            return {
+                "linguistic_sensitivity": over(precision_Q, rows),
+                "linguistic_sensitivity_map": over(ap_Q, rows),
+                "linguistic_sensitivity_std": over(precision_Q, rows, of=np.std),
+                "delta_map_capped_relative@10": relative
+                if relative and relative["value"] is not None
+                else None,
+            }
+
+        micro = of_slice(slice(None))
+        defined = np.isfinite(column["precision@10"])
         out: dict[str, Any] = {
             "micro": _known(micro),
             "group_mean": _known({name: over(column[name], of=np.mean, least=1) for name in self.headline}),
             "paraphrase_groups": int((pd.Series(same)[defined].value_counts() > 1).sum()),
         }
+        for name in ("category", *wanted.report_by):
+            values_Q = np.array(wanted.columns[name], dtype=object)
+            slices = {value: np.flatnonzero(values_Q == value) for value in sorted(set(values_Q))}
+            out[f"by_{name}"] = {value: _known(of_slice(rows)) for value, rows in slices.items()}
         if official:
             figures_of = _official(means(scored.names, scored.value_QM), micro)
             out["official"] = figures_of | {"total_queries": int(defined.sum())}

@@ -13,7 +13,13 @@ from eval_fakes import picture
 
 from data_prep.rmir.config import ExportConfig
 from eval.__main__ import main
-from eval.benchmarks.releases.pinpoint import PinpointOptions, import_pinpoint
+from eval.benchmarks.releases.pinpoint import (
+    DIMENSIONS,
+    NUM_ROWS,
+    PinpointOptions,
+    import_pinpoint,
+    unlike_release,
+)
 from eval.benchmarks.releases.rmir import RmirOptions
 from eval.commands.rerank import RerankOptions, rerank_command
 from eval.commands.score import ScoreOptions, score
@@ -158,6 +164,59 @@ def test_pictures_of_the_hubs_cache_are_found_by_the_names_of_their_links(releas
     linked = import_pinpoint(PinpointOptions(src=snapshot, out=tmp_path / "linked"))
     assert linked.fingerprint == whole.fingerprint
     assert list(linked.corpus_items()) == list(whole.corpus_items())
+
+
+def labelled_release(src, release):
+    """The same table with the dimensions of the release."""
+    shutil.copytree(release, src, ignore=shutil.ignore_patterns("set"))
+    rows = pd.read_parquet(src / "pinpoint_licensed.parquet")
+    rows["query_category"] = ["swap", "swap", "negation", "swap"]
+    rows["length_category"] = ["short", "long", "short", "short"]
+    rows["is_question"] = [False, True, False, False]
+    rows["is_imperative"] = [True, False, None, True]
+    rows["l1_interest"] = ["home", "home", "food", "home"]
+    rows["skin_tone_bucket"] = [None, None, "2", np.nan]
+    rows.to_parquet(src / "pinpoint_licensed.parquet")
+    return import_pinpoint(PinpointOptions(src=src, out=src / "set"))
+
+
+@pytest.mark.slow
+def test_figures_by_every_dimension(release, tmp_path):
+    wanted = labelled_release(tmp_path / "src", release)
+    assert wanted.report_by == ("images", *DIMENSIONS)
+    assert wanted.columns["is_question"] == ["no", "yes", "no", "no"]
+    assert wanted.columns["is_imperative"] == ["yes", "no", "unlabelled", "yes"]
+    assert wanted.columns["skin_tone_bucket"] == ["unlabelled", "unlabelled", "2", "unlabelled"]
+    assert wanted.meta["notes"] == []  # a stand-in is not compared with the release
+    results, frame = scored(tmp_path / "src", tmp_path, "clean")
+    swap, negation = (results["by_query_category"][name] for name in ("swap", "negation"))
+    # queries 1 and 2 are paraphrases: two and one of their first ten are right
+    assert swap["linguistic_sensitivity"]["value"] == pytest.approx(0.1)
+    assert swap["linguistic_sensitivity"] == results["micro"]["linguistic_sensitivity"]
+    assert "linguistic_sensitivity" not in negation
+    assert (
+        "linguistic_sensitivity" not in results["by_length_category"]["short"]
+    )  # only one of the two is short
+    bad = frame["negative_recall@10"]
+    assert swap["negative_recall@10"]["value"] == pytest.approx(bad[["00001", "00002"]].mean())
+    assert negation["negative_recall@10"]["value"] == pytest.approx(bad["00003"])
+    for block in ("by_l1_interest", "by_skin_tone_bucket", "by_is_question", "by_is_imperative"):
+        assert all("map_capped@10" in figures for figures in results[block].values())
+
+
+def test_counts_of_the_release_are_checked():
+    names = ("swap", "context fit", "composition", "negation", "complement", "explore")
+    counts = {
+        "query_category": dict(zip(names, (3398, 2520, 894, 328, 307, 188), strict=True)),
+        "length_category": {"short": 1348, "medium": 3834, "long": 2453},
+        "l1_interest": {f"interest {n}": 331 for n in range(22)} | {"last": 353},
+        "skin_tone_bucket": {"1": 1000, "2": 1000, "3": 1000, "4": 547, "unlabelled": 4088},
+    }
+    assert unlike_release(counts) == []
+    assert all(sum(rows.values()) == NUM_ROWS for rows in counts.values())
+    counts["query_category"]["swap"] -= 1
+    counts["skin_tone_bucket"]["5"] = 1
+    assert len(unlike_release(counts)) == 2
 
 
 def test_rarer_traps_of_the_table(release, tmp_path):

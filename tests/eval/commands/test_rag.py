@@ -8,10 +8,12 @@ import pandas as pd
 import pytest
 from eval_fakes import tables, write_tables
 
+from eval.benchmarks.suite import write_suite
 from eval.commands.compare import CompareOptions, compare
 from eval.commands.rag import RagOptions, rag
 from eval.commands.score import ScoreOptions, score
 from eval.judging.answers import agreement, score_of
+from eval.pages.report import ReportOptions, report
 from rge.calls.local_server import Answer, LocalServer, chat
 from rge.calls.model_config import ModelConfig
 from rge.calls.wire.replies import BadValue, Refused, Reply, Truncated
@@ -179,3 +181,31 @@ def test_agreement_is_quadratic_kappa():
     assert found["kappa"]["value"] == pytest.approx(1 - 0.005 / chance)
     assert found["bias"]["value"] == pytest.approx(0.0)
     assert agreement(frame.drop(columns="answer_score_2"), seed=0) is None
+
+
+@pytest.mark.slow
+def test_a_suite_of_domains_and_the_report_of_its_rows(content, models, tmp_path):
+    for name in ("biology", "law"):
+        write_tables(tmp_path / "suite" / name, content, {"benchmark": "mmbright", "task": 2})
+    write_suite(
+        tmp_path / "suite",
+        name="two",
+        benchmark="mmbright",
+        column="domain",
+        members={"biology": {}, "law": {}},
+    )
+    none, oracle = rag(
+        RagOptions(
+            set=tmp_path / "suite", out=tmp_path / "rag", generator=models.config("generator"),
+            judge=models.config("judge"), second_judge=models.config("second"),
+        )
+    )  # fmt: skip
+    found = results_of(oracle)
+    assert found["macro"]["answer_score"]["value"] == pytest.approx(0.8)
+    assert found["rag"]["counts"] == {"no reference answer, left out": 2}
+    assert found["rag"]["agreement"]["num"] == 14
+    rows = compare(CompareOptions(a=oracle, b=none, metric=("answer_score",)))
+    assert rows.iloc[0]["difference"] == pytest.approx(0.6)
+    for runs in ((str(none), str(oracle)), (str(none / "members" / "law"), str(oracle / "members" / "law"))):
+        page = report(ReportOptions(runs=runs, out=tmp_path / "page.html", metric="answer_score"))
+        assert "answer_score" in page.read_text()

@@ -10,7 +10,6 @@ import pytest
 from eval_fakes import FakeEncoder, loader, tables, write_tables
 
 from eval.benchmarks.suite import write_suite
-from eval.commands import rerank as rerank_module
 from eval.commands.bm25 import Bm25Options, bm25, rank
 from eval.commands.budget import BudgetOptions, budget
 from eval.commands.compare import CompareOptions, compare
@@ -20,24 +19,23 @@ from eval.commands.score import ScoreOptions, score
 from eval.pages.report import ReportOptions, report
 from eval.sets.retrieval_set import load_set
 from rge.common.errors import UserError
+from rge.judging.scorer import SCORERS, Score, Scorer
 
 SIZES = {"north": (8, 30), "south": (12, 24)}
 
 
-class Judge:
+class Judge(Scorer):
     """Prefers high ids; counts how often one is loaded."""
 
     name = {"judge": "fake"}
     loaded = 0
 
-    def __init__(self, *_, **__):
+    def __init__(self, judge):
+        super().__init__()
         Judge.loaded += 1
 
-    def describe(self, texts, answers):
-        return list(texts)
-
     def score(self, pairs):
-        return [int(candidate.id[1:]) / 100 for _, candidate in pairs]
+        return [Score(int(candidate.id[1:]) / 100) for _, candidate in pairs]
 
 
 @pytest.fixture(scope="module")
@@ -260,9 +258,9 @@ def test_a_judge_reorders_every_member(suite, tmp_path, monkeypatch):
         checkpoint="fake", set=suite, out=tmp_path / "run", query_mode=("reasoning", "direct"), report=False
     )
     before, _ = run_command(options, loader(FakeEncoder()))
-    monkeypatch.setattr(rerank_module, "DescriptionJudge", Judge)
+    monkeypatch.setitem(SCORERS._entries, "fake", Judge)
     Judge.loaded = 0
-    judged = rerank_command(RerankOptions(of=before, out=tmp_path / "judged", judge="x", top_n=4))
+    judged = rerank_command(RerankOptions(of=before, out=tmp_path / "judged", judge="x", ask="fake", top_n=4))
     assert Judge.loaded == 1
     old, new = (pd.read_parquet(path / "per_query.parquet") for path in (before, judged))
     for first, second in zip(old["top10"], new["top10"], strict=True):
@@ -294,8 +292,8 @@ def test_a_reranked_suite_says_that_its_ranking_was_made_by_other_software(suite
         results = results_of(path := before / "members" / name)
         results["identity"]["software"]["packages"]["numpy"] = "0.1"
         (path / "results.json").write_text(json.dumps(results))
-    monkeypatch.setattr(rerank_module, "DescriptionJudge", Judge)
-    judged = rerank_command(RerankOptions(of=before, out=tmp_path / "judged", judge="x", top_n=2))
+    monkeypatch.setitem(SCORERS._entries, "fake", Judge)
+    judged = rerank_command(RerankOptions(of=before, out=tmp_path / "judged", judge="x", ask="fake", top_n=2))
     of_member = results_of(judged / "members/north")["identity"]["asked"]["ranked_with"]
     assert list(of_member.values()) == ["0.1"]
     assert results_of(judged)["identity"]["asked"]["ranked_with"] == of_member

@@ -139,7 +139,7 @@ def edit(monkeypatch):
         ("rge/towers/efficientnet.py", False, "software.modules.rge.towers.efficientnet"),
         ("eval_fakes.py", False, "software.modules.eval_fakes"),  # where the encoder is from
         ("torch", False, "software.packages.torch"),
-        ("eval/commands/measurement.py", True, "software.modules.eval.scoring.measurement"),
+        ("eval/scoring/measurement.py", True, "software.modules.eval.scoring.measurement"),
         ("threads", True, "machine.threads"),
         ("eval/pages/examples.py", True, None),  # of the page
     ],

@@ -176,7 +176,8 @@ def _measure(options: RagOptions, row: str, of: Path | None, caller: Caller) -> 
         "models": {name: [model.name, model.cache_settings()] for name, model in caller.models.items()},
         "wording": digest([ANSWER, SYSTEM, SCALE]), "references": digest(references),
     }  # fmt: skip
-    made: dict[str, Any] = {"rag": about, "tag": row, "again": rerun_command("rag", options)}
+    made: dict[str, Any] = {"rag": about, "tag": row, "depth": ranking.depth}
+    made["again"] = rerun_command("rag", options)
     measurement.check_out(options.out, made)
     answers, counts = _answers(options, wanted, ranking, references, caller)
     value_QM = np.stack(

@@ -16,10 +16,10 @@ from data_prep.rmir.config import DownloadConfig
 from data_prep.rmir.pictures.download import Lost, fetch, is_address, local_path, without_secrets
 from rge.common.errors import UserError
 from rge.common.files import relative, replacing
-from rge.common.options import parse_options
+from rge.common.options import Quoting, parse_options
 from rge.common.schema import ImageRef, are_bytes, picture_of
 from rge.data.sources import json_line
-from rge.tables.rows import TABLES, table_rows
+from rge.tables.rows import TABLES, TableFormat, table_rows
 
 SHOWN = 10
 """Pictures that could not be fetched and are printed."""
@@ -30,11 +30,16 @@ class DownloadOptions:
     """Fetch pictures that records or the rows of a table name by web address, and write records that name files."""
 
     records: Path
-    """A file of records, or a table: .jsonl, .csv, .tsv or .parquet."""
+    """A file of records, or a table: .jsonl, .json, .csv, .tsv, .xlsx or .parquet."""
     out: Path
     """Folder to write to."""
     fields: tuple[str, ...] = ("query.images", "positives.image", "negatives.image")
     """Fields or columns with pictures; a dot selects a part."""
+    quoting: Quoting = "auto"
+    """Whether quotation marks enclose cells of a CSV or TSV (``quoted``) or belong to the text (``none``); ``auto``: what its
+    lines show, and an error if that is unclear."""
+    sheet: str | None = None
+    """Sheet of a workbook; null: the only one that is not empty."""
     missing: Literal["error", "drop"] = "error"
     """If pictures cannot be fetched: error, or drop their records and count them."""
     download: DownloadConfig = field(default_factory=DownloadConfig)
@@ -61,10 +66,11 @@ def run(options: DownloadOptions) -> Counter[str]:
     target = options.out / f"{source.stem}.jsonl"
     if target.resolve() == source.resolve():
         raise UserError(f"out={options.out} is the folder of records={source}, which would be overwritten")
+    form = TableFormat(options.quoting, options.sheet)
     # Two passes, so that a table may be larger than memory: the addresses are all that is kept.
     addresses = {
         ref: None
-        for row in table_rows(source)
+        for row in table_rows(source, form=form)
         for _, _, ref in _pictures(row, options)
         if is_address(_text(ref))
     }
@@ -73,7 +79,7 @@ def run(options: DownloadOptions) -> Counter[str]:
         raise UserError(_listed(lost))
     counts = Counter(pictures=len(addresses) - len(lost), records=0)
     with replacing(target) as waiting, waiting.open("w", encoding="utf-8") as lines:
-        for row in table_rows(source):
+        for row in table_rows(source, form=form):
             shown = list(_pictures(row, options))
             if any(_text(ref) in lost for _, _, ref in shown):
                 counts["records dropped, whose pictures cannot be fetched"] += 1

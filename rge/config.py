@@ -19,7 +19,7 @@ from pydantic_core import PydanticCustomError, core_schema
 
 from rge.common.errors import UserError
 from rge.common.files import RECIPES
-from rge.common.options import AtLeastOne, BelowOne, Count, NotNegative, Positive, Share, parse_file
+from rge.common.options import AtLeastOne, BelowOne, Count, NotNegative, Positive, Quoting, Share, parse_file
 from rge.common.prompt_profiles import PROFILES
 from rge.common.registry import load_plugins
 
@@ -163,6 +163,9 @@ class RecordsConfig:
     columns: dict[str, str] = field(default_factory=dict)
     """Maps our fields to columns: {query.text: question, query.images: image, positives.text: answer}. A dot selects a
     part of a column. A column with the name of one of our fields needs no entry; all other columns are ignored."""
+    quoting: Quoting = "auto"
+    """With a CSV or TSV: whether quotation marks enclose cells (``quoted``) or belong to the text (``none``); ``auto``: what its
+    lines show, and an error if that is unclear."""
     type: str | None = None
     """A registered data source (docs/extending.md)."""
     options: dict[str, Any] = field(default_factory=dict)

@@ -31,7 +31,7 @@ from rge.data.rows import (
 from rge.data.sources import Checks, RecordError, RecordFile, Records, parsed_line, strip_bom
 from rge.data.streams import Stream
 from rge.tables.listing import visible_files
-from rge.tables.rows import table_rows
+from rge.tables.rows import TableFormat, table_rows
 
 DataSource = Callable[..., Any]
 """Called with the source's `options`; returns rows: a list, or anything with a length and ``[number]``. A row maps names of the
@@ -223,7 +223,7 @@ def _of_file(config: RecordsConfig, file: Path) -> Any:
     try:
         if name.endswith((".csv", ".tsv")):
             # The library's reader would turn the id 007 into 7, and the answer "None" into nothing.
-            table = datasets.Dataset.from_list(list(table_rows(file)))
+            table = datasets.Dataset.from_list(list(table_rows(file, form=TableFormat(config.quoting))))
             return table.to_iterable_dataset() if config.streaming else table
         kind = "parquet" if name.endswith(".parquet") else "json"
         if kind == "json" and not name.endswith((*JSON_FILES, *OTHER_FILES)):

@@ -741,6 +741,7 @@ WAYS = {
     "revision": ("{dataset: nobody/here}", "{dataset: nobody/here, revision: v2}"),
     "columns": ("{dataset: HOME/named/one}", "{dataset: HOME/named/one, columns: {query.text: other}}"),
     "streaming": ("{dataset: HOME/named/one}", "{dataset: HOME/named/one, streaming: true}"),
+    "quoting": ("{dataset: HOME/named/marks.csv}", "{dataset: HOME/named/marks.csv, quoting: none}"),
     "type": ("{type: numbers}", "{type: letters}"),
     "options": ("{type: numbers}", "{type: numbers, options: {first: 7}}"),
 }
@@ -767,6 +768,8 @@ def named(home):
             "other": f"other {text}",
         }
 
+    (home / "named").mkdir()
+    (home / "named" / "marks.csv").write_text('query.text,positives.text,positives.rationale\n"x",y,z\n')
     configs = []
     for name in ("one", "two"):
         (home / "named" / name).mkdir(parents=True)

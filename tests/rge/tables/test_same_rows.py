@@ -192,12 +192,15 @@ COLUMNS = {"query.text": "text", "positives.image": "image"}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize("write", [json_lines, parquet])
+@pytest.mark.parametrize(
+    "write", [json_lines, parquet, delimited("x.csv"), unquoted], ids=["jsonl", "parquet", "csv", "tsv"]
+)
 def test_data_sets_hold_the_same_records_or_name_the_row(home, tmp_path, write, streaming):
     for name in PICTURES:
         (tmp_path / name).write_bytes((home / name).read_bytes())
-    write(tmp_path, COMPLETE)
-    config = RecordsConfig(dataset=str(tmp_path), columns=COLUMNS, streaming=streaming)
+    path, quoting = write(tmp_path, COMPLETE), "none" if write is unquoted else "auto"
+    dataset = str(path if path.suffix in (".csv", ".tsv") else tmp_path)
+    config = RecordsConfig(dataset=dataset, columns=COLUMNS, streaming=streaming, quoting=quoting)
     found = open_records(config, first=100 if streaming else None)
     shown = [found[number] for number in range(len(found))]
     assert [(one.id, one.query.text, os.path.basename(one.positives[0].image)) for one in shown] == [

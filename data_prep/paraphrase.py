@@ -10,7 +10,7 @@ import hashlib
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -20,7 +20,7 @@ from typing import Any, Literal
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_prep.rationales.pairs import replies_of, sources_of, written_row
+from data_prep.rationales.pairs import Source, replies_of, sources_of, written_row
 from rge.calls.caller import Caller, Outcome, check_answered
 from rge.calls.model_config import ModelConfig, check_model
 from rge.calls.prices import confirm, fill_prices
@@ -30,6 +30,7 @@ from rge.calls.wire.replies import BadValue, Reply, ReplyError, check_complete, 
 from rge.common.errors import UserError
 from rge.common.files import open_locked, relative, replacing, replacing_folder, write_json
 from rge.common.options import AtLeastOne, parse_options
+from rge.common.schema import Record
 from rge.data.sources import json_line
 from rge.identity.set_fingerprint import set_fingerprint
 
@@ -198,6 +199,11 @@ def reword(
     return found, counts
 
 
+def records_of(source: Source) -> Iterator[Record]:
+    """All records of a file."""
+    return map(source.records.__getitem__, range(len(source.records)))
+
+
 class _Records:
     """Files of training records."""
 
@@ -207,7 +213,7 @@ class _Records:
     def questions(self) -> Iterable[Question]:
         """Of all records with a text."""
         for source in self.sources:
-            for record in source.records:
+            for record in records_of(source):
                 if text := (record.query.text or "").strip():
                     yield record.instruction or "", text
 
@@ -215,7 +221,7 @@ class _Records:
         """Write the records; those that had paraphrases keep them."""
         for source in self.sources:
             with replacing(source.out) as out, out.open("w", encoding="utf-8") as lines:
-                for record in source.records:
+                for record in records_of(source):
                     text = (record.query.text or "").strip()
                     more = found.get((record.instruction or "", text), ())
                     paraphrases = list(dict.fromkeys((*record.query.paraphrases, *more)))

@@ -214,8 +214,8 @@ class Session:
         protocol, whole = options.prepared()
         wanted = whole.first(options.limit)
         if options.instruction is not None:
-            asked = [replace(query, instruction=options.instruction or None) for query in wanted.queries]
-            wanted = replace(wanted, queries=asked)
+            given = options.instruction or None
+            wanted = replace(wanted, queries=[replace(query, instruction=given) for query in wanted.queries])
         depth = protocol.depth(wanted, options.depth)
         modalities = {condition.modality for condition in conditions}
         rewriter = None if modalities == {"image"} else options.load_rewriter(options.root)

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import pickle
 import random
 import shutil
@@ -30,7 +31,7 @@ from rge.config import DataConfig, RecipeError, RecordsConfig, SourceConfig, Val
 from rge.data import readers, streams
 from rge.data.bad_records import BadRecords
 from rge.data.collate import StepBatches
-from rge.data.loader import Loader
+from rge.data.loader import Loader, WorkerError
 from rge.data.mixture import Mixture
 from rge.data.readers import DATA_SOURCES, open_records, register_data_source
 from rge.data.rows import drop_image_bytes
@@ -685,6 +686,27 @@ def test_processes_and_their_workers_read_parts_of_their_own(home, builder):
         for batches in ranks:
             found.update(batches[step].record_ids)
     assert found == Counter(f"r{number}" for number in range(COUNT))
+
+
+@pytest.mark.parametrize(("fault", "error"), [("raises", RecordError), ("dies", WorkerError)])
+def test_what_ends_the_reading_of_a_stream_comes_in_its_turn(home, builder, fault, error, monkeypatch):
+    files = [stream(home)]
+    made = step_batches(files, builder)
+    training, read = os.getpid(), StepBatches.read
+
+    def reads(batches, step):
+        assert os.getpid() != training, "streams are read in a process of their own"
+        if step < 3:
+            return read(batches, step)
+        if fault == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise RecordError("the network is down")
+
+    monkeypatch.setattr(StepBatches, "read", reads)
+    batches = iter(Loader(made, range(9), DataConfig(num_workers=2)))
+    assert [len(next(batches).queries) for _ in range(3)] == [6, 6, 6]
+    with pytest.raises(error):
+        next(batches)
 
 
 def test_bad_records_of_a_stream(home, builder, tmp_path):

@@ -9,6 +9,7 @@ import runpy
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from rge.logs import Logs
 
@@ -16,8 +17,8 @@ stage, held_at, go_on = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
 report_step = Logs.step
 
 
-def report_and_hold(self: Logs, step: int, report: dict[str, float]) -> None:
-    report_step(self, step, report)
+def report_and_hold(self: Logs, step: int, *report: Any) -> None:
+    report_step(self, step, *report)
     while (self.stage, step) == (stage, held_at) and not go_on.exists():
         time.sleep(0.005)
 

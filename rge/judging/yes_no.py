@@ -193,7 +193,7 @@ class EndpointYesNo(Scorer):
     def _score(self, outcome: Outcome) -> Score:
         # A judge that only thinks has no text in its single token, but its probabilities are as good as those of any other.
         raw = self._store.get(outcome.key)
-        top = _top_log_probs(raw) if raw is not None and (outcome.reply or outcome.error) else []
+        top = [] if raw is None else _top_log_probs(raw)
         if (value := probability(top)) is not None:
             return Score(value)
         if outcome.error is not None:

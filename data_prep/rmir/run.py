@@ -84,7 +84,8 @@ def _settings(config: RmirConfig, encoders: Sequence[dict[str, Any]]) -> dict[st
 
     def answers_of(label: str) -> list[Any]:
         model = config.models[label]
-        return [names[label], model.cache_settings(), model.reasks, model.max_side_px]
+        # the first number: of what counts as an answer
+        return [2, names[label], model.cache_settings(), model.reasks, model.max_side_px]
 
     def without(section: str, *left_out: str) -> dict[str, Any]:
         return {key: value for key, value in whole[section].items() if key not in left_out}

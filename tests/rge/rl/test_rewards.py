@@ -267,6 +267,24 @@ def test_a_judge_that_fails_midway_has_no_number_for_those(group):
     assert found[1].isnan().tolist() == [True, True, False]
 
 
+def test_a_mark_that_is_cut_off_or_empty_is_none(group):
+    """The 1 may be the beginning of 10; without content there is no answer, and nothing to keep."""
+    ill = [True]
+
+    async def answer(path, body):
+        if not ill[0]:
+            return chat("10")
+        return chat("1", stop="length") if "Schl" in str(body) else chat("")
+
+    with LocalServer(answer) as server:
+        endpoint = endpoint_of(server)
+        found = value(group, "judge", endpoint=endpoint)
+        assert found.isnan().sum() == 5
+        ill[0] = False
+        judge._caller.cache_clear()
+        assert (value(group, "judge", endpoint=endpoint) == 1).sum() >= 3, "these are asked again"
+
+
 def test_a_judge_whose_budget_is_spent_ends_the_run(group):
     async def answer(path, body):
         return chat("5", input_tokens=1000)

@@ -66,7 +66,7 @@ class PlainModel:
     def builder(self, factor: float) -> PromptBuilder:
         """The builder of prompts whose pictures have other limits, by a factor."""
         if factor not in self._builders:
-            settings = self.embedder.settings
+            settings: Any = self.embedder.settings  # those of a checkpoint
             backbone = load_backbone(
                 self.embedder.checkpoint,
                 dtype="float32",

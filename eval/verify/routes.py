@@ -77,7 +77,7 @@ def own_routes(embedder: Any, names: Sequence[str]) -> Iterator[Route]:
     """Batches and another order, by the embedder itself; of any embedder that `rge eval run` loads."""
     if "batches" in names:
         for size in BATCHES:
-            yield Route(f"batches of {size}", lambda view, size=size: _found(embedder, view, size))
+            yield Route(f"batches of {size}", partial(_found, embedder, batch_size=size))
     if "reversed" in names:
         yield Route("in the opposite order", lambda view: _found(embedder, view, BATCHES[-1], step=-1))
 

@@ -50,21 +50,15 @@ def make_runs(q_lengths: Sequence[int], k_lengths: Sequence[int]) -> Runs:
 
 
 def wanted(asked: str, device: torch.device, dtype: torch.dtype, key: str) -> bool:
-    """Whether attention is computed in this form: ``auto``: where flash attention does, from torch 2.11; ``varlen``: always.
+    """Whether attention is computed in this form: ``auto``: where flash attention does; ``varlen``: always.
 
     `key` is that of the recipe, for messages.
 
     Raises:
-        KernelError: ``varlen`` on a GPU in a dtype that flash attention does not support, or with a torch that lacks it.
+        KernelError: ``varlen`` on a GPU in a dtype that flash attention does not support.
     """
     if device.type != "cuda" or asked not in ("auto", "varlen"):
         return asked == "varlen"
-    if not _parameters():
-        needs = f"{key}=varlen needs torch 2.11 or later, here is {torch.__version__}"
-        if asked == "varlen":
-            raise KernelError(f"{needs}: update torch, or set {key}=sdpa")
-        _say_once(f"{needs}, so padded rows are used")
-        return False
     if asked == "varlen" and dtype not in TOLERANCE:
         raise KernelError(
             f"{key}=varlen computes in bfloat16 or float16, not in {str(dtype).removeprefix('torch.')}: "
@@ -192,11 +186,6 @@ def _varlen(
     return _varlen_module().varlen_attn(*sequences, **settings)
 
 
-@cache
-def _say_once(text: str) -> None:
-    _log.warning(text)
-
-
 def _varlen_module() -> Any:
     from torch.nn.attention import varlen  # needed only with a GPU
 
@@ -205,12 +194,8 @@ def _varlen_module() -> Any:
 
 @cache
 def _parameters() -> frozenset[str]:
-    """Parameters of torch's `varlen_attn`; none before torch 2.11, whose version lacks what is needed here."""
-    try:
-        names = frozenset(inspect.signature(_varlen_module().varlen_attn).parameters)
-    except ImportError:
-        return frozenset()
-    return names if "window_size" in names else frozenset()
+    """Parameters of torch's `varlen_attn`, of which older versions lack some."""
+    return frozenset(inspect.signature(_varlen_module().varlen_attn).parameters)
 
 
 def one_by_one(

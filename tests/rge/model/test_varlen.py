@@ -113,7 +113,7 @@ def test_terms_that_cancel_are_no_reason_to_refuse_a_kernel():
 
 
 def test_an_older_torch(monkeypatch):
-    """Its `varlen_attn` lacks two arguments, which the operator has; before 2.11, it lacks windows, too."""
+    """Its `varlen_attn` lacks two arguments, which the operator has."""
     from torch.nn.attention import varlen as torchs
 
     given = []
@@ -151,13 +151,6 @@ def test_an_older_torch(monkeypatch):
         varlen._varlen(*states, *[seen] * 2, 1, 4, scale=0.3, window_size=(5, 0), seen_N=seen)
         settings = {"scale": 0.3, "window_size_left": 5, "window_size_right": 0, "seqused_k": seen}
         assert operator == [((0.0, False, False), settings)]
-        monkeypatch.setattr(torchs, "varlen_attn", lambda query, key, value, is_causal=False: query)
-        varlen._parameters.cache_clear()
-        assert not wanted("auto", torch.device("cuda"), torch.bfloat16, "model.x")
-        with pytest.raises(
-            KernelError, match=r"model.x=varlen needs torch 2.11 or later, here is .*set model.x=sdpa"
-        ):
-            wanted("varlen", torch.device("cuda"), torch.bfloat16, "model.x")
     finally:
         varlen._parameters.cache_clear()
 

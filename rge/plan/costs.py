@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental import _config as fx_config
 from torch.utils.flop_counter import FlopCounterMode
 
 from rge.config import ModelConfig, Recipe
@@ -184,7 +185,9 @@ def _count(model: HubModel, num_pixels: int) -> PictureCost:
     hooks = [block.register_forward_hook(note) for block in blocks[:1]]
     speed_up(model, "sdpa")  # else Qwen's towers read the pictures' sizes back from the device
     values = torch.zeros(shape, dtype=model.dtype, device="meta")
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+    # SmolVLM's tower selects by a mask, of which all is true for a whole picture, in transformers 5.19.
+    whole_mask = fx_config.patch(meta_nonzero_assume_all_nonzero=True)
+    with torch.no_grad(), whole_mask, FlopCounterMode(display=False) as counter:
         features = family.features(model, values, grid)
     for hook in hooks:
         hook.remove()

@@ -186,7 +186,7 @@ def _count(model: HubModel, num_pixels: int) -> PictureCost:
     speed_up(model, "sdpa")  # else Qwen's towers read the pictures' sizes back from the device
     values = torch.zeros(shape, dtype=model.dtype, device="meta")
     # SmolVLM's tower selects by a mask, of which all is true for a whole picture, in transformers 5.19.
-    whole_mask = fx_config.patch(meta_nonzero_assume_all_nonzero=True)
+    whole_mask = fx_config.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]
     with torch.no_grad(), whole_mask, FlopCounterMode(display=False) as counter:
         features = family.features(model, values, grid)
     for hook in hooks:

@@ -35,7 +35,7 @@ STEPS = 4
 
 
 @dataclass
-class LowestOptions:
+class Options:
     """Train, resume and evaluate with the lowest versions that pyproject.toml allows."""
 
     dir: Path
@@ -46,7 +46,7 @@ class LowestOptions:
 
 def main(words: list[str]) -> None:
     """Install, and use."""
-    options = parse_options(LowestOptions, words, "python scripts/lowest_versions.py")
+    options = parse_options(Options, words, "python scripts/lowest_versions.py")
     uv = shutil.which("uv") or shutil.which("uv", path=str(Path(sys.executable).parent))
     if uv is None:
         raise UserError("uv is not installed: pip install uv")

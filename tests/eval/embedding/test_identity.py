@@ -70,9 +70,7 @@ def test_the_same_ids_under_other_texts_or_pictures_are_another_set(data, tmp_pa
     with pytest.raises(UserError, match="ids and judgements are the same, but texts or pictures are not"):
         compare(CompareOptions(one, two))
     with pytest.raises(UserError, match="different retrieval sets .*texts or pictures"):
-        report(
-            parse_options(ReportOptions, [f"runs={one},{two}", f"out={tmp_path / 'page.html'}", "page=set"])
-        )
+        report(parse_options(ReportOptions, [f"runs={one},{two}", f"out={tmp_path / 'page.html'}"]))
     # a ranking made elsewhere is of a set too
     run_file = one / "run.trec"
     for path, out in ((data, "mine"), (other, "theirs")):

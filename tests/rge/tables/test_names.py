@@ -38,7 +38,7 @@ def folder(tmp_path):
         ("T\u00fcr.png", "Tu\u0308r.png"),
         ("/data/local-files/?d=a%20b.png", "a b.png"),
         ("/data/local-files/?d=my%20photos/sub/c.png", "sub/c.png"),
-        ("http://localhost:8080/data/local-files/?d=a%20b.png", "a b.png"),
+        ("http://labels.example:8080/data/local-files/?d=a%20b.png", "a b.png"),
         ("/data/upload/3/1a2b3c4d-d.png", "1a2b3c4d-d.png"),
         ("/data/upload/3/1a2b3c4d-e.png", "e.png"),
     ],

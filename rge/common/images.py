@@ -15,7 +15,6 @@ from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
-from unicodedata import normalize
 
 import numpy as np
 import pyarrow as pa
@@ -215,6 +214,10 @@ class PictureIndex:
         self._listed: dict[str, frozenset[str] | str] = {}
         self.asked: set[str] = set()
 
+    def has(self, path: str) -> bool:
+        """Whether there is such a picture or library."""
+        return self.fault(path) is None
+
     def fault(self, ref: str) -> str | None:
         """Why a picture cannot exist, or None."""
         path, mark, row = ref.partition(".parquet#")
@@ -229,9 +232,7 @@ class PictureIndex:
             return None
         if mark:
             return f"picture {row!r} is not in {folder}"
-        alike = [one for one in names if normalize("NFC", one) == normalize("NFC", name)]
-        said = f", but {ascii(alike[0])} does, whose accents are encoded differently" if alike else ""
-        return f"picture {ref} does not exist{said}"
+        return f"picture {ref} does not exist"
 
 
 def names_picture(text: str, *, local: bool = True) -> bool:

@@ -160,7 +160,7 @@ def _from_base64(text: str) -> bytes | None:
 
 
 def _picture(value: object, info: ValidationInfo) -> ImageRef:
-    """Read a picture, and join its path to the folder of the context; `PRESENT` for bytes if the context's folder is None."""
+    """Read a picture; the context's ``find`` gives the file that a path means. If it is None, `PRESENT` stands for bytes."""
     try:
         found = picture_of(value)
         if found is None:
@@ -177,10 +177,10 @@ def _picture(value: object, info: ValidationInfo) -> ImageRef:
     except ValueError as error:
         raise PydanticCustomError("picture", "{reason}", {"reason": str(error)}) from None
     context = info.context or {}
-    folder = context.get("folder")
+    find = context.get("find")
     if isinstance(found, bytes):
-        return PRESENT if folder is None and "folder" in context else found
-    return found if folder is None else str(folder / found)
+        return PRESENT if find is None and "find" in context else found
+    return found if find is None else find(found)
 
 
 Picture = Annotated[ImageRef, PlainValidator(_picture)]

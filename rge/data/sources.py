@@ -3,7 +3,6 @@
 import codecs
 import hashlib
 import json
-import os
 import tempfile
 from abc import ABC, abstractmethod
 from array import array
@@ -24,6 +23,7 @@ from rge.common.images import PictureIndex
 from rge.common.prompt_profiles import EMB_TOKEN, PROFILES
 from rge.common.schema import PRESENT, Record, Target, are_bytes, picture_of
 from rge.config import OTHER_FILES
+from rge.tables.names import resolved
 
 
 class RecordError(UserError):
@@ -292,7 +292,7 @@ def strip_bom(line: bytes) -> bytes:
 def parsed_line(line: bytes, title: str, place: int, folder: Path | None = None) -> Parsed:
     """Parse a line of a file (its `title` and byte offset as of `with_defaults`); pictures as of `parsed_fields`."""
     try:
-        return Record.model_validate_json(line, context={"folder": folder}), []
+        return Record.model_validate_json(line, context=_finding(folder)), []
     except ValidationError as error:
         problems = problems_of(error)
     with suppress(ValueError):
@@ -305,9 +305,15 @@ def parsed_line(line: bytes, title: str, place: int, folder: Path | None = None)
 def parsed_fields(fields: dict[str, Any], folder: Path | None = None) -> Parsed:
     """Make a record of its fields; pictures are joined to `folder`. Without one, `PRESENT` stands for their bytes."""
     try:
-        return Record.model_validate(fields, context={"folder": folder}), []
+        return Record.model_validate(fields, context=_finding(folder)), []
     except ValidationError as error:
         return None, problems_of(error)
+
+
+def _finding(folder: Path | None) -> dict[str, Any]:
+    if folder is None:
+        return {"find": None}
+    return {"find": lambda path: str(Path(resolved(path, str(folder))))}
 
 
 def with_defaults(fields: dict[str, Any], title: str, split: str, place: int | str) -> dict[str, Any]:
@@ -378,7 +384,7 @@ def faults_of(
             refs += [(f"{side}.{place}.image", it.image) for place, it in enumerate(targets) if it.image]
         for name, ref in refs:
             if isinstance(ref, str) and ref != PRESENT:
-                found.append((name, pictures.fault(os.path.join(folder or "", ref))))
+                found.append((name, pictures.fault(resolved(ref, str(folder or ""), pictures.has))))
     return [f"{name}: {fault} (record {record.id!r})" for name, fault in found if fault]
 
 

@@ -27,6 +27,7 @@ from rge.model.embedding_model import EmbeddingModel, eval_mode
 from rge.model.packing import Branch
 from rge.model.prompts import PromptBuilder
 from rge.rl.reference import without_pictures
+from rge.tables.names import resolved
 from rge.tables.rows import table_rows
 
 CORPUS = "corpus.parquet"
@@ -141,7 +142,7 @@ def _of_corpus(folder: Path) -> Iterator[Target]:
         except ValueError as error:
             raise UserError(f"rl.candidates: {file}: the picture of {row['id']!r}: {error}") from None
         if image is not None:
-            image = f"{file}#{row['id']}" if isinstance(image, bytes) else str(folder / image)
+            image = f"{file}#{row['id']}" if isinstance(image, bytes) else resolved(image, str(folder))
         yield Target(id=row["id"], text=row.get("text"), image=image, identity=row.get("identity"))
 
 

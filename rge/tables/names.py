@@ -51,8 +51,8 @@ def resolved(name: str, folder: str, is_there: Callable[[str], bool] = os.path.e
     file, mark, row = name.partition(".parquet#")
     address, as_written = web_address(name), os.path.join(folder, file) + mark.removesuffix("#")
     path: str | None = as_written
-    if address is not None or not is_there(as_written):
-        other = spellings(file, os.path.basename(os.path.abspath(folder)))
+    other = spellings(file, os.path.basename(os.path.abspath(folder)))
+    if other != [file] and (address is not None or not is_there(as_written)):
         tried = (os.path.join(folder, path) + mark.removesuffix("#") for path in other)
         path = next(filter(is_there, tried), None)
     if path is None:

@@ -351,17 +351,6 @@ def test_pillow_does_not_warn_in_its_own_words(look):
         look(data.getvalue())
 
 
-def test_a_name_in_another_unicode_form_is_told_from_a_missing_file(tmp_path):
-    """Names look the same composed and, as a Mac writes them, decomposed."""
-    (tmp_path / "caf\u00e9.png").touch()
-    fault = PictureIndex().fault
-    assert fault(f"{tmp_path}/caf\u00e9.png") is None
-    assert fault(f"{tmp_path}/cafe\u0301.png").endswith(
-        "does not exist, but 'caf\\xe9.png' does, whose accents are encoded differently"
-    )
-    assert fault(f"{tmp_path}/cafe.png").endswith("does not exist")
-
-
 def test_what_is_missing_is_named(tmp_path, png):
     with pytest.raises(ImageError, match=r"picture .*gone\.png cannot be read: No such file or directory"):
         load_image(str(tmp_path / "gone.png"))

@@ -5,7 +5,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import wraps
 from pathlib import Path
 from typing import Any, Generic, Literal, Self, TypeVar
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eval.embedding.fill_cache import Embeds
 from eval.models.registry import Facts
 from rge.checkpoints.settings import Settings
 from rge.common.errors import UserError
@@ -89,8 +90,17 @@ class DirectEncoder(ThirdParty, Generic[T]):
     limits, maximum text length, pooling.
     """
 
-    def __init__(self, facts: Facts, adapter: str, wording: Profile, dtype: str, settings: dict[str, Any]):
-        self.checkpoint, self.checkpoint_hash = facts.path, hash_of_files(facts)
+    def __init__(
+        self,
+        facts: Facts,
+        adapter: str,
+        wording: Profile,
+        dtype: str,
+        settings: dict[str, Any],
+        *,
+        checkpoint_hash: str | None = None,
+    ):
+        self.checkpoint, self.checkpoint_hash = facts.path, checkpoint_hash or hash_of_files(facts)
         self.wording = wording
         own = {"profile": adapter, "wording": asdict(wording)} | WRITES_NOTHING | settings
         self.settings = settings_of(facts, adapter, dtype, **own)
@@ -150,17 +160,49 @@ class DirectEncoder(ThirdParty, Generic[T]):
         )
 
 
-def direct(load: Callable[[Facts, str, str], T]) -> Callable[..., T]:
+class Prompted:
+    """An embedder whose queries are worded by a template, ``query_prompt=``; everything else is the embedder's.
+
+    The template has ``{instruction}``, the set's, and ``{text}``; without the latter, it comes before the text.
+    """
+
+    def __init__(self, encoder: Embeds, template: str):
+        self.encoder, self.template = encoder.with_(), template
+        self.encoder.settings = encoder.settings.but(query_prompt=template)
+        self.checkpoint, self.checkpoint_hash = encoder.checkpoint, encoder.checkpoint_hash
+        self.settings = self.encoder.settings
+
+    def with_(self, **settings: Any) -> "Prompted":
+        """See `rge.embedder.Embedder.with_`."""
+        return Prompted(self.encoder.with_(**settings), self.template)
+
+    def encode(
+        self, items: Sequence[Item], *, side: Literal["query", "candidate"], **options: Any
+    ) -> Encoded:
+        """Embed items; see `rge.embedder.Embedder.encode`. A UserError if the template needs an instruction that a query lacks."""
+        shown = [self._worded(item) for item in items] if side == "query" else items
+        return self.encoder.encode(shown, side=side, **options)
+
+    def _worded(self, item: Item) -> Item:
+        if "{instruction}" in self.template and not item.instruction:
+            raise UserError(f"query {item.id!r} has no instruction for query_prompt=: give instruction=TEXT")
+        before, _, after = (
+            part.replace("{instruction}", item.instruction or "")
+            for part in self.template.partition("{text}")
+        )
+        parts = tuple(part for part in (before, *item.parts, after) if part != "") if item.parts else ()
+        return replace(item, text=f"{before}{item.text or ''}{after}", instruction=None, parts=parts)
+
+
+def direct(load: Callable[..., T]) -> Callable[..., T]:
     """Decorator for loaders of models without rationales: `place`, and a UserError for generation options."""
 
     @wraps(load)
-    def loader(
-        facts: Facts, *, device: str | None = None, dtype: str | None = None, **generation: float | None
-    ) -> T:
-        for key, value in generation.items():
-            if value is not None:
+    def loader(facts: Facts, *, device: str | None = None, dtype: str | None = None, **more: Any) -> T:
+        for key in ("max_new_tokens", "temperature"):
+            if (value := more.pop(key, None)) is not None:
                 raise UserError(f"{key}={value}: {facts.name} writes no rationales")
-        return load(facts, *place(device, dtype))
+        return load(facts, *place(device, dtype), **more)
 
     return loader
 

@@ -21,13 +21,15 @@ from eval.sets.retrieval_set import RetrievalSet
 from rge.checkpoints.settings import read_settings
 from rge.common.errors import UserError
 from rge.common.files import checkpoint_folder, read_json
-from rge.common.options import AtLeastOne, NotNegative, one_of
+from rge.common.options import AtLeastOne, NotNegative, Share, one_of
 from rge.common.prompt_profiles import PROFILES
 from rge.common.registry import Registry
 
 RELEASED = "qwen2_5_vl"
 """Architecture of the released RGE checkpoint."""
 QWEN = ("qwen2_vl", RELEASED)
+CLIPS = ("clip", "metaclip_2", "siglip", "siglip2")
+Combine = Literal["sum", "weighted", "slerp"]
 GUESSED = {
     "rge-release": "{name} has no rge.json and is treated as the released RGE checkpoint because it has an <emb> token. "
     "A checkpoint trained here needs its rge.json, or its prompt is wrong. adapter=rge-release confirms the choice",
@@ -50,6 +52,7 @@ class Facts:
     files: frozenset[str]  # relative names
     tokens: frozenset[str]  # added to the tokenizer
     base: "Facts | None" = None  # of a LoRA
+    code: tuple[str, ...] = ()  # what its configuration loads from the repository's own Python files
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,12 @@ OURS = (
         "eval.models.qwen:load_vlm2vec",
     ),
     Adapter(
+        "own-code",
+        "a model whose repository brings its own code, such as GME, BGE-VL, Jina-CLIP: with trust_code=true only",
+        lambda facts: bool(facts.code),
+        "eval.models.own_code:load_own_code",
+    ),
+    Adapter(
         "qwen-vl",
         "plain Qwen2-VL, Qwen2.5-VL, Qwen3-VL: last token of the chat template",
         lambda facts: facts.model_type in (*QWEN, "qwen3_vl", "qwen3_vl_moe"),
@@ -98,8 +107,8 @@ OURS = (
     ),
     Adapter(
         "clip",
-        "CLIP, SigLIP, SigLIP 2: text and picture features added",
-        lambda facts: facts.model_type in ("clip", "siglip", "siglip2"),
+        "CLIP, Meta CLIP 2, SigLIP, SigLIP 2: text and picture features added",
+        lambda facts: facts.model_type in CLIPS,
         "eval.models.clip:load_clip",
     ),
     Adapter(
@@ -155,6 +164,11 @@ def load_model(
     as_released: bool = False,
     base: str | None = None,
     engine: str = "own",
+    trust_code: bool = False,
+    combine: Combine = "sum",
+    text_weight: float | None = None,
+    endpoint: str | None = None,
+    endpoint_key_env: str | None = None,
     **of_engine: Any,
 ) -> Embeds:
     """Load any supported embedder; a `UserError` if there is none, or an option does not apply to it.
@@ -164,7 +178,20 @@ def load_model(
     """
     # first, so that an unknown name is reported before anything is fetched
     requested = None if adapter is None else EMBEDDERS[adapter]
-    facts = facts_of(model, revision, base)
+    if endpoint is not None:
+        given = {
+            "adapter": adapter, "revision": revision, "device": device, "dtype": dtype, "max_new_tokens": max_new_tokens,
+            "temperature": temperature, "max_prompt_tokens": max_prompt_tokens, "min_pixels": min_pixels,
+            "max_pixels": max_pixels, "as": as_released, "base": base, "engine": engine != "own", "trust_code": trust_code,
+            "combine": combine != "sum", "text_weight": text_weight,
+        }  # fmt: skip
+        if useless := [key for key, value in given.items() if value is not None and value is not False]:
+            raise UserError(f"{', '.join(useless)}: the model at endpoint={endpoint} decides that itself")
+        served: Embeds = pkgutil.resolve_name("eval.models.endpoint:load_endpoint")(
+            str(model), endpoint, endpoint_key_env
+        )
+        return served
+    facts = facts_of(model, revision, base, trust_code=trust_code)
     chosen = _chosen(facts, requested)
     options: dict[str, Any] = {
         "device": device, "dtype": dtype, "max_new_tokens": max_new_tokens, "temperature": temperature,
@@ -173,6 +200,9 @@ def load_model(
         ("rge-release", "as=release"): {"as_released": True} if as_released else {},
         ("rge", f"engine={engine}"): {} if engine == "own" else {"engine": engine, **of_engine},
         ("rge", f"base={base}"): {} if base is None or facts.base is not None else {"base": base},
+        ("own-code", "trust_code=true"): {"trust_code": True} if trust_code else {},
+        ("clip", f"combine={combine}"): {} if combine == "sum" else {"combine": combine},
+        ("clip", f"text_weight={text_weight}"): {} if text_weight is None else {"text_weight": text_weight},
     }
     prompts = {"max_prompt_tokens": max_prompt_tokens, "min_pixels": min_pixels, "max_pixels": max_pixels}
     given = {key: value for key, value in prompts.items() if value is not None}
@@ -197,6 +227,12 @@ class ModelOptions:
     """Checkpoint directory with ``rge.json``, or ``demo``; equivalent to model=DIR."""
     model: str | None = None
     """Any embedder (docs/evaluation.md lists the kinds): a directory, or an id on the Hugging Face hub."""
+    endpoint: str | None = None
+    """Address of an OpenAI-compatible endpoint (http://HOST/v1) whose /embeddings serves the model named by model=."""
+    endpoint_key_env: str | None = None
+    """Environment variable with its key; null: no key."""
+    trust_code: bool = False
+    """Run Python code from the model's repository, which some embedders need; it runs with your rights."""
     adapter: str | None = None
     """How that embedder is prompted; null: inferred from its files."""
     as_: Literal["release"] | None = None
@@ -232,6 +268,14 @@ class ModelOptions:
     """Sampling temperature of rationales; null: the checkpoint's setting, which is greedy."""
     prompts: str | None = None
     """Prompt profile; null: the set's if it names one, else the checkpoint's."""
+    query_prompt: str | None = None
+    """Words every query for any embedder, such as 'Instruct: {instruction} Query: {text}'; without {text}, it comes before the
+    text. It takes the place of the embedder's own prompt for queries."""
+    combine: Combine = "sum"
+    """How adapter=clip joins features of a text and of pictures: their sum, or, at unit length, a weighted sum or a point of
+    the arc between them (slerp)."""
+    text_weight: Share | None = None
+    """Share of the text's feature in the last two; 0 is the pictures alone."""
 
     def check_model(self) -> None:
         """Raise a `UserError` for options that contradict each other, before anything is read."""
@@ -239,6 +283,12 @@ class ModelOptions:
             one_of("prompts", [self.prompts], tuple(PROFILES))
         if self.exact and self.engine != "own":
             raise UserError("exact=true embeds every item alone, which vLLM does not do: use engine=own")
+        if self.endpoint is None and self.endpoint_key_env is not None:
+            raise UserError("endpoint_key_env= is the key of endpoint=ADDRESS, which is not given")
+        if (self.combine == "sum") != (self.text_weight is None):
+            raise UserError("combine=weighted and combine=slerp need text_weight=, and only they take it")
+        if self.endpoint is not None and self.model is None:
+            raise UserError("endpoint= needs model=NAME, the model's name there")
         if (self.checkpoint is None) == (self.model is None):
             given = "neither" if self.model is None else f"{self.checkpoint} and {self.model}"
             raise UserError(f"give checkpoint=DIR or model=NAME, got {given}")
@@ -250,7 +300,7 @@ class ModelOptions:
         name = self.model if self.checkpoint is None else checkpoint_folder(self.checkpoint)
         keys = (
             "device", "dtype", "max_new_tokens", "temperature", "max_prompt_tokens", "min_pixels", "max_pixels", "adapter",
-            "revision", "base", "engine",
+            "revision", "base", "engine", "trust_code", "combine", "text_weight", "endpoint", "endpoint_key_env",
         )  # fmt: skip
         chosen = {key: getattr(self, key) for key in keys}
         if self.engine != "own":
@@ -272,7 +322,13 @@ class ModelOptions:
         if exact is None:
             exact = self.engine == "own" and (settings.dtype, settings.device) == ("float32", "cpu")
         profile = self.prompts or wanted.meta.get("prompts")
-        return encoder.with_(exact=exact or None, profile=None if profile == settings.profile else profile)
+        encoder = encoder.with_(exact=exact or None, profile=None if profile == settings.profile else profile)
+        if self.query_prompt is None:
+            return encoder
+        if verbatim:
+            raise UserError("query_prompt= cannot be used with as=release, whose prompts are fixed")
+        prompted: Embeds = pkgutil.resolve_name("eval.models.common:Prompted")(encoder, self.query_prompt)
+        return prompted
 
 
 def _chosen(facts: Facts, requested: Adapter | None) -> Adapter:
@@ -300,11 +356,16 @@ def _device(device: str | None) -> str:
     return torch.cuda.get_device_name(device) if device.startswith("cuda") else device
 
 
-def facts_of(model: str | Path, revision: str | None = None, base_named: str | None = None) -> Facts:
-    """Inspect a model's files, fetched from the hub unless ``model`` is a directory, and those of a LoRA's base."""
+def facts_of(
+    model: str | Path, revision: str | None = None, base_named: str | None = None, *, trust_code: bool = False
+) -> Facts:
+    """Inspect a model's files, fetched from the hub unless ``model`` is a directory, and those of a LoRA's base.
+
+    Python files are only fetched with ``trust_code``.
+    """
     path, commit = Path(model), None
     if not path.is_dir():
-        path = _fetch(str(model), revision)
+        path = _fetch(str(model), revision, trust_code=trust_code)
         commit = path.name  # the cache names a snapshot by its commit
     elif revision is not None:
         raise UserError(f"revision={revision} is for models on the hub, but {model} is a directory")
@@ -313,7 +374,22 @@ def facts_of(model: str | Path, revision: str | None = None, base_named: str | N
     base = None if config else _base_of(path, base_named)
     if base is not None:
         config = _json(base.path / "config.json")
-    return Facts(path, str(model), commit, str(config.get("model_type") or ""), files, _tokens(path), base)
+    kind = str(config.get("model_type") or "")
+    return Facts(path, str(model), commit, kind, files, _tokens(path), base, _code(path, config))
+
+
+def _code(path: Path, config: dict[str, Any]) -> tuple[str, ...]:
+    """Classes that a model's configuration names in Python files of its, or another, repository."""
+    loaded = config.get("auto_map") or {}
+    names = [str(name) for kind, name in loaded.items() if kind in ("AutoModel", "AutoConfig")]
+    modules = read_json(path / "modules.json")
+    kinds = (
+        [str(one.get("type")) for one in modules if isinstance(one, dict)]
+        if isinstance(modules, list)
+        else []
+    )
+    names += [kind for kind in kinds if kind.count(".") == 1]  # FILE.CLASS; the library's own are deeper
+    return tuple(sorted(set(names)))
 
 
 def _base_of(lora: Path, named: str | None) -> Facts | None:
@@ -326,7 +402,7 @@ def _base_of(lora: Path, named: str | None) -> Facts | None:
     return facts_of(name, config.get("revision") if name == recorded and not Path(name).is_dir() else None)
 
 
-def _fetch(model: str, revision: str | None) -> Path:
+def _fetch(model: str, revision: str | None, *, trust_code: bool) -> Path:
     # not at the top: torch is slow to import, and an option's error needs none of it
     from rge.model.adapter_files import fetched, is_hub_id
 
@@ -334,7 +410,7 @@ def _fetch(model: str, revision: str | None) -> Path:
         raise UserError(
             f"model {model} is not a directory: pass one, or an id on the Hugging Face hub (owner/name)"
         )
-    return fetched(model, revision, list(FILES))
+    return fetched(model, revision, [*FILES, *(["*.py"] if trust_code else [])])
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -34,7 +34,7 @@ class Shown(NamedTuple):
 class Sentences(DirectEncoder[Shown]):
     """A `sentence_transformers.SentenceTransformer`."""
 
-    def __init__(self, facts: Facts, model: Any, dtype: str):
+    def __init__(self, facts: Facts, model: Any, dtype: str, *, trust_code: bool = False):
         kinds = {TEXT: TEXT, IMAGE: IMAGE, BOTH: (IMAGE, TEXT)}
         self.reads = [name for name, kind in kinds.items() if model.supports(kind)]
         settings = {
@@ -42,7 +42,7 @@ class Sentences(DirectEncoder[Shown]):
             "reads": self.reads,
             "max_text_tokens": model.max_seq_length,
             "own_prompts": dict(model.prompts),
-        }
+        } | ({"code": list(facts.code)} if trust_code else {})
         super().__init__(facts, "sentence-transformers", BARE, dtype, settings)
         self.model = model.eval()
 
@@ -74,7 +74,12 @@ class Sentences(DirectEncoder[Shown]):
             rows = [row for row, one in enumerate(batch) if one[:2] == (side, kind)]
             encode = self.model.encode_query if side == "query" else self.model.encode_document
             content = [batch[row].content for row in rows]
-            part = encode(content, batch_size=len(rows), convert_to_tensor=True, show_progress_bar=False)
+            # query_prompt= takes the place of the model's own prompt
+            worded = side == "query" and "query_prompt" in self.settings.content()
+            options: dict[str, Any] = {"prompt": ""} if worded else {}
+            part = encode(
+                content, batch_size=len(rows), convert_to_tensor=True, show_progress_bar=False, **options
+            )
             states |= zip(rows, part, strict=True)
         return torch.stack([states[row] for row in range(len(batch))])
 
@@ -82,13 +87,23 @@ class Sentences(DirectEncoder[Shown]):
 @direct
 def load_sentences(facts: Facts, device: str, dtype: str) -> Sentences:
     """Load a sentence-transformers model, without running code from its repository."""
+    return sentences(facts, device, dtype)
+
+
+def sentences(facts: Facts, device: str, dtype: str, *, trust_code: bool = False) -> Sentences:
+    """Load a sentence-transformers model; with ``trust_code``, code from its repository may run."""
     try:
         from sentence_transformers import SentenceTransformer
     except ImportError:
         raise UserError(f"{facts.name} needs sentence-transformers: pip install -e '.[text]'") from None
-    with loading(facts, ImportError, AttributeError, by=" by sentence-transformers"):
+    kinds = (Exception,) if trust_code else (ImportError, AttributeError)
+    with loading(facts, *kinds, by=" by sentence-transformers"):
         weights = {"dtype": getattr(torch, dtype)}
         model = SentenceTransformer(
-            str(facts.path), device=device, model_kwargs=weights, local_files_only=True
+            str(facts.path),
+            device=device,
+            model_kwargs=weights,
+            local_files_only=not trust_code,  # its code may be in another repository
+            trust_remote_code=trust_code,
         )
-    return Sentences(facts, model, dtype)
+    return Sentences(facts, model, dtype, trust_code=trust_code)

@@ -237,7 +237,9 @@ def test_what_an_adapter_cannot_do_is_said(clip_path, qwen2_path, tmp_path):
         load_model(clip_path).encode(ITEMS, side="query", mode="reasoning")
     with pytest.raises(UserError, match="temperature=0.7: .* writes no rationale"):
         load_model(clip_path, temperature=0.7)
-    with pytest.raises(UserError, match="adapter=clip is for clip, siglip, siglip2; .* is a qwen2_vl"):
+    with pytest.raises(
+        UserError, match="adapter=clip is for clip, metaclip_2, siglip, siglip2; .* is a qwen2_vl"
+    ):
         load_model(qwen2_path, adapter="clip")
     with pytest.raises(UserError, match="adapter=vlm2vec is for .*; .* is a clip"):
         load_model(clip_path, adapter="vlm2vec")

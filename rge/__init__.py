@@ -3,7 +3,7 @@
 from rge import cpu_threads
 from rge.common import torchvision_cpu
 
-__version__ = "0.2.0"
+__version__ = "1.0.0"
 
 cpu_threads.sleep_while_waiting()
 torchvision_cpu.before_torchvision()

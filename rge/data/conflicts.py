@@ -21,11 +21,12 @@ def conflicts(laid: Laid, where: str) -> Iterator[str]:
     owner_T = np.repeat(np.arange(number), _column(laid, "prompts") - 1)
     identity_T, content_T, given_T = np.concatenate([layout.targets_T3 for _, layout in laid]).T
     by_id = given_T == 0  # an identity that is given is meant to be shared
+    asker_W = np.r_[np.arange(number), np.repeat(np.arange(number), _column(laid, "wordings"))]
     for key, value, owner, what, then in (
         (
-            _column(laid, "asks"),
-            _column(laid, "rights"),
-            np.arange(number),
+            _asked(laid),
+            _column(laid, "rights")[asker_W],
+            asker_W,
             "have the same query as others with other right answers",
             "each one's answer is a negative of the other. Put all right answers of a query into its record's positives",
         ),
@@ -64,7 +65,7 @@ def trained_on(held_out: tuple[Records, Layout], most: int, laid: Laid) -> str |
     """A warning if queries of the first `most` held-out records are also in the sources."""
     file, layout = held_out
     used_N = layout.numbers_N < most
-    seen_N = used_N & np.isin(layout.column("asks"), _column(laid, "asks"))
+    seen_N = used_N & np.isin(layout.column("asks"), _asked(laid))
     if not seen_N.any():
         return None
     record = file[int(layout.numbers_N[seen_N.argmax()])]
@@ -76,6 +77,11 @@ def trained_on(held_out: tuple[Records, Layout], most: int, laid: Laid) -> str |
 
 def _column(laid: Laid, name: str) -> np.ndarray:
     return np.concatenate([np.zeros(0, np.int64), *(layout.column(name) for _, layout in laid)])
+
+
+def _asked(laid: Laid) -> np.ndarray:
+    """Hashes of all queries, then of their further wordings."""
+    return np.concatenate([_column(laid, "asks"), *(layout.reworded_W for _, layout in laid)])
 
 
 def _unequal(key_X: np.ndarray, value_X: np.ndarray) -> tuple[np.ndarray, tuple[int, int]] | None:

@@ -39,11 +39,11 @@ LONGEST = 10
 """Number of longest records in the summary."""
 
 COLUMNS = tuple(
-    "query query_pictures candidate candidate_pictures pictures rationale cut prompts negatives id asks rights".split()
+    "query query_pictures candidate candidate_pictures pictures rationale cut prompts negatives id asks rights wordings".split()
 )
 """Per record: tokens of its query and its longest candidate, and of their pictures; most pictures of a prompt; tokens of its
 longest rationale, `<emb>` included; number of cut prompts and of all; labelled negatives; hashes of its id, of its query with the
-instruction, and of the identities of its right answers."""
+instruction, and of the identities of its right answers; further wordings of the query."""
 
 
 @dataclass
@@ -56,6 +56,8 @@ class Layout:
     # int64, a row per target if these are needed, record after record: hashes of identity and content, and whether an
     # identity is given.
     targets_T3: np.ndarray = field(default_factory=lambda: np.zeros((0, 3), np.int64))
+    # int64, hashes of the queries in their further wordings, record after record, as in the column ``asks``
+    reworded_W: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def column(self, name: str) -> np.ndarray:
         """One of `COLUMNS`."""
@@ -65,17 +67,25 @@ class Layout:
 def lay_out(file: Records, builder: PromptBuilder, *, need_oracle: bool, need_candidates: bool) -> Layout:
     """Lay out every record of a source of known length."""
     measure = partial(_sizes, file, builder, need_oracle, need_candidates)
-    rows, numbers, targets = array("q"), array("q"), array("q")
+    rows, numbers, reworded, targets = array("q"), array("q"), array("q"), array("q")
     faults: dict[int, str] = {}
     for number, found in enumerate(on_all_cores(measure, range(len(file)))):
         if isinstance(found, str):
             faults[number] = found
         else:
             rows.extend(found[: len(COLUMNS)])
-            targets.extend(found[len(COLUMNS) :])
+            end = len(COLUMNS) + found[COLUMNS.index("wordings")]
+            reworded.extend(found[len(COLUMNS) : end])
+            targets.extend(found[end:])
             numbers.append(number)
     sizes_NK = np.array(rows, dtype=np.int64).reshape(-1, len(COLUMNS))
-    return Layout(sizes_NK, np.array(numbers, dtype=np.int64), faults, on_disk(targets).reshape(-1, 3))
+    return Layout(
+        sizes_NK,
+        np.array(numbers, dtype=np.int64),
+        faults,
+        on_disk(targets).reshape(-1, 3),
+        on_disk(reworded),
+    )
 
 
 def on_all_cores(measure: Callable[[Any], T], items: Sequence[Any]) -> Iterator[T]:
@@ -117,14 +127,15 @@ def lay_out_once(
     asked = settings_of(builder, need_oracle, need_candidates)
     if (known := verdicts.numbers(file, asked)) is not None:
         end = 1 + int(known[0]) * len(COLUMNS)
-        sizes_NK, targets = known[1:end].reshape(-1, len(COLUMNS)), on_disk(known[end:])
-        return Layout(sizes_NK, np.arange(len(sizes_NK)), targets_T3=targets.reshape(-1, 3))
+        laid = Layout(known[1:end].reshape(-1, len(COLUMNS)), np.arange(int(known[0])))
+        reworded, targets = np.split(known[end:], [laid.column("wordings").sum()])
+        laid.reworded_W, laid.targets_T3 = on_disk(reworded), on_disk(targets).reshape(-1, 3)
+        return laid
     laid = lay_out(file, builder, need_oracle=need_oracle, need_candidates=need_candidates)
     if not laid.faults:
         count = np.array([len(laid.sizes_NK)])
-        verdicts.keep_numbers(
-            file, asked, np.concatenate([count, laid.sizes_NK.ravel(), laid.targets_T3.ravel()])
-        )
+        parts = (count, laid.sizes_NK.ravel(), laid.reworded_W, laid.targets_T3.ravel())
+        verdicts.keep_numbers(file, asked, np.concatenate(parts))
     return laid
 
 
@@ -156,6 +167,9 @@ def _measured(record: Record, builder: PromptBuilder, need_oracle: bool, need_ca
     candidates = [measure(target_item(target), "candidate") for target in targets]
     oracles = [target.rationale or "" for target in record.positives if need_oracle]
     rationales = [len(builder.rationale_ids(oracle, record.id)) for oracle in oracles]
+    asks, *reworded = (
+        _content(text, record.query.images, record.instruction or "") for text in record.query.wordings
+    )
     return [
         query.num_tokens,
         query.num_picture_tokens,
@@ -167,8 +181,10 @@ def _measured(record: Record, builder: PromptBuilder, need_oracle: bool, need_ca
         1 + len(candidates),
         len(record.negatives),
         number_of(record.id),
-        _content(record.query.text, record.query.images, record.instruction or ""),
+        asks,
         number_of(json.dumps(sorted({identity(target) for target in record.positives}))),
+        len(reworded),
+        *reworded,
         *(number for target in targets for number in _names(target)),
     ]
 

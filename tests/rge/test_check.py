@@ -394,7 +394,7 @@ def test_one_id_for_all_targets_is_a_problem(home, accelerator):
 
 
 def test_held_out_queries_that_are_trained_on_are_counted(home, accelerator):
-    """Under any id, and only among those that are used."""
+    """Under any id, in any wording, and only among those that are used."""
     others = [record(name, query={"text": name, "images": ["egg.png"]}) for name in "xyz"]
     held_out = write(home / "held_out.jsonl", others[0], record("h"), others[1], record("i"))
     given = [f"validation.path={held_out}", "validation.max_records=3"]
@@ -406,6 +406,11 @@ def test_held_out_queries_that_are_trained_on_are_counted(home, accelerator):
     )
     held_out = write(home / "held_out.jsonl", *others)
     assert "held-out queries" not in "\n".join(check.examine(recipe_of(home, *given), accelerator)[1].summary)
+    query = {"text": "another", "images": ["egg.png"], "paraphrases": ["v", "y", "z"]}
+    write(home / "records.jsonl", record("a", query=query), record("b"))
+    assert "warning: 2 of 3 held-out queries" in "\n".join(
+        check.examine(recipe_of(home, *given), accelerator)[1].summary
+    )
 
 
 def test_a_batch_that_holds_records_several_times_is_said(home, accelerator):

@@ -14,9 +14,10 @@ from rge.data.layout import COLUMNS, Layout, _content, _names
 from rge.data.sources import RecordFile, identity, number_of
 
 
-def record(name, query, *positives, negatives=()):
+def record(name, query, *positives, negatives=(), paraphrases=()):
     return {
-        "id": name, "group": "g", "source": "s", "split": "train", "query": {"text": query},
+        "id": name, "group": "g", "source": "s", "split": "train",
+        "query": {"text": query, "paraphrases": [*paraphrases]},
         "positives": [{**target, "rationale": "so"} for target in positives], "negatives": list(negatives),
     }  # fmt: skip
 
@@ -25,17 +26,19 @@ def laid(path, *records):
     """A source and the columns of its layout that matter here."""
     path.write_text("".join(json.dumps(each) + "\n" for each in records))
     file = RecordFile(path)
-    rows, targets = np.zeros((len(file), len(COLUMNS)), np.int64), []
+    rows, targets, reworded = np.zeros((len(file), len(COLUMNS)), np.int64), [], []
     for number in range(len(file)):
         found = file[number]
         every = [*found.positives, *found.negatives]
         rights = number_of(str(sorted({identity(one) for one in found.positives})))
         values = {"prompts": 1 + len(every), "negatives": len(found.negatives), "rights": rights}
-        values |= {"asks": _content(found.query.text, [])}
+        values |= {"asks": _content(found.query.text, []), "wordings": len(found.query.paraphrases)}
+        reworded += [_content(text, []) for text in found.query.paraphrases]
         for name, value in values.items():
             rows[number, COLUMNS.index(name)] = value
         targets += map(_names, every)
-    return file, Layout(rows, np.arange(len(file)), targets_T3=np.array(targets, np.int64).reshape(-1, 3))
+    targets_T3 = np.array(targets, np.int64).reshape(-1, 3)
+    return file, Layout(rows, np.arange(len(file)), {}, targets_T3, np.array(reworded, np.int64))
 
 
 def target(name, text, **more):
@@ -87,15 +90,17 @@ def test_counts_are_those_of_all_pairs(tmp_path, seed):
     for number in range(40):
         some = [target(f"t{chance.randrange(30)}", f"w{chance.randrange(60)}") for _ in range(3)]
         positives, negatives = some[: chance.randint(1, 2)], some[2:]
-        rows.append(record(f"r{number}", f"q{chance.randrange(50)}", *positives, negatives=negatives))
+        asked, *reworded = (f"q{chance.randrange(90)}" for _ in range(chance.randint(1, 3)))
+        rows.append(record(f"r{number}", asked, *positives, negatives=negatives, paraphrases=reworded))
     sources = [laid(tmp_path / "a.jsonl", *rows[:25]), laid(tmp_path / "b.jsonl", *rows[25:])]
     expected = [set(), set(), set()]
     for one, other in combinations(range(40), 2):
         a, b = rows[one], rows[other]
+        asks = [{row["query"]["text"], *row["query"]["paraphrases"]} for row in (a, b)]
         rights = [{each["id"] for each in row["positives"]} for row in (a, b)]
         pairs = [(t, u) for t in a["positives"] + a["negatives"] for u in b["positives"] + b["negatives"]]
         found = (
-            a["query"] == b["query"] and rights[0] != rights[1],
+            bool(asks[0] & asks[1]) and rights[0] != rights[1],
             any(t["text"] == u["text"] and t["id"] != u["id"] for t, u in pairs),
             any(t["id"] == u["id"] and t["text"] != u["text"] for t, u in pairs),
         )

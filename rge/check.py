@@ -54,6 +54,7 @@ from rge.model.backbone import (
     lacks_head,
     read_config,
     skeleton,
+    stored_names,
     without_head,
 )
 from rge.model.embedding_model import Kept
@@ -363,8 +364,8 @@ class Preflight:
             stage: StageConfig = getattr(recipe, name)
             num_steps[name] = stage.num_steps(sum(sizes.get(source.key or "", 0) for source in stage.sources))
         self.attempt(check_sizes, recipe.loss.matryoshka_dims, model)
-        if any(Objective.of(recipe, name).needs_head for name in found.stages):
-            self.attempt(_check_head, recipe, model)
+        needs_head = any(Objective.of(recipe, name).needs_head for name in found.stages)
+        self.attempt(_check_weights, recipe, model, needs_head)
         if self.attempt(num_parameters, model, recipe.model) is None:  # model.lora has unknown names
             return
         self.attempt(_check_continued_adapters, recipe, model)
@@ -460,12 +461,13 @@ def _outline(recipe: Recipe) -> HubModel:
     return outline(recipe.model, recipe.init)[0]
 
 
-def _check_head(recipe: Recipe, model: HubModel) -> None:
-    """Raise BackboneError if the start lacks the output matrix that a loss or the rationales need."""
+def _check_weights(recipe: Recipe, model: HubModel, needs_head: bool) -> None:
+    """Raise BackboneError if the start's weights are broken, or lack an output matrix that is needed."""
     start = recipe.model.path if recipe.init is None else str(checkpoint_folder(Path(recipe.init)))
     if start is not None and not is_adapter_checkpoint(start):
         revision = recipe.model.revision if recipe.init is None else None
-        if lacks_head(start, model.config, revision):
+        names = stored_names(start, revision)
+        if needs_head and lacks_head(names, model.config):
             raise BackboneError(without_head(start))
 
 

@@ -120,6 +120,25 @@ def write_json(path: str | Path, content: Any, *, indent: int = 1) -> None:
     write_text(path, json.dumps(content, indent=indent, ensure_ascii=False) + "\n")
 
 
+_POINTER = b"version https://git-lfs.github.com/spec/"
+POINTER_NOTE = "a pointer of Git LFS is in its place: fetch the file itself, such as with git lfs pull"
+
+
+def is_pointer(start: bytes) -> bool:
+    """Whether a file that begins so is what Git LFS leaves in place of a file that it has not fetched."""
+    return start.startswith(_POINTER)
+
+
+def pointer_note(path: str | Path) -> str:
+    """What a message about an unreadable file, or folder, adds if Git LFS has left a pointer in place of a file; else nothing."""
+    path = Path(path)
+    for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+        with suppress(OSError), file.open("rb") as data:
+            if is_pointer(data.read(len(_POINTER))):
+                return f"; {file.name}: {POINTER_NOTE}"
+    return ""
+
+
 def same_mode(folder: Path, like: Path) -> None:
     """Give every file of a folder the mode of one of them: safetensors makes its files private to the user."""
     for path in folder.iterdir():

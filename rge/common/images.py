@@ -23,6 +23,7 @@ from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from PIL.ImageFile import ImageFile
 
 from rge.common.errors import UserError
+from rge.common.files import POINTER_NOTE, is_pointer
 from rge.common.schema import ImageRef, data_url_content, picture_of
 
 WEB = ("http://", "https://")
@@ -439,6 +440,9 @@ def open_picture(
         pillow_heif.register_heif_opener()
         image = _of_formats(source, FORMATS)
     if image is None:
+        source.seek(0)
+        if is_pointer(source.read(64)):
+            raise ImageError(f"picture {_title(name if name is not None else source)}: {POINTER_NOTE}")
         raise UnidentifiedImageError("no format of Pillow's fits")
     _check_pixels(image, _title(name if name is not None else source), max_file_pixels)
     return image

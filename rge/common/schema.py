@@ -38,7 +38,9 @@ Text = Annotated[str, Field(min_length=1)]
 
 
 def _as_text(value: object) -> object:
-    """An integer as text; numpy's too. A float or a truth value is no name."""
+    """An integer as text; numpy's too, and whole floats, into which pandas turns integers beside missing values."""
+    if isinstance(value, (float, np.floating)) and float(value).is_integer():
+        value = int(value)
     return str(value) if isinstance(value, (int, np.integer)) and not isinstance(value, bool) else value
 
 

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from pyarrow import json
 
 from rge.common.errors import UserError
-from rge.common.files import find_shipped
+from rge.common.files import find_shipped, pointer_note
 from rge.common.registry import Registry
 from rge.common.schema import Record
 from rge.config import JSON_FILES, OTHER_FILES, RecordsConfig, SourceConfig
@@ -226,6 +226,8 @@ def _of_file(config: RecordsConfig, file: Path) -> Any:
             table = datasets.Dataset.from_list(list(table_rows(file, form=TableFormat(config.quoting))))
             return table.to_iterable_dataset() if config.streaming else table
         kind = "parquet" if name.endswith(".parquet") else "json"
+        if not _rows_in(file):
+            raise RecordError(f"data set {file} has no rows")
         if kind == "json" and not name.endswith((*JSON_FILES, *OTHER_FILES)):
             raise RecordError(
                 f"data set {file} has an ending that says nothing: rename it, to one of {', '.join((*JSON_FILES, *OTHER_FILES))}"
@@ -266,6 +268,7 @@ def _local_files(folder: Path, config: RecordsConfig) -> tuple[dict[str, list[st
     import datasets
 
     builder = datasets.load_dataset_builder(str(folder), config.name)
+    part = config.split.partition("[")[0]
     files = None
     if builder.name == "imagefolder":
         every = (Path(place, name) for place, names in visible_files(folder) for name in names)
@@ -274,7 +277,12 @@ def _local_files(folder: Path, config: RecordsConfig) -> tuple[dict[str, list[st
             return None, None
         files = {config.split: tables}
         builder = datasets.load_dataset_builder(str(folder), config.name, data_files=files)
-    shards = (builder.config.data_files or {}).get(config.split.partition("[")[0], [])
+    shards = (builder.config.data_files or {}).get(part, [])
+    if builder.name == "parquet" and (filled := [path for path in shards if _rows_in(path)]) != shards:
+        if not filled:
+            raise RecordError(f"data set {config.label} has no rows")
+        shards = filled
+        files = {part: [str(Path(path).relative_to(folder)) for path in filled]}
     if builder.name not in ("parquet", "json") or builder.info.features is not None:
         return files, None
     # A JSON file is looked through, since its columns stand nowhere; of a stream's, only the beginning.
@@ -285,6 +293,15 @@ def _local_files(folder: Path, config: RecordsConfig) -> tuple[dict[str, list[st
         for schema in ([pq.read_schema(path)] if builder.name == "parquet" else _schemas_of_json(path, whole))
     )
     return files, _common_features(schemas, config)
+
+
+def _rows_in(path: str | Path) -> int:
+    """Rows of a Parquet file, of which the library reads none without; bytes of another file. RecordError: it is unreadable."""
+    try:
+        is_parquet = str(path).lower().endswith(".parquet")
+        return pq.read_metadata(path).num_rows if is_parquet else Path(path).stat().st_size
+    except (OSError, pa.ArrowInvalid) as error:
+        raise RecordError(f"{path} cannot be read: {error}{pointer_note(path)}") from error
 
 
 def _schemas_of_json(path: str, whole: bool) -> Iterator[pa.Schema]:

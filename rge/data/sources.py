@@ -18,7 +18,7 @@ from pydantic_core import from_json
 
 from rge.common.commands import progress_bar
 from rge.common.errors import UserError, grouped, shortened
-from rge.common.files import find_shipped, write_text
+from rge.common.files import POINTER_NOTE, find_shipped, is_pointer, write_text
 from rge.common.images import PictureIndex
 from rge.common.prompt_profiles import EMB_TOKEN, PROFILES
 from rge.common.schema import PRESENT, Record, Target, are_bytes, picture_of
@@ -266,6 +266,8 @@ def _refuse_other_formats(path: Path) -> None:
         raise RecordError(f"training records {path} do not exist")
     with _open(path) as file:
         start = strip_bom(file.read(1024)).lstrip()
+    if is_pointer(start):
+        raise RecordError(f"training records {path}: {POINTER_NOTE}")
     if start.startswith(b"["):
         raise RecordError(
             f"training records {path} is a JSON array: write each of its objects on a line of its own (JSON lines), or give it as dataset:"

@@ -20,7 +20,6 @@ from datetime import datetime
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import pyarrow.parquet as pq
 from PIL import ExifTags, Image
 
 from rge.common.errors import UserError
@@ -32,7 +31,16 @@ from rge.tables.errors import reading
 from rge.tables.listing import Exclude, Skipped, visible_files
 from rge.tables.names import resolved
 from rge.tables.pictures import SUFFIXES, file_stamp
-from rge.tables.rows import AS_FOUND, SHEETS, TABLES, TableFormat, is_missing, picture_cell, table_rows
+from rge.tables.rows import (
+    AS_FOUND,
+    SHEETS,
+    TABLES,
+    TableFormat,
+    is_missing,
+    open_parquet,
+    picture_cell,
+    table_rows,
+)
 from rge.web.client import fetch_picture
 
 MAX_TEXT_BYTES = 1 << 20
@@ -366,7 +374,8 @@ def _table(path: Path, id_column: str, text_column: str, image_column: str, form
     with reading(str(path)):
         rows: Iterable[dict[str, Any]] = table_rows(path, form=form)
         if ending == ".parquet":
-            columns = pq.read_schema(path).names
+            with open_parquet(path) as file:
+                columns = file.schema_arrow.names
         else:
             rows = list(rows)  # JSON lines may each have other columns
             columns = list(dict.fromkeys(key for row in rows for key in row))
@@ -385,7 +394,7 @@ def _table(path: Path, id_column: str, text_column: str, image_column: str, form
                     f"{path} holds encoded pictures: its columns must be called id and image, as in every picture library; "
                     f"it has {', '.join(map(repr, columns))}"
                 )
-            name = str(number if given is None else given)
+            name = str(number if given is None else _whole(given))
             if id_column not in columns and isinstance(image, str) and not _is_data_url(image):
                 times[image] += 1
                 name = image if times[image] == 1 else f"{image}#{times[image]}"
@@ -411,6 +420,11 @@ def _taken(row: dict[str, Any], column: str, is_sheet: bool) -> Any:
     """Take a cell out of a row; None if it is empty. In a sheet, a caption 2024 is a number, and becomes a text again."""
     cell = picture_cell(row.pop(column, None))
     return None if is_missing(cell) else str(cell) if is_sheet else cell
+
+
+def _whole(given: Any) -> Any:
+    """An id; whole floats, into which pandas turns integers beside missing values, are integers again."""
+    return int(given) if isinstance(given, float) and given.is_integer() else given
 
 
 def _fault(text: Any, image: Any) -> str | None:

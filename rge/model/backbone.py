@@ -21,6 +21,7 @@ from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
 from rge.common.errors import UserError
+from rge.common.files import pointer_note
 from rge.common.prompt_profiles import EMB_TOKEN
 from rge.common.prompt_profiles import think_tokens as think_names
 from rge.distributed import collectives as dist
@@ -141,7 +142,7 @@ def load_backbone(
             **quantized(quantization, config, dtype, device),
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise BackboneError(f"{path} cannot be loaded: {error}") from error
+        raise BackboneError(f"{path} cannot be loaded: {error}{pointer_note(path)}") from error
     model, report = loaded
     missing = sorted(report["missing_keys"])
     if missing and all(name.endswith(HEAD) for name in missing):
@@ -186,23 +187,39 @@ def without_head(path: str | Path) -> str:
     )
 
 
-def lacks_head(path: str | Path, config: PretrainedConfig, revision: str | None = None) -> bool:
-    """Whether weights on this machine have no output matrix, by their names alone; those still on the hub are not looked at."""
-    if getattr(config, "tie_word_embeddings", True):
-        return False
-    names: set[str] = set()
-    for file in ("model.safetensors.index.json", "model.safetensors"):
-        found = cached_file(
+def lacks_head(names: set[str], config: PretrainedConfig) -> bool:
+    """Whether weights of these names (`stored_names`) need an output matrix and have none."""
+    tied = getattr(config, "tie_word_embeddings", True)
+    return not tied and bool(names) and not any(name.endswith(HEAD) for name in names)
+
+
+def stored_names(path: str | Path, revision: str | None = None) -> set[str]:
+    """Names of the weights on this machine; those still on the hub are not looked at.
+
+    Raises:
+        BackboneError: a file of weights is missing from a folder, or is not whole.
+    """
+
+    def local(file: str) -> str | None:
+        found: str | None = cached_file(
             path, file, revision=revision, local_files_only=True, _raise_exceptions_for_missing_entries=False
         )
-        if found is None:
-            continue
-        if file.endswith(".json"):
-            names |= json.loads(Path(found).read_text(encoding="utf-8"))["weight_map"].keys()
-        else:
+        return found
+
+    names, files = set[str](), {"model.safetensors"}
+    if local("model.safetensors") is None and (index := local("model.safetensors.index.json")) is not None:
+        shards = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
+        names, files = set(shards), set(shards.values())
+        if Path(path).is_dir() and (lacking := [file for file in sorted(files) if local(file) is None]):
+            raise BackboneError(f"{path} lacks {len(lacking)} of {len(files)} files of weights: {lacking[0]}")
+    for found in filter(None, map(local, sorted(files))):
+        try:
             with safe_open(found, "pt") as weights:
                 names |= set(weights.keys())
-    return bool(names) and not any(name.endswith(HEAD) for name in names)
+        except SafetensorError as error:
+            note = pointer_note(found) or "; the file is cut off or damaged: copy or download it again"
+            raise BackboneError(f"{found} cannot be read: {error}{note}") from error
+    return names
 
 
 def check_end_of_turn(path: str | Path, tokenizer: Any) -> None:
@@ -234,8 +251,16 @@ def load_processor(
     min_pixels: int | None = None,
     max_pixels: int | None = None,
 ) -> Any:
-    """A model's processor, with these picture sizes; arguments as of `load_backbone`. OSError if there is none."""
-    processor = AutoProcessor.from_pretrained(path, revision=revision)
+    """A model's processor, with these picture sizes; arguments as of `load_backbone`.
+
+    OSError if there is none, BackboneError if its files are broken.
+    """
+    try:
+        processor = AutoProcessor.from_pretrained(path, revision=revision)
+    except ValueError as error:  # such as a tokenizer.json that is no JSON
+        raise BackboneError(
+            f"the processor of {path} cannot be loaded: {error}{pointer_note(path)}"
+        ) from error
     if processor.chat_template is None:  # older files keep it with the tokenizer alone
         processor.chat_template = processor.tokenizer.chat_template
     processor.rge_family = FAMILIES[config.model_type]

@@ -25,6 +25,7 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rge.common.files import POINTER_NOTE, is_pointer
 from rge.common.options import Quoting
 from rge.tables.delimited import delimited_rows
 from rge.tables.errors import Broken, TableError, reading
@@ -153,6 +154,10 @@ def _without_nan(row: dict[str, Any]) -> dict[str, Any]:
 @contextmanager
 def _opened(path: str, fs: Any) -> Iterator[Any]:
     with (fs or fsspec.filesystem("file")).open(path, "rb") as data:
+        if data.seekable():
+            if is_pointer(data.read(64)):
+                raise TableError(f"{path}: {POINTER_NOTE}")
+            data.seek(0)
         yield data
 
 

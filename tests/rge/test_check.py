@@ -23,7 +23,7 @@ from rge import check
 from rge.checkpoints.export import export, settings_of
 from rge.checkpoints.manifest import DONE, write_manifest
 from rge.checkpoints.settings import RGE_JSON
-from rge.common.files import DEMO_CHECKPOINT, raise_descriptor_limit
+from rge.common.files import DEMO_CHECKPOINT, POINTER_NOTE, raise_descriptor_limit
 from rge.config import Recipe, load_recipe, to_dict
 from rge.data import collate, layout
 from rge.data.collate import Collator, query_item, target_item
@@ -895,6 +895,26 @@ def test_a_processor_that_cannot_be_trained_with_is_one_problem(home, accelerato
     problems = problems_of(home, accelerator, altered(home, tiny_path, change))
     assert len(problems) == number
     assert all("altered" in problem for problem in problems)
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 3114792\n"
+
+
+@pytest.mark.parametrize(
+    ("file", "left"),
+    [("model.safetensors", POINTER), ("model.safetensors", None), ("tokenizer.json", POINTER)],
+)
+def test_files_of_a_model_that_are_not_whole_are_one_problem(home, accelerator, tiny_path, file, left):
+    """Cloned without Git LFS, or a download that broke off."""
+    write(home / "records.jsonl", *(record(f"r{n}") for n in range(30)))
+
+    def spoil(folder):
+        whole = (folder / file).read_bytes()
+        (folder / file).write_bytes(whole[: len(whole) // 2] if left is None else left)
+
+    [problem] = problems_of(home, accelerator, altered(home, tiny_path, spoil))
+    assert file in problem
+    assert (POINTER_NOTE in problem) == (left is not None)
 
 
 def test_a_start_without_an_output_matrix_is_for_the_contrastive_loss_alone(home, accelerator, headless_path):

@@ -98,9 +98,15 @@ _REFUSAL = re.compile(
     re.IGNORECASE,
 )
 _THOUGHTS, _THOUGHTS_END = (
-    re.compile(rf"<{slash}(?:\w+:)?think(?:ing)?>|\[{slash}THINK\]|◁{slash}think▷") for slash in ("", "/")
+    re.compile(rf"<{slash}(?:\w+:)?think(?:ing)?>|\[{slash}THINK\]|◁{slash}think▷|{channel}")
+    for slash, channel in (
+        ("", r"<\|channel>|(?:<\|start\|>assistant)?<\|channel\|>(?:analysis|commentary)"),
+        ("/", r"<channel\|>|<\|channel\|>final[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>"),
+    )
 )
-"""Marks around a model's thoughts: ``<think>``, ``<thinking>``, ``<seed:think>``, Mistral's ``[THINK]``, Kimi's ``◁think▷``."""
+"""Marks around a model's thoughts: ``<think>``, ``<thinking>``, ``<seed:think>``, Mistral's ``[THINK]``, Kimi's ``◁think▷``,
+Gemma's ``<|channel>`` to ``<channel|>``, and the channels before gpt-oss's ``final`` one."""
+_END_OF_FINAL = re.compile(r"<\|(?:return|end)\|>\s*$")
 _FENCED = re.compile(r"```(?:json)?\s*(\{.*\})\s*```", re.DOTALL)
 
 
@@ -211,9 +217,16 @@ def _instead(message: dict[str, Any]) -> str:
 
 
 def _text(content: Any) -> str:
-    # Some servers return the text in parts.
+    # Some servers return the text in parts, with thoughts as parts of another type.
     if isinstance(content, list):
-        parts = [part.get("text", "") if isinstance(part, dict) else part for part in content]
+        parts = [
+            part.get("text", "")
+            if part.get("type", "text") in ("text", "output_text")
+            else ""
+            if isinstance(part, dict)
+            else part
+            for part in content
+        ]
         return "".join(part for part in parts if isinstance(part, str))
     return content if isinstance(content, str) else ""
 
@@ -221,7 +234,9 @@ def _text(content: Any) -> str:
 def _without_thoughts(text: str) -> str:
     """What follows a model's thoughts, if its server leaves them in the answer: they may hold drafts of it."""
     *before, answer = _THOUGHTS_END.split(text)
-    return "" if not before and _THOUGHTS.match(text.lstrip()) else answer
+    if not before:
+        return "" if _THOUGHTS.match(text.lstrip()) else answer
+    return _END_OF_FINAL.sub("", answer)
 
 
 def _as_tags(text: str, *, whole: bool) -> str:

@@ -542,16 +542,32 @@ def test_a_complete_answer_is_complete_however_it_stopped():
         ("[THINK]<a>no</a>[/THINK]<a>yes</a>", "stop", "<a>yes</a>"),
         ("<thinking><a>no</a></thinking><a>yes</a>", "stop", "<a>yes</a>"),
         ("◁think▷<a>no</a>◁/think▷<a>yes</a>", "stop", "<a>yes</a>"),
+        ("<|channel>thought\n<a>no</a><channel|><a>yes</a>", "stop", "<a>yes</a>"),
+        ("<|channel|>analysis<|message|><a>no</a><|end|><|start|>assistant<|channel|>final<|message|><a>yes</a><|return|>",
+         "stop", "<a>yes</a>"),
+        ('<|channel|>final <|constrain|>json<|message|>{"a": "yes"}<|return|>', "stop", "<a>yes</a>"),
+        ([{"type": "thinking", "thinking": [{"type": "text", "text": "<a>no</a>"}]}, {"type": "text", "text": "<a>yes</a>"}],
+         "stop", "<a>yes</a>"),
+        ([{"type": "reasoning", "text": "<a>no</a>"}, {"text": "<a>yes</a>"}], "stop", "<a>yes</a>"),
         ("[thinking] <a>yes</a> </think]", "stop", "[thinking] <a>yes</a> </think]"),  # no such marks
         (" " * 200_000 + "<a>yes</a>", "stop", " " * 200_000 + "<a>yes</a>"),
     ],
-)
+)  # fmt: skip
 def test_thoughts_that_a_server_leaves_in_the_answer_are_none(content, stop, text):
     body = {"choices": [{"message": {"content": content}, "finish_reason": stop}]}
     assert read_replies(json.dumps(body).encode()) == [reply(text, stop)]
 
 
-@pytest.mark.parametrize("content", ["<think>Perhaps <a>no</a>, but", "\n<seed:think>Perhaps <a>no</a>, but"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "<think>Perhaps <a>no</a>, but",
+        "\n<seed:think>Perhaps <a>no</a>, but",
+        "<|channel|>analysis<|message|>Perhaps <a>no</a>, but",
+        "<|channel>thought\nPerhaps <a>no</a>, but",
+        [{"type": "reasoning", "text": "Perhaps <a>no</a>, but"}],
+    ],
+)
 def test_thoughts_that_were_cut_off_are_no_content(content):
     body = {"choices": [{"message": {"content": content}, "finish_reason": "length"}]}
     (found,) = read_replies(json.dumps(body).encode())

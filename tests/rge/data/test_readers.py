@@ -26,6 +26,7 @@ from transformers import AutoProcessor
 from rge import check
 from rge.checkpoints.description import instructions_of
 from rge.common.errors import UserError
+from rge.common.files import POINTER_NOTE
 from rge.common.images import ImageError, PictureIndex, load_image
 from rge.config import DataConfig, RecipeError, RecordsConfig, SourceConfig, ValidationConfig, load_recipe
 from rge.data import readers, streams
@@ -490,6 +491,54 @@ def test_shards_may_differ_where_their_columns_go_together(form, streaming, tmp_
         assert not one.negatives
         assert (other.category, other.negatives[0].text, other.group) == ("c", "n", "g")
         assert (other.positives[0].identity, Path(other.positives[0].image).name) == ("i", "p.png")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_shards_without_rows_are_passed_over(streaming, tmp_path):
+    """As filters in Spark and in the library leave them; a data set of nothing else has no rows."""
+    table = pa.Table.from_pylist([RICH, RICH | {"id": "c"}])
+    for place in ("first", "last", "both"):
+        (tmp_path / place).mkdir()
+        for number, is_empty in enumerate((place != "last", place != "first")):
+            pq.write_table(
+                table.slice(0, 0) if is_empty else table, tmp_path / place / f"train-{number}.parquet"
+            )
+    for place in ("first", "last"):
+        found = open_records(SourceConfig(dataset=str(tmp_path / place), streaming=streaming))
+        found = found.reader() if streaming else found
+        assert {found[0].id, found[1].id} == {"b", "c"}
+    pq.write_table(table.slice(0, 0), tmp_path / "one.parquet")
+    (tmp_path / "one.jsonl").touch()
+    for name in ("both", "one.parquet", "one.jsonl"):
+        with pytest.raises(RecordError) as error:
+            open_records(SourceConfig(dataset=str(tmp_path / name), streaming=streaming))
+        assert error.value.__cause__ is None or isinstance(error.value.__cause__, RecordError)
+
+
+def test_a_pointer_of_git_lfs_is_told_from_a_damaged_file(tmp_path):
+    (tmp_path / "folder").mkdir()
+    for name in ("one.parquet", "one.jsonl", "one.png", "one.csv", "folder/train.parquet"):
+        (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 12\n")
+    for source in (
+        {"dataset": "one.parquet"},
+        {"path": "one.jsonl"},
+        {"dataset": "one.csv"},
+        {"dataset": "folder"},
+    ):
+        [(key, name)] = source.items()
+        with pytest.raises(RecordError) as error:
+            open_records(RecordsConfig(**{key: str(tmp_path / name)}))
+        assert POINTER_NOTE in str(error.value)
+    with pytest.raises(ImageError) as fault:
+        load_image(str(tmp_path / "one.png"))
+    assert POINTER_NOTE in str(fault.value)
+
+
+def test_whole_numbers_that_pandas_writes_as_floats_are_ids(tmp_path):
+    rows = [RICH | {"id": 7.0, "group": None}, RICH | {"id": 8.0, "group": 3.0}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "one.parquet")
+    found = open_records(RecordsConfig(dataset=str(tmp_path / "one.parquet")))
+    assert [(record.id, record.group) for record in (found[0], found[1])] == [("7", "7"), ("8", "3")]
 
 
 @pytest.mark.parametrize("streaming", [False, True])

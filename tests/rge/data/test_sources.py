@@ -70,7 +70,7 @@ def without(key: str) -> dict:
             "positives.0: .*a target needs an image, a text, or both",
         ),
         (
-            record(positives=[{"id": 7.0, "image": "key.png"}]),
+            record(positives=[{"id": 7.5, "image": "key.png"}]),
             "positives.0.id: Input should be a valid string",
         ),
         (record(negatives=[{"id": "n"}]), "negatives.0: .*a target needs an image, a text, or both"),

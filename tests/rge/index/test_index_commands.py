@@ -542,6 +542,11 @@ def test_the_list_of_unreadable_files_does_not_become_an_item(photos):
     assert (photos / ".rge" / "bad.txt").is_file()
 
 
+def test_whole_numbers_that_pandas_writes_as_floats_are_ids(tmp_path):
+    pq.write_table(pa.table({"id": [7.0, 7.5, None], "text": ["a", "b", "c"]}), tmp_path / "rows.parquet")
+    assert [entry.id for entry in read_source(tmp_path / "rows.parquet").entries] == ["7", "7.5", "3"]
+
+
 def test_a_loop_of_links_and_a_name_that_is_no_text(photos):
     (photos / "loop").symlink_to(photos)
     (photos / "nowhere.png").symlink_to(photos / "gone.png")

@@ -19,6 +19,7 @@ from rge.common.files import relative, replacing
 from rge.common.options import Quoting, parse_options
 from rge.common.schema import ImageRef, are_bytes, picture_of
 from rge.data.sources import json_line
+from rge.tables.names import resolved
 from rge.tables.rows import TABLES, TableFormat, table_rows
 
 SHOWN = 10
@@ -108,7 +109,7 @@ def _reference(ref: ImageRef, folder: Path, pictures: Path, out: Path) -> str:
         return base64.b64encode(ref).decode()
     if is_address(ref):
         return relative(local_path(ref, pictures), out)
-    return ref if "://" in ref else relative(folder / ref, out)
+    return ref if "://" in ref else relative(Path(resolved(ref, str(folder))), out)
 
 
 def _listed(lost: dict[str, Lost]) -> str:

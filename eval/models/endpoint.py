@@ -63,7 +63,7 @@ class Endpoint(DirectEncoder[Content]):
         return len(text), (valid_unicode(text), urls)
 
     def embed(self, batch: Sequence[Content]) -> Tensor:
-        """Embeddings (B, D); a `UserError` if the endpoint answers others than it was asked for."""
+        """Embeddings (B, D); a `UserError` if the endpoint returns something else."""
         texts = [row for row, (_, urls) in enumerate(batch) if not urls]
         bodies: list[tuple[list[int], dict[str, Any]]] = []
         if texts:
@@ -78,7 +78,9 @@ class Endpoint(DirectEncoder[Content]):
         with ThreadPoolExecutor(CONCURRENCY) as pool:
             answers = list(pool.map(lambda one: self._vectors(one[1], len(one[0])), bodies))
         if len(sizes := {len(vector) for vectors in answers for vector in vectors}) != 1:
-            raise UserError(f"{self.config.endpoint} answers embeddings of {sorted(sizes)} components")
+            raise UserError(
+                f"{self.config.endpoint} returns embeddings of different sizes: {sorted(sizes)} components"
+            )
         vector_ND = np.empty((len(batch), sizes.pop()), np.float32)
         for (rows, _), vectors in zip(bodies, answers, strict=True):
             vector_ND[rows] = vectors
@@ -91,7 +93,7 @@ class Endpoint(DirectEncoder[Content]):
         entries = sorted(dict_items(as_dict(content).get("data")), key=lambda entry: entry.get("index", 0))
         vectors = [entry.get("embedding") for entry in entries]
         if len(vectors) != num or (num > 1 and [entry.get("index") for entry in entries] != list(range(num))):
-            raise UserError(f"{self.config.endpoint} answers {len(vectors)} embeddings for {num} items")
+            raise UserError(f"{self.config.endpoint} returns {len(vectors)} embeddings for {num} items")
         numbers = [
             vector
             for vector in vectors
@@ -99,7 +101,7 @@ class Endpoint(DirectEncoder[Content]):
         ]
         if len(numbers) < num:
             raise UserError(
-                f"{self.config.endpoint}: {num - len(numbers)} of {num} embeddings are no numbers"
+                f"{self.config.endpoint}: {num - len(numbers)} of {num} embeddings are not lists of numbers"
             )
         return numbers
 

@@ -164,7 +164,7 @@ def _library_cell(path: str, name: str) -> Any:
             raise ImageError(
                 f"picture library {path} is not a Parquet file with columns id and image: {error}"
             ) from None
-    raise ImageError(f"picture library {path} is replaced all the time: read it once it is complete")
+    raise ImageError(f"picture library {path} keeps being replaced: read it once it is complete")
 
 
 def picture_bytes(ref: ImageRef) -> bytes:

@@ -237,9 +237,9 @@ def test_a_table_that_cannot_be_read_is_named(tmp_path):
 
 def test_records_that_name_addresses_get_files(site, tmp_path):
     (tmp_path / "pictures").mkdir()
-    (tmp_path / "pictures/0.png").write_bytes(picture(1))
+    (tmp_path / "pictures/a b.png").write_bytes(picture(1))
     rows = [
-        {"query": {"text": "a", "images": [f"{site}/good", "pictures/0.png"]}, "positives": [{"image": f"{site}/moved"}]},
+        {"query": {"text": "a", "images": [f"{site}/good", "/data/local-files/?d=pictures/a%20b.png"]}, "positives": [{"image": f"{site}/moved"}]},
         {"query": {"text": "b"}, "positives": [{"text": "x"}], "negatives": [{"image": {"path": f"{site}/good"}}]},
         {"query": {"text": "c"}, "positives": [{"image": f"{site}/lost?key=secret"}]},
     ]  # fmt: skip

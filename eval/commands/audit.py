@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from pydantic import ValidationError
 
 from eval.benchmarks.published_tables import TRAINED
 from eval.benchmarks.suite import is_suite, load_suite
@@ -36,9 +35,11 @@ from rge.common.errors import UserError
 from rge.common.files import find_shipped
 from rge.common.images import ImageError, picture_bytes
 from rge.common.registry import PluginOptions
-from rge.common.schema import ImageRef, Item, Record
+from rge.common.schema import ImageRef, Item, picture_of
+from rge.data.sources import as_list, parsed_fields, with_defaults, without_nulls
 from rge.stats.intervals import cluster_bootstrap, figures, index_of
 from rge.tables.errors import TableError, reading
+from rge.tables.names import resolved
 from rge.tables.rows import json_object
 
 MAX_NAMED = 3
@@ -246,13 +247,19 @@ def _seen(stamps: tuple[tuple[Path, int, int], ...], lenient: bool) -> _Seen:
 
 
 def _read(path: Path, seen: _Seen, digests: dict[str, str | None], lenient: bool) -> None:
-    def names(image: Any, own: Any = None) -> set[str]:
-        if not isinstance(image, str) or not image:
+    def names(cell: Any, own: Any = None) -> set[str]:
+        try:
+            image = picture_of(cell)
+        except ValueError:  # training refuses it
+            image = None
+        if image is None:
             return set()
-        at = str(path.parent / image)
+        if isinstance(image, bytes):
+            return set(filter(None, (_digest(image), _id(own))))
+        at = resolved(image, str(path.parent))
         if at not in digests:
             digests[at] = _digest(at)
-        return set(filter(None, (digests[at], _name(image), _coco(image), _id(own))))
+        return set(filter(None, (digests[at], _name(at), _coco(at), _id(own))))
 
     for record in _records(path, lenient):
         query: Any = record.get("query")
@@ -260,9 +267,9 @@ def _read(path: Path, seen: _Seen, digests: dict[str, str | None], lenient: bool
         if not isinstance(positives, list) or not all(isinstance(part, dict) for part in (query, *positives)):
             continue
         seen.num_records += 1
-        query_names = set().union(*map(names, query.get("images") or []))
+        query_names = set().union(*map(names, as_list(query.get("images"))))
         seen.queries |= query_names
-        wordings = (query.get("text"), *(query.get("paraphrases") or []))
+        wordings = (query.get("text"), *as_list(query.get("paraphrases") or []))
         seen.asked.update(product(query_names, map(_text, wordings)))
         for positive in positives:
             target = names(positive.get("image"), positive.get("id"))
@@ -276,12 +283,16 @@ def _records(path: Path, lenient: bool) -> Iterator[dict[str, Any]]:
             try:
                 if line.strip():
                     record = json_object(f"{path}, line {number}", line)
-                    if lenient:
-                        Record.model_validate(record)
-                    yield record
-            except (TableError, ValidationError):
+                    if not lenient or _is_valid(record, path, number):
+                        yield record
+            except TableError:
                 if not lenient:
                     raise
+
+
+def _is_valid(record: dict[str, Any], path: Path, number: int) -> bool:
+    fields = with_defaults(without_nulls(record), path.name, "train", number)
+    return parsed_fields(fields)[0] is not None
 
 
 def _names(item: Item, *, own_id: bool = True) -> set[str]:

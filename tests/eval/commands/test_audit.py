@@ -1,5 +1,6 @@
 """What training saw of the test, and the warnings that figures carry."""
 
+import base64
 import json
 import unicodedata
 from pathlib import Path
@@ -170,6 +171,22 @@ def test_the_command(set_dir, tmp_path, capsys):
         audit_training(load_set(set_dir), [path])
     assert main(["audit", f"set={set_dir}", "train=gone.jsonl"]) == 2
     assert "cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("on_bad", ["stop", "skip"])
+@pytest.mark.parametrize("form", ["base64", "data URL", "bytes and path", "percent codes"])
+def test_pictures_are_seen_in_every_form_that_training_reads(set_dir, tmp_path, form, on_bad):
+    """And records with nothing but query and positives."""
+    encoded = base64.b64encode(picture(1000)).decode()
+    cell = {
+        "base64": encoded, "data URL": f"data:image/png;base64,{encoded}", "bytes and path": {"bytes": encoded, "path": "x.png"},
+        "percent codes": "a%20b.png",
+    }[form]  # fmt: skip
+    (tmp_path / "a b.png").write_bytes(picture(1000))
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"query": {"text": "x", "images": cell}, "positives": [{"text": "y"}]}) + "\n")
+    recipe = {"data": {"on_bad": on_bad}, "joint": {"sources": [{"path": str(path)}]}}
+    assert shared(audit_run(load_set(set_dir), ("auto",), known(recipe=recipe)))["query_images"] == 2
 
 
 @pytest.mark.parametrize("positives", ["a", ["a", "b"], None, {"id": "a"}])

@@ -14,6 +14,8 @@ from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModelForImageTextToText
 
+from eval.verify.__main__ import VerifyOptions, verify
+from eval.verify.routes import RouteError
 from rge.checkpoints.export import checkpoint_hash, export, settings_of
 from rge.checkpoints.settings import CheckpointError, read_settings
 from rge.common.errors import UserError
@@ -231,6 +233,28 @@ def test_sentence_transformers_takes_them_and_saves_them_merged(written, lively_
     )
     model.save_pretrained(str(tmp_path / "whole"))
     assert_equal_models(load_backbone(merged).model, load_backbone(tmp_path / "whole").model)
+
+
+def test_verify_compares_them_merged_and_not(written, records, capsys):
+    merged, adapters = written
+    few = VerifyOptions(str(adapters), items=records, limit=2, candidates=2, against=("adapters", "st"))
+    verdict = verify(few)
+    assert verdict.same
+    assert {row.route for row in verdict.rows} == {"adapters, not merged", "sentence-transformers"}
+    assert max(row.difference for row in verdict.rows) < 1e-5
+    with pytest.raises(RouteError):
+        verify(dataclasses.replace(few, checkpoint=str(merged)))
+
+
+@pytest.fixture
+def records(tmp_path):
+    lines = [
+        {"query": {"text": f"what is {word}"}, "positives": [{"text": word, "rationale": f"a {word}"}]}
+        for word in ("key", "chick")
+    ]
+    path = tmp_path / "records.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
 
 
 @pytest.mark.parametrize("limit", [0, 2_000, 9_000])

@@ -4,7 +4,7 @@ A file lists columns (with the path of the same figure in our results) and rows 
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,9 @@ class Published(BaseModel):
     main: int  # index of the column that rows are sorted by
     columns: list[Column]
     rows: list[Row]
+    by_member: bool = (
+        False  # one column for each member of a suite, printed as a row; also for a member alone
+    )
     profiles: tuple[str, ...] = ("official",)
     """Our profiles that compute the published definition; the first is the released one."""
     made_with: dict[str, Any] = {}  # import options that the published rows were measured with
@@ -95,7 +98,7 @@ def published() -> dict[str, Published]:
 
 def table_of(benchmark: str | None, set_name: str) -> Published | None:
     """The published table that an evaluation can be compared with, or None."""
-    tables = (table for table in published().values() if table.benchmark == benchmark)
+    tables = (table for table in published().values() if table.benchmark == benchmark and not table.by_member)
     fitting = (table for table in tables if table.task is None or set_name.endswith(f"task {table.task}"))
     return next(fitting, None)
 
@@ -109,9 +112,48 @@ def beside(measured: Mapping[str, Mapping[str, Any]]) -> str:
         measured: label -> content of results.json; all of one set under one protocol.
     """
     first = next(iter(measured.values()))
-    table = table_of(first.get("benchmark"), str(first["set"]["name"]))
+    benchmark, name = first.get("benchmark"), str(first["set"]["name"])
+    for table in published().values():
+        if table.by_member and table.benchmark == benchmark:
+            alone = [at for at, column in enumerate(table.columns) if name.split()[-1] == column.name]
+            if alone and "num_members" not in first["set"]:
+                return _by_member(table, measured, alone)
+    table = table_of(benchmark, name)
     if table is None:
         return ""
+    shown = _best_first(table, measured)
+    for one in published().values():
+        if one.by_member and one.benchmark == benchmark:
+            figures = [[_of_ours(results, column) for column in one.columns] for results in measured.values()]
+            places = [
+                at
+                for at, of_one in enumerate(zip(*figures, strict=True))
+                if any(v is not None for v in of_one)
+            ]
+            shown += "\n" + _by_member(one, measured, places) if places else ""
+    return shown
+
+
+def _by_member(table: Published, measured: Mapping[str, Mapping[str, Any]], places: Sequence[int]) -> str:
+    """A table with the models as columns, ours first, and a row for each of some members."""
+    chosen = [table.columns[at] for at in places]
+    alone = "num_members" not in next(iter(measured.values()))["set"]
+    if alone:
+        chosen = [column.model_copy(update={"path": ("micro", column.path[-1])}) for column in chosen]
+    content = {
+        f"{label} (measured)": [_of_ours(results, column) for column in chosen]
+        for label, results in measured.items()
+    } | {row.model: [row.values[at] for at in places] for row in table.rows}
+    frame = pd.DataFrame(
+        {label: list(map(_per_cent, values)) for label, values in content.items()},
+        [column.name for column in chosen],
+    )
+    # a suite's first table says why its figures cannot be compared
+    reasons = _reasons(table.model_copy(update={"counts": {}}), measured) if alone else []
+    return _with_source(table, frame, reasons)
+
+
+def _best_first(table: Published, measured: Mapping[str, Mapping[str, Any]]) -> str:
     main = table.columns[table.main]
     columns = [main, *(column for column in table.columns if column is not main)][:MAX_COLUMNS]
     ours = {
@@ -128,17 +170,29 @@ def beside(measured: Mapping[str, Mapping[str, Any]]) -> str:
     sign = 1 if main.lower_wins else -1
     rows = sorted({**ours, **theirs}.items(), key=lambda row: (row[1][0] is None, sign * (row[1][0] or 0.0)))
     frame = pd.DataFrame(
-        [["–" if value is None else f"{100 * value:.1f}" for value in values] for _, values in rows],
+        [list(map(_per_cent, values)) for _, values in rows],
         [label for label, _ in rows],
         [column.name for column in columns],
     )
-    reasons = [f"NOT COMPARABLE: {reason}" for reason in _why_not(table, first)]
-    reasons += [
+    return _with_source(table, frame, _reasons(table, measured))
+
+
+def _per_cent(value: float | None) -> str:
+    return "–" if value is None else f"{100 * value:.1f}"
+
+
+def _reasons(table: Published, measured: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Lines that say why measured figures cannot be compared."""
+    reasons = [f"NOT COMPARABLE: {reason}" for reason in _why_not(table, next(iter(measured.values())))]
+    return reasons + [
         f"NOT COMPARABLE: {label}: {warning}"
         for label, results in measured.items()
         for warning in results.get("warnings") or []
         if TRAINED in str(warning)
     ]
+
+
+def _with_source(table: Published, frame: pd.DataFrame, reasons: Sequence[str]) -> str:
     source = f"published rows: {table.source} ({table.url})"
     return "\n".join([f"\n{table.title}, in per cent", frame.to_string(), source, *reasons, *table.notes])
 

@@ -2,15 +2,18 @@
 
     rge eval check set=DIR
 
-Prints counts and caveats; for a set that cannot be evaluated, an error lists all problems.
+Prints counts, caveats and the table that papers print of their data (by category, or by member of a suite); for a set that
+cannot be evaluated, an error lists all problems.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 
 from eval.benchmarks.suite import is_suite, load_suite
 from eval.sets.contents import Contents, contents_of, with_content
@@ -26,6 +29,10 @@ MAX_LISTED = 10
 """Unreadable items listed in the error."""
 SMALL_CATEGORY = 10
 """With fewer queries, a category's figure is not reliable."""
+ALL = "all"
+"""Row of a whole set or suite."""
+COUNTS = ("queries", "candidates", "with picture")
+"""Columns that are no means."""
 
 
 @dataclass
@@ -38,13 +45,28 @@ class CheckOptions(PluginOptions):
 
 def check(options: CheckOptions) -> None:
     """Check and print a set, or each member of a suite; a SetError lists all violations and unreadable pictures."""
-    for name in load_suite(options.set).members if is_suite(options.set) else [""]:
-        lines, caveats = check_set(options.set / name)
-        print("\n".join([*lines, *(f"caveat: {line}" for line in caveats)]), flush=True)
+    members = load_suite(options.set).members if is_suite(options.set) else None
+    tables: dict[str, pd.DataFrame] = {}
+    for name in members or [""]:
+        checked = check_set(options.set / name)
+        tables[name] = checked.table
+        lines = [*checked.lines, *(f"caveat: {line}" for line in checked.caveats)]
+        print("\n".join(lines), flush=True)
+    table = tables[""] if members is None else of_members(tables)
+    shown = table.to_string(na_rep="", float_format="{:,.1f}".format)
+    print(f"\nmeans a query (right, wrong, pictures, words) and a candidate (words)\n{shown}", flush=True)
 
 
-def check_set(path: Path) -> tuple[list[str], list[str]]:
-    """Read all content of a set; returns a summary, and caveats for readers of its figures."""
+class Checked(NamedTuple):
+    """A readable set: its summary, caveats for readers of its figures, and its table, see `_table`."""
+
+    lines: list[str]
+    caveats: list[str]
+    table: pd.DataFrame
+
+
+def check_set(path: Path) -> Checked:
+    """Read all content of a set; a SetError lists all items that cannot be read."""
     wanted = load_set(path)
     pool = progress_bar(
         wanted.corpus_items(), desc="candidates", total=len(wanted.corpus_ids), unit="item", delay=2
@@ -65,14 +87,59 @@ def check_set(path: Path) -> tuple[list[str], list[str]]:
         f"fingerprint {wanted.fingerprint}",
         f"content     {with_content(wanted, contents.candidates).content}",
     ]
-    return lines, [*wanted.meta.get("notes", []), *_caveats(wanted, contents)]
+    return Checked(
+        lines, [*wanted.meta.get("notes", []), *_caveats(wanted, contents)], _table(wanted, candidates)
+    )
+
+
+def _table(wanted: RetrievalSet, candidates: Counter[str]) -> pd.DataFrame:
+    """A row for each category, if there are several, and one for all queries, the last, with the pool's columns."""
+    num = len(wanted.queries)
+    each = pd.DataFrame(
+        {
+            "queries": np.ones(num),
+            "right": [len(rows) for rows, _ in wanted.positives],
+            "wrong": [len(rows) for rows in wanted.negatives] if wanted.negatives else np.nan,
+            "pictures": [len(query.images) for query in wanted.queries],
+            "words": [_num_words(query) for query in wanted.queries],
+        }
+    )
+    grouped = each.groupby(np.array(wanted.columns["category"], object), sort=True)
+    table = grouped.mean().assign(queries=grouped.size())
+    table = table if len(table) > 1 else table.iloc[:0]
+    pool = len(wanted.corpus_ids)
+    table.loc[ALL] = {**each.mean(), "queries": num}
+    counts = {
+        "candidates": pool,
+        "with picture": candidates["pictures"],
+        "candidate words": candidates["words"] / pool,
+    }
+    for name, value in counts.items():
+        table.loc[ALL, name] = value
+    return table.astype(dict.fromkeys(COUNTS, "Int64"))
+
+
+def of_members(tables: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
+    """The table of a suite: a row for each member, and all of them, whose means are over queries and candidates."""
+    table = pd.concat({name: one.loc[[ALL]] for name, one in tables.items()}).droplevel(1)
+    queries, pool = table["queries"].astype(float), table["candidates"].astype(float)
+    whole: dict[str, Any] = {name: table[name].sum() for name in COUNTS}
+    for name in ("right", "wrong", "pictures", "words"):
+        whole[name] = (table[name] * queries).sum(skipna=False) / queries.sum()
+    whole["candidate words"] = (table["candidate words"] * pool).sum() / pool.sum()
+    table.loc[ALL] = whole
+    return table.astype(dict.fromkeys(COUNTS, "Int64"))
+
+
+def _num_words(item: Item) -> int:
+    return len((item.text or "").split())
 
 
 def _count(items: Iterable[Item], side: str, bad: list[str]) -> Counter[str]:
-    """Open all pictures and count items with pictures and with text; unreadable items are added to `bad`."""
+    """Open all pictures and count words, and items with pictures and with text; unreadable items are added to `bad`."""
     counts = Counter[str]()
     for item in items:
-        counts.update(pictures=bool(item.images), text=bool(item.text))
+        counts.update(pictures=bool(item.images), text=bool(item.text), words=_num_words(item))
         try:
             for ref in item.images:
                 load_image(ref)

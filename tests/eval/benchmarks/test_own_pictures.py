@@ -458,6 +458,29 @@ def test_check_lists_every_picture_that_cannot_be_opened(tmp_path, capsys):
     assert "query 'q02'" in said
 
 
+def test_check_prints_the_table_of_a_paper(tmp_path, capsys):
+    sets, tables_ = {"a": tables(4, 8), "b": tables(2, 6, negatives=False)}, {}
+    for number, (name, made) in enumerate(sets.items()):
+        num = len(made["queries"]["id"])
+        made["queries"]["text"] = ["one two three"] * (num - 1) + ["one"]
+        made["queries"]["category"] = (["x"] * (num - 1) + ["y"]) if number == 0 else ["z"] * num
+        made["corpus"]["text"] = ["four words in it"] * len(made["corpus"]["id"])
+        tables_[name] = check_set(write_tables(tmp_path / "suite" / name, made)).table
+    assert list(tables_["a"].index) == ["x", "y", "all"]
+    assert tables_["a"]["words"].tolist() == [3, 1, 2.5]
+    assert tables_["a"].loc["all", ["queries", "candidates", "candidate words"]].tolist() == [4, 8, 4]
+    wrong = len(sets["a"]["negatives"]["query-id"])
+    assert tables_["a"].loc["all", "wrong"] == wrong / 4
+    assert list(tables_["b"].index) == ["all"]
+    members = {name: {} for name in sets}
+    write_suite(tmp_path / "suite", name="s", benchmark="generic", column="set", members=members)
+    capsys.readouterr()
+    assert not main(["check", f"set={tmp_path / 'suite'}"])
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[-3:]]
+    assert [row[:2] for row in rows] == [["a", "4"], ["b", "2"], ["all", "6"]]
+    assert f"{(4 * 2.5 + 2 * 2) / 6:.1f}" in rows[2]
+
+
 def test_check_names_caveats(tmp_path):
     made = tables(6, 20)
     right, ids = made["qrels"]["corpus-id"][0], made["corpus"]["id"]
@@ -465,7 +488,7 @@ def test_check_names_caveats(tmp_path):
     made["corpus"]["image"][ids.index(twin)] = made["corpus"]["image"][ids.index(right)]
     made["queries"]["group"][1] = "alone"
     made["queries"]["image"][4] = [made["corpus"]["image"][0]]
-    summary, caveats = check_set(write_tables(tmp_path / "set", made))
+    summary, caveats, _ = check_set(write_tables(tmp_path / "set", made))
     said = "\n".join(caveats)
     assert "2 candidates are copies of another" in said
     assert f"query 'q00': {twin!r} is a copy of a right answer but counts as wrong" in said
@@ -475,12 +498,12 @@ def test_check_names_caveats(tmp_path):
     assert re.search(r"content +\w{64}", "\n".join(summary))
     assert pq.read_table(tmp_path / "set" / "corpus.parquet").num_rows == 20
     made["excluded"] = {"query-id": ["q00"], "corpus-id": [twin]}  # of another query
-    _, caveats = check_set(write_tables(tmp_path / "set", made))
+    _, caveats, _ = check_set(write_tables(tmp_path / "set", made))
     assert "1 queries have their own picture in the pool" in "\n".join(caveats)
     images = made["corpus"]["image"]
     own = [name for name, image in zip(ids, images, strict=True) if image == images[0]]
     made["excluded"] = {"query-id": ["q04"] * len(own), "corpus-id": own}
-    _, caveats = check_set(write_tables(tmp_path / "set", made))
+    _, caveats, _ = check_set(write_tables(tmp_path / "set", made))
     assert "own picture" not in "\n".join(caveats)
 
 

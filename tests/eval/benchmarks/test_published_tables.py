@@ -16,6 +16,8 @@ NUM_ROWS = {
     "mmbright3": 7,
     "mmbright4": 5,
     "mmeb": 16,
+    "mmeb_sets": 9,
+    "karpathy": 8,
     "pinpoint": 21,
     "rmir": 11,
 }
@@ -44,6 +46,8 @@ def test_cells_as_printed():
         ("mmbright4", "SigLIP", "Math", 43.4),
         ("pinpoint", "bge_vl_mllm_s1", "NegRecall@10 ↓", 8.65),
         ("pinpoint", "LinCIR", "mAP@10", 11.0),
+        ("mmeb_sets", "MoCa-3B", "Visual7W-Pointing", 89.5),
+        ("karpathy", "RGE, both reason", "COCO I2T R@1", 69.9),
         ("pinpoint", "MMRet-CLIP-L + reranking", "NegRecall@10 ↓", 7.4),
     ]
     for key, model, name, value in printed:
@@ -101,6 +105,29 @@ def test_measured_rows_stand_among_the_published_ones_best_first():
     assert published()["mmeb"].source in shown
     assert "NOT COMPARABLE" not in shown
     assert beside({"x": measured({"value": 0.5}) | {"benchmark": "generic"}}) == ""
+
+
+def test_sets_of_mmeb_have_rows_of_their_own_whose_means_are_those_of_the_suite():
+    whole, sets = published()["mmeb"], published()["mmeb_sets"]
+    assert [column.name for column in sets.columns] == list(SETS)
+    rge, mean = (
+        sets.rows[-1].values,
+        dict(zip([c.name for c in whole.columns], whole.rows[-1].values, strict=True)),
+    )
+    assert sum(rge) / 36 == pytest.approx(mean["Overall"], abs=5e-4)
+    alone = {"benchmark": "mmeb", "profile": "official", "set": {"name": "MMEB CIRR", "num_queries": 1000}}
+    shown = beside({"mine": alone | {"micro": {"hit@1": {"value": 0.555}}}})
+    (row,) = [line.split() for line in shown.splitlines() if line.startswith("CIRR")]
+    assert row[1:3] == ["55.5", "12.6"]
+    suite = measured(
+        {"value": 0.7}, by_category={name: {"hit@1": {"value": 0.5}} for name in ("CIRR", "OVEN")}
+    )
+    lines = beside({"mine": suite}).splitlines()
+    assert [line.split()[:3] for line in lines if line.split()[:1] in (["CIRR"], ["OVEN"], ["EDIS"])] == [
+        ["CIRR", "50.0", "12.6"],
+        ["OVEN", "50.0", "41.1"],
+    ]
+    assert "NOT COMPARABLE" not in shown
 
 
 def test_rows_that_cannot_be_compared_say_why():

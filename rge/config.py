@@ -52,7 +52,7 @@ class ScratchConfig:
     """Sizes of the language model, as its Hugging Face config calls them."""
     vision: dict[str, Any] = field(default_factory=dict)
     """Sizes of the vision tower, as its Hugging Face config calls them; or, with the model_type efficientnet_lite0, a
-    pretrained tower from a package (extra photos, docs/photos.md), of which only the merger is trained."""
+    pretrained tower from a package (extra photos, docs/smol.md), of which only the merger is trained."""
     naming: str | None = None
     """Records for pretraining the vision tower, which learns to name what their query pictures show; null: none."""
     naming_steps: AtLeastOne = 1000

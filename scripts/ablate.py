@@ -1,8 +1,10 @@
-"""Run a sweep over one recipe key with several seeds, evaluate every run, and write one table and one plot.
+"""Train every value of one recipe key with several seeds, evaluate every run, and write one table and one plot.
 
     python scripts/ablate.py recipe=demo sweep='loss.anchor=[self,oracle,none]' seeds=3 \
         init=runs/demo/cold_start/final set=data_prep/demo/data/test out=runs/ablate_anchor \
         with.none='loss.ratio=none joint.lr=2e-3 loss.temperature=0.05'
+    python scripts/ablate.py finding=own_or_oracle             # what a file of scripts/findings declares
+    python scripts/ablate.py kept=docs/kept/hits.parquet       # the rows of docs/evidence.md, without training
 
 Every run trains one stage of the recipe from the same `init`, with ``train.seed`` 0, 1, .... ``with.VALUE`` adds overrides to one arm;
 any other ``key=value`` goes to every run. The same command skips finished runs and resumes the rest; started in several terminals, it
@@ -12,25 +14,29 @@ makes several runs at a time. Paths are relative to the working directory. See d
 import json
 import re
 import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pandas as pd
-from arms import (
+from sweep import (
     DEMO_SET,
+    ROOT,
     Arm,
     Results,
     Row,
     Slice,
     Study,
-    Table,
     in_table,
+    is_apart,
     markdown,
+    percent,
+    prepare,
     refuse_launcher,
     run_all,
     too_narrow,
+    weights_of,
 )
 
 from eval.benchmarks.suite import is_suite, load_suite
@@ -42,22 +48,30 @@ from rge.checkpoints.settings import RGE_JSON
 from rge.common.commands import start
 from rge.common.errors import UserError
 from rge.common.files import checkpoint_folder, find_shipped, read_json, write_text
-from rge.common.options import AtLeastOne, names_of, offer_help, parse_options, split_word
+from rge.common.options import AtLeastOne, names_of, offer_help, one_of, parse_options, read_yaml, split_word
 from rge.config import load_recipe
 from rge.identity.run_identity import differences, in_words
 
 BEFORE = {"joint": "cold_start", "rl": "joint"}
 """The stage whose checkpoint each stage starts from."""
+FINDINGS = {path.stem: path for path in sorted((ROOT / "scripts" / "findings").glob("*.yaml"))}
+HITS = "hits.parquet"
+OF_ARM = ("set", "of", "query_mode")
+"""Words among a finding's overrides of an arm that are about its evaluation (`Arm`)."""
 
 
 @dataclass(frozen=True)
 class Options:
     """Options of a sweep; any other key is an override of every run's recipe."""
 
-    recipe: str
+    recipe: str = ""
     """Name of a recipe, or a YAML file."""
-    sweep: str
+    sweep: str = ""
     """KEY=[VALUE,VALUE,...]: the swept key and its values."""
+    finding: str = ""
+    """A file of scripts/findings instead of a sweep; options and overrides that are also given here replace its own."""
+    kept: str = ""
+    """File of kept hits, to print the table of docs/evidence.md from; nothing is trained."""
     seeds: AtLeastOne = 3
     """Runs per arm, with train.seed 0, 1, ..."""
     stage: Literal["joint", "rl"] = "joint"
@@ -82,19 +96,42 @@ class Options:
     """Command before rge/train.py; empty: accelerate as configured, or two processes if there is no GPU."""
 
 
+@dataclass(frozen=True)
+class Claim:
+    """A row of docs/evidence.md."""
+
+    says: str
+    sum: str  # of arms
+    part: str = ""  # value of the finding's column `by`; empty: all queries
+    is_null: bool = False  # a sentence about what was not found, below the table
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What is trained and compared: the values of a sweep, or a file of scripts/findings."""
+
+    title: str  # of the tables' first column
+    arms: Mapping[str, Sequence[str]]  # each arm's overrides, in addition to those of all
+    makes: Mapping[str, str] = field(default_factory=dict)  # by path: the command that makes it
+    claims: Sequence[Claim] = ()
+
+
 def main(arguments: list[str]) -> None:
     """Make the missing runs, then write tables and plot."""
     refuse_launcher("scripts/ablate.py")
-    options, arms, extra = read_options(arguments)
-    key, values = parse_sweep(options.sweep)
-    options, study = plan(options, key, values, arms, extra)
+    options, compared = read_options(arguments)
+    if options.kept:
+        print("\n".join(evidence(pd.read_parquet(options.kept))))
+        return
+    options, study = plan(options, compared)
     runs = [(arm, seed) for seed in range(options.seeds) for arm in study.arms]
     if options.list:
         for number, (arm, seed) in enumerate(runs):
             state = "finished" if study.is_finished(arm, seed) else "open"
-            print(f"{number}\t{arm.overrides[0]}\tseed {seed}\t{state}\t{study.folder(arm, seed)}")
+            print(f"{number}\t{arm.name}\tseed {seed}\t{state}\t{study.folder(arm, seed)}")
         return
     if not options.collect:
+        prepare(compared.makes, study)
         check_places(options)
         run_all(study, chosen(options, runs))
     if options.index is not None:
@@ -104,23 +141,49 @@ def main(arguments: list[str]) -> None:
         raise UserError(
             f"{len(missing)} of {len(runs)} runs are not finished, e.g. index={missing[0]} ({folder}); run them first"
         )
-    write_tables(study, key, values, options)
+    write_tables(study, compared, options)
 
 
-def read_options(arguments: list[str]) -> tuple[Options, dict[str, list[str]], list[str]]:
-    """Split the arguments into this script's options, overrides of single arms, and overrides of all runs."""
+def read_options(arguments: list[str]) -> tuple[Options, Comparison]:
+    """This script's options, and what is compared, with the overrides of all runs."""
     offer_help(Options, arguments, "python scripts/ablate.py")
+    given = dict(split_word(argument) for argument in arguments)
+    if name := given.get("finding"):
+        compared, words = read_finding(name)
+        arguments = [word for word in words if split_word(word)[0] not in given] + arguments
     own, extra = [], []
     arms: dict[str, list[str]] = {}
     for argument in arguments:
-        name, value = split_word(argument)
-        if name in names_of(Options):
+        key, value = split_word(argument)
+        if key in names_of(Options):
             own.append(argument)
-        elif name.startswith("with."):
-            arms.setdefault(name.removeprefix("with."), []).extend(shlex.split(value))
+        elif key.startswith("with."):
+            arms.setdefault(key.removeprefix("with."), []).extend(shlex.split(value))
         else:
             extra.append(argument)
-    return parse_options(Options, own), arms, extra
+    options = parse_options(Options, own)
+    if options.kept:
+        return options, Comparison("", {})
+    if not name:
+        if not (options.recipe and options.sweep):
+            raise UserError("give recipe= and sweep=, or finding=, or kept=")
+        key, values = parse_sweep(options.sweep)
+        compared = Comparison(key, {value: [f"{key}={value}"] for value in values})
+    if unknown := [arm for arm in arms if arm not in compared.arms]:
+        raise UserError(f"with.{unknown[0]} names no value of the sweep: {', '.join(compared.arms)}")
+    # An arm's own overrides are the later ones.
+    words_of = {arm: [*extra, *words, *arms.get(arm, [])] for arm, words in compared.arms.items()}
+    return options, replace(compared, arms=words_of)
+
+
+def read_finding(name: str) -> tuple[Comparison, list[str]]:
+    """A file of scripts/findings: what is compared, and the words that it gives for a sweep's."""
+    one_of("finding", [name], FINDINGS)
+    content: dict[str, Any] = read_yaml(FINDINGS[name])
+    claims = [Claim(**claim) for claim in content["rows"]]
+    return Comparison(name, content.get("arms", {}), content.get("makes", {}), claims), content.get(
+        "options", []
+    )
 
 
 def parse_sweep(sweep: str) -> tuple[str, list[str]]:
@@ -153,35 +216,35 @@ def folder_name(value: str) -> str:
     return re.sub(r"[^\w.+-]", "_", value)
 
 
-def plan(
-    options: Options, key: str, values: list[str], arms: dict[str, list[str]], extra: list[str]
-) -> tuple[Options, Study]:
+def plan(options: Options, compared: Comparison) -> tuple[Options, Study]:
     """The options with defaults filled in, and a study with one arm per value; an error if the recipe refuses one of them."""
-    if unknown := [value for value in arms if value not in values]:
-        raise UserError(f"with.{unknown[0]} names no value of the sweep: {', '.join(values)}")
-    overrides = {value: (f"{key}={value}", *extra, *arms.get(value, [])) for value in values}
-    for word in (word for words in overrides.values() for word in words):
+    if not compared.arms:
+        raise UserError(
+            f"finding={compared.title} has kept hits only; what its runs were trained on is not made any more"
+        )
+    for word in (word for words in compared.arms.values() for word in words):
         if split_word(word)[0] == "train.seed":
             raise UserError(
                 f"{word} would make every seed of an arm the same run: leave it out, and give seeds=N"
             )
-    options = complete(options, key, overrides[values[0]])
+    first = [word for word in next(iter(compared.arms.values())) if split_word(word)[0] not in OF_ARM]
+    options = complete(options, compared.title, first)
     recipe = (f"recipe={options.recipe}", f"init={options.init}")
     runs = []
-    for value, words in overrides.items():
-        plugins = load_recipe([*recipe, f"stage={options.stage}", f"out={options.out}", *words]).plugins
+    for name, words in compared.arms.items():
+        about = dict(split_word(word) for word in words if split_word(word)[0] in OF_ARM)
+        overrides = tuple(word for word in words if split_word(word)[0] not in OF_ARM)
+        plugins = load_recipe([*recipe, f"stage={options.stage}", f"out={options.out}", *overrides]).plugins
         asked = (f"plugins={','.join(plugins)}",) if plugins else ()
-        runs.append(Arm(folder_name(value), options.stage, overrides=words, ask=asked))
+        runs.append(Arm(folder_name(name), overrides, ask=asked, **about))
     if not options.collect:  # now, and not after the first training
         for metric in options.metrics:
             parse_name(metric)
     ask = [f"benchmark={load_suite(Path(options.set)).benchmark}"] if is_suite(Path(options.set)) else []
     if more := [name for name in options.metrics if name not in names_of_metrics(negatives=True)]:
         ask.append(f"metrics={','.join(more)}")
-    study = Study(
-        Path(options.out), runs, recipe, {"": Path(options.set)}, options.seeds, options.launcher, tuple(ask),
-        metrics=options.metrics, columns=(options.by, "category"),
-    )  # fmt: skip
+    out, asked_of = Path(options.out), Path(options.set)
+    study = Study(out, runs, recipe, asked_of, options.seeds, options.stage, options.launcher, tuple(ask))
     return options, study
 
 
@@ -222,19 +285,19 @@ def check_places(options: Options) -> None:
         raise UserError(
             f"set={options.set} is no retrieval set (no queries.parquet) and no suite (no suite.json)"
         )
-    init = options.init
-    if not checkpoint_folder(Path(init)).is_dir() and init.count("/") != 1:  # one slash: may be a hub id
-        raise UserError(
-            f"init={init} does not exist; train it with "
-            f"`accelerate launch rge/train.py recipe={options.recipe} stage={BEFORE[options.stage]}`, or name a checkpoint"
-        )
+    for init in dict.fromkeys(options.init.replace("{seed}", str(seed)) for seed in range(options.seeds)):
+        if not checkpoint_folder(Path(init)).is_dir() and init.count("/") != 1:  # one slash: may be a hub id
+            raise UserError(
+                f"init={init} does not exist; train it with "
+                f"`accelerate launch rge/train.py recipe={options.recipe} stage={BEFORE[options.stage]}`, or name a checkpoint"
+            )
 
 
 def slices_of(frame: pd.DataFrame, options: Options) -> tuple[dict[str, Slice], dict[str, Slice]]:
     """Slices of the tables, and those that only ``table.csv`` and ``table.json`` have: a suite's members."""
 
     def values(column: str, of_members: bool = False) -> dict[str, Slice]:
-        return {v: Slice("", column, v, of_members) for v in sorted(set(frame[column].astype(str)))}
+        return {v: Slice(column, v, of_members) for v in sorted(set(frame[column].astype(str)))}
 
     if not is_suite(Path(options.set)):
         if options.by not in frame and options.by != Options.by:
@@ -254,8 +317,14 @@ def check_run(study: Study, arm: Arm, seed: int) -> None:
     folder = study.folder(arm, seed)
     if other := study.changed(arm, seed):
         raise UserError(f"{folder} was trained with other settings: {', '.join(other)}")
+    # A start per seed differs by intention.
+    parts = (
+        ("records",)
+        if any("{seed}" in word for word in study.recipe + arm.overrides)
+        else ("records", "start")
+    )
     inputs = [
-        {part: (about.get("identity") or {}).get(part) for part in ("records", "start")}
+        {part: (about.get("identity") or {}).get(part) for part in parts}
         for about in (read_json(study.checkpoint(arm, one) / RGE_JSON) or {} for one in (0, seed))
     ]
     if other := in_words(differences(*inputs)):
@@ -264,32 +333,38 @@ def check_run(study: Study, arm: Arm, seed: int) -> None:
         )
 
 
-def write_tables(study: Study, key: str, values: list[str], options: Options) -> None:
+def write_tables(study: Study, compared: Comparison, options: Options) -> None:
     """Write every table and the plot, and print them."""
-    results = Results(study)
     for arm in study.arms:
         for seed in range(study.seeds):
             check_run(study, arm, seed)
-            _, frame = results.of(arm.name, seed, "")  # type: ignore[misc]  # every run is finished
-            if missing := [metric for metric in options.metrics if metric not in frame]:
-                raise UserError(
-                    f"{study.evaluation(arm, seed, '')} was not evaluated for {missing[0]}; "
-                    f"there are: {', '.join(map(str, frame.columns))}"
-                )
-    results.keep()
-    arms = {value: arm.name for value, arm in zip(values, study.arms, strict=True)}
+    results = Results.of_study(study)
+    for (name, seed), frame in results.runs.items():
+        if missing := [metric for metric in options.metrics if metric not in frame]:
+            raise UserError(
+                f"{study.evaluation(study.by_name[name], seed)} was not evaluated for {missing[0]}; "
+                f"there are: {', '.join(map(str, frame.columns))}"
+            )
+    arms = {value: arm.name for value, arm in zip(compared.arms, study.arms, strict=True)}
     rows = [Row(value, {name: 1.0}) for value, name in arms.items()]
-    rows += [Row(f"{value} - {values[0]}", {arms[value]: 1.0, arms[values[0]]: -1.0}) for value in values[1:]]
+    first, *others = arms
+    if compared.claims:
+        sums = (claim.sum for claim in compared.claims if len(weights_of(claim.sum)) > 1)
+        rows += [Row(total, weights_of(total)) for total in dict.fromkeys(sums)]
+    else:
+        rows += [Row(f"{value} - {first}", {arms[value]: 1.0, arms[first]: -1.0}) for value in others]
     shown, hidden = slices_of(frame, options)
     lines, tex, data = [], [], []
     for metric in options.metrics:
-        cells, found, _ = in_table(results, Table(metric, rows, shown, metric), "")
-        cells = cells.rename(columns={"arm": key})
+        cells, found = in_table(results, rows, shown, metric)
+        cells = cells.rename(columns={"arm": compared.title})
         lines += [f"{metric}, %; 95 % intervals over seeds and groups of queries", ""]
         lines += [*markdown(cells.columns, cells.to_numpy().tolist()), "", *too_narrow(found)]
         tex.append(latex(cells))
-        data += found + in_table(results, Table(metric, rows, hidden, metric), "")[1]
+        data += found + in_table(results, rows, hidden, metric)[1]
     out, text = Path(options.out), "\n".join(lines)
+    if "hit@1" in frame:
+        results.hits(compared.title, options.by).to_parquet(out / HITS, compression="zstd")
     write_text(out / "table.md", text)
     table = pd.DataFrame(data)
     seeds = pd.DataFrame(table.pop("seeds").tolist()).add_prefix("seed_")
@@ -298,9 +373,33 @@ def write_tables(study: Study, key: str, values: list[str], options: Options) ->
     write_text(out / "table.tex", "\n".join(tex))
     write_text(out / "table.json", json.dumps(data, indent=1))
     marks = [row for row in data if row["row"] in arms and row["slice"] in list(shown)[:STYLES]]
-    title = f"{key}: mean of {study.seeds} seeds, 95 % interval over seeds and groups of queries"
+    title = f"{compared.title}: mean of {study.seeds} seeds, 95 % interval over seeds and groups of queries"
     write_text(out / "plot.svg", interval_chart(marks, title=title))
     print(f"\n{text}\n{json.dumps(data)}")
+
+
+def evidence(hits: pd.DataFrame) -> Iterator[str]:
+    """Table and nulls of docs/evidence.md, from kept hits."""
+    rows, nulls = [], []
+    for name in FINDINGS:
+        results = Results.of_hits(hits[hits["finding"] == name])
+        for claim in read_finding(name)[0].claims:
+            weights, where = weights_of(claim.sum), Slice("part", claim.part) if claim.part else Slice()
+            seeds = results.seeds(list(weights))
+            found = results.measure(weights, "hit@1", where)
+            if found is None:
+                raise UserError(f"finding={name} has no kept runs of {claim.sum}")
+            cell = percent(found["mean"], found["low"], found["high"], sign="+" if len(weights) > 1 else "")
+            number = f"{len(seeds)}{'†' if is_apart(found) else ''}"
+            if claim.is_null:
+                nulls.append(f"* {claim.says}: {cell} ({number}, {name}).")
+                continue
+            each = [results.measure({arm: 1.0}, "hit@1", where, seeds) for arm in weights]
+            means = ", ".join(f"{100 * one['mean']:.1f}" for one in each if one) if len(weights) == 2 else ""
+            rows.append((claim.says, cell, means, number, name))
+    yield from markdown(("comparison", "hit@1, %", "each", "seeds", "finding"), rows)
+    yield ""
+    yield from nulls
 
 
 if __name__ == "__main__":

@@ -14,19 +14,18 @@ The tables next to this file are the only source, and the result is the same eve
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 from jinja2 import Template
 
 from data_prep.demo import retrieval
 from data_prep.demo.families import FAMILIES, GALLERY, QUERIES, TRAINING
 from data_prep.demo.pictures import render_family, write_library
-from data_prep.demo.records import naming_records, reference, relation_records, text_records
+from data_prep.demo.records import naming_records, relation_records, text_records
 from data_prep.demo.retrieval import write_set
-from data_prep.demo.splits import VALID_GALLERY, VALID_QUERIES, Splits, split
+from data_prep.demo.splits import Splits, split
 from data_prep.demo.tables import HERE, Tables, read_tables
 from rge.common.options import parse_options
 from rge.data.sources import write_jsonl
@@ -99,46 +98,6 @@ def write_paraphrased(out: Path) -> None:
     tables = read_tables()
     write_records(out, tables, split(tables), paraphrased=True)
     copy_pictures(out)
-
-
-def write_rotated(out: Path) -> None:
-    """Write records and large validation sets for choosing defaults: the two validation families are held back entirely.
-
-    ``valid`` asks for relations, ``mixed`` also for other drawings of the same thing (`write_mixed`).
-    """
-    tables, held = read_tables(), (VALID_QUERIES.name, VALID_GALLERY.name)
-    splits = split(tables)
-    icons = {key: icon for key, icon in tables.icons.items() if key[0] not in held}
-    write_records(out, replace(tables, icons=icons), splits)
-    copy_pictures(out)
-    rows = retrieval.rotated_rows(tables, splits)
-    write_set(out / "valid", "rge-demo-rotated", rows)
-    write_set(out / "mixed", "rge-demo-rotated-mixed", retrieval.mixed_rows(rows), notes=retrieval.KIND_NOTES)
-
-
-def write_mixed(out: Path) -> None:
-    """Write test and validation sets that mix easy and relation queries over the shipped pictures, and records to train on.
-
-    An easy query asks for another drawing of the thing in its picture, which is what naming records train. The naming
-    records written here therefore exclude the drawings of the validation queries.
-    """
-    tables = read_tables()
-    splits = split(tables)
-    copy_pictures(out)
-    valid = retrieval.mixed_rows(retrieval.valid_rows(tables, splits))
-    held = {reference(*drawing) for drawing in valid.sources}
-    kept = [record for record in naming_records(tables) if held.isdisjoint(record.query.images)]
-    write_jsonl(out / "train" / "naming.jsonl", kept)
-    queries, corpus = (
-        pq.read_table(OUT / "test" / f"{name}.parquet").to_pylist() for name in ("queries", "corpus")
-    )
-    pictures = {
-        QUERIES: {row["group"]: row["image"][0]["bytes"] for row in queries},
-        GALLERY: {row["concept"]: row["image"]["bytes"] for row in corpus},
-    }
-    test = retrieval.mixed_rows(retrieval.test_rows(tables, splits))
-    write_set(out / "test", "rge-demo-mixed-test", test, pictures, retrieval.KIND_NOTES)
-    write_set(out / "valid", "rge-demo-mixed-valid", valid, notes=retrieval.KIND_NOTES)
 
 
 def licences() -> str:

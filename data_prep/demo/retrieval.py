@@ -1,7 +1,6 @@
 """Write the facts as retrieval sets: test with held-out families, validation with training families."""
 
 import json
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,8 +10,8 @@ import pyarrow as pa
 
 from data_prep.demo.families import GALLERY, QUERIES, Family
 from data_prep.demo.pictures import IMAGE, write_table
-from data_prep.demo.records import INSTRUCTION, NAMING_INSTRUCTION, NAMING_PHRASINGS, reference
-from data_prep.demo.splits import VALID_GALLERY, VALID_QUERIES, Pair, Splits, is_drawn, stable_hash
+from data_prep.demo.records import INSTRUCTION, reference
+from data_prep.demo.splits import VALID_GALLERY, VALID_QUERIES, Pair, Splits, stable_hash
 from data_prep.demo.tables import Concept, Fact, Tables
 from rge.identity.set_fingerprint import set_fingerprint
 
@@ -25,13 +24,6 @@ SLICE_NOTES = {
     }
 }
 """Explanations of the values of ``pair``, shown with the figures."""
-KIND_NOTES = {
-    "kind": {
-        "easy": "asks for another drawing of what the picture shows: nothing has to be inferred",
-        "relation": "a question of the set without easy queries",
-    }
-}
-"""The same for sets that mix easy and relation queries."""
 
 
 @dataclass
@@ -117,55 +109,16 @@ def valid_rows(tables: Tables, splits: Splits) -> SetRows:
     return set_rows(tables, facts, corpus, held_out=splits.valid)
 
 
-def rotated_rows(tables: Tables, splits: Splits) -> SetRows:
-    """All facts that the validation families can show, in two phrasings each; the gallery shows all that its family draws."""
-    facts = [fact for fact in tables.facts if is_drawn(tables, fact)]
-    corpus = tables.drawn_by(VALID_GALLERY)
-    return set_rows(tables, facts, corpus, NUM_TEST_PHRASINGS, held_out=splits.words_only)
-
-
-def mixed_rows(rows: SetRows) -> SetRows:
-    """Pair each relation query with an easy query about the same drawing.
-
-    The gallery must show the queries' sources too. Relations about a drawing beyond the number of naming phrasings are dropped.
-    """
-    mixed, asked = SetRows(gallery=rows.gallery, corpus=rows.corpus), Counter[str]()
-    for query, drawing in zip(rows.queries, rows.sources, strict=True):
-        source, _ = drawing
-        number = asked[source.key]
-        if number == len(NAMING_PHRASINGS):
-            continue
-        asked[source.key] += 1
-        easy = {
-            "id": f"same.{source.key}.{number}",
-            "text": NAMING_PHRASINGS[number],
-            "category": "naming",
-            "group": source.key,
-            "instruction": NAMING_INSTRUCTION,
-            "kind": "easy",
-        }
-        mixed.queries += [query | {"kind": "relation"}, easy]
-        mixed.sources += [drawing, drawing]
-        answer = source.picture(rows.gallery)
-        mixed.qrels.append((easy["id"], answer, 1))
-        mixed.rationales.append((easy["id"], answer, f"{source.sentence}."))
-    kept = {query["id"] for query in mixed.queries}
-    for table in ("qrels", "negatives", "rationales"):
-        getattr(mixed, table).extend(row for row in getattr(rows, table) if row[0] in kept)
-    return mixed
-
-
 def write_set(
     folder: Path,
     name: str,
     rows: SetRows,
     pictures: Mapping[Family, Mapping[str, bytes]] | None = None,
-    notes: dict[str, dict[str, str]] = SLICE_NOTES,
 ) -> None:
     """Write a retrieval set.
 
     ``pictures``: drawings to store, by family and concept; those of other families are in the library in ``train`` beside the set's
-    folder. `notes` are the ``slice_notes`` of `write_tables`.
+    folder.
     """
 
     def cell(concept: Concept, family: Family) -> dict[str, object]:
@@ -182,7 +135,7 @@ def write_set(
     licences = sorted({family.licence for _, family in rows.sources})
     queries: dict[str, Any] = {
         column: shown if column == "image" else [query[column] for query in rows.queries]
-        for column in ("id", "text", "image", "category", "group", "instruction", *notes)
+        for column in ("id", "text", "image", "category", "group", "instruction", *SLICE_NOTES)
     }
     write_tables(
         folder,
@@ -192,8 +145,10 @@ def write_set(
         name=name,
         licence=f"queries {', '.join(licences)}, gallery {rows.gallery.licence}",
         source="hand-written relations over icon families, see LICENSES.md",
-        counts={value: queries[column].count(value) for column, values in notes.items() for value in values},
-        slice_notes=notes,
+        counts={
+            value: queries[column].count(value) for column, values in SLICE_NOTES.items() for value in values
+        },
+        slice_notes=SLICE_NOTES,
     )
 
 

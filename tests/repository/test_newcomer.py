@@ -165,7 +165,7 @@ def test_scripts_read_their_words_by_the_one_parser():
     """And end as every command does: `rge.common.commands.start` shows errors that the user can fix."""
     scripts = {path: path.read_text(encoding="utf-8") for path in (ROOT / "scripts").glob("*.py")}
     taking = {path.stem for path, text in scripts.items() if re.search(r"^def main\(\w", text, flags=re.M)}
-    assert {"ablate", "demo", "study"} <= taking
+    assert {"ablate", "demo", "reworded"} <= taking
     for path, text in scripts.items():
         assert not re.search(r"argparse|sys\.argv\[1:\]\)|OmegaConf", text), path
         if path.stem in taking:

@@ -33,9 +33,9 @@ def ablate(monkeypatch, tmp_path):
     Query 2g + i of seed s hits with the arm's own rates: self .75, oracle .5, none .25 over four groups of two.
     """
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    for name in ("ablate", "arms"):
+    for name in ("ablate", "sweep"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    arms, module = importlib.import_module("arms"), importlib.import_module("ablate")
+    sweep, module = importlib.import_module("sweep"), importlib.import_module("ablate")
     module.commands = []
 
     def run(command: list[str]) -> None:
@@ -72,8 +72,8 @@ def ablate(monkeypatch, tmp_path):
             LOADED[key] = load_recipe(arguments)
         return LOADED[key]
 
-    module.arms = arms
-    monkeypatch.setattr(arms, "run", run)
+    module.sweep = sweep
+    monkeypatch.setattr(sweep, "run", run)
     monkeypatch.setattr(module, "load_recipe", load_once)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     (tmp_path / "cold").mkdir()
@@ -123,7 +123,7 @@ def test_every_arm_and_seed_is_trained_and_evaluated_once(ablate, tmp_path):
         "table.tex",
         "table.json",
         "plot.svg",
-        "kept.json",
+        "hits.parquet",
     }
 
 
@@ -208,24 +208,24 @@ def test_a_run_is_evaluated_with_the_plugins_of_its_recipe(ablate, monkeypatch):
     ],
 )
 def test_a_run_is_asked_as_its_queries_were_trained(ablate, tmp_path, monkeypatch, settings, mode):
-    arm = ablate.Arm("self", "joint")
-    study, commands = ablate.Study(tmp_path, [arm], (), {"": Path("set")}, 1), []
-    monkeypatch.setattr(ablate.arms, "run", commands.append)
+    arm = ablate.Arm("self")
+    study, commands = ablate.Study(tmp_path, [arm], (), Path("set"), 1), []
+    monkeypatch.setattr(ablate.sweep, "run", commands.append)
     study.checkpoint(arm, 0).mkdir(parents=True)
     (study.checkpoint(arm, 0) / "rge.json").write_text(json.dumps(settings))
-    ablate.arms._evaluate(study, arm, 0, "", Path("set"))
+    ablate.sweep._evaluate(study, arm, 0)
     assert f"query_mode={mode}" in commands[0]
 
 
 def test_an_arm_s_overrides_may_be_given_one_by_one(ablate):
     words = ["sweep=loss.anchor=[none]", "with.none=loss.ratio=none", "with.none=joint.lr=2e-3"]
-    _, arms, _ = ablate.read_options(["recipe=demo", *words])
-    assert arms == {"none": ["loss.ratio=none", "joint.lr=2e-3"]}
+    _, compared = ablate.read_options(["recipe=demo", *words])
+    assert compared.arms == {"none": ["loss.anchor=none", "loss.ratio=none", "joint.lr=2e-3"]}
 
 
 def test_a_sweep_does_not_lock_what_training_locks(ablate, tmp_path):
     """On NFS, flock and the record locks of `run_lock.held` exclude one another: every training would be refused."""
-    with ablate.arms.held(tmp_path / "run", wait=False) as ours:
+    with ablate.sweep.held(tmp_path / "run", wait=False) as ours:
         assert ours
         assert not (tmp_path / "run" / LOCK).exists()
 
@@ -256,7 +256,7 @@ def test_the_list_says_what_each_index_is(ablate, capsys):
     lines = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
     assert [line[0] for line in lines] == list("012345")
     assert [line[3] for line in lines] == ["open"] * 3 + ["finished"] + ["open"] * 2
-    assert lines[4][1:3] == ["loss.anchor=oracle", "seed 1"]
+    assert lines[4][1:3] == ["oracle", "seed 1"]
 
 
 def test_the_tables_figures(ablate, tmp_path):
@@ -273,8 +273,8 @@ def test_the_tables_figures(ablate, tmp_path):
     assert found["self", "held-out", "hit@1"]["mean"] == pytest.approx(3.5 / 4)
     difference = found["oracle - self", "all", "hit@1"]
     assert difference["mean"] == pytest.approx(-2 / 8)
-    # Per group of two the difference is 0, 0, -1, 0: paired, so the interval is far narrower than the arms' own.
-    assert -1 <= difference["low"] < difference["mean"] < difference["high"] <= 0
+    # Per group of two the difference is 0, 0, -1, 0; four groups have Student's t.
+    assert -1 <= difference["low"] < difference["mean"] < difference["high"] < 1
     text = (tmp_path / "out" / "table.md").read_text()
     assert "| loss.anchor | all | held-out | seen | seeds |" in text
     assert "| self | 81.2 [" in text
@@ -290,7 +290,7 @@ def test_a_suite_is_swept_by_means_over_its_members(ablate, tmp_path):
         (suite / name / "meta.json").write_text("{}")
     members = {"north": {"half": "N"}, "south": {"half": "S"}}
     write_suite(suite, name="compass", benchmark="generic", column="side", members=members)
-    make = ablate.arms.run
+    make = ablate.sweep.run
 
     def run(command):
         make(command)
@@ -305,7 +305,7 @@ def test_a_suite_is_swept_by_means_over_its_members(ablate, tmp_path):
         frame["recall@100"] = frame["mrr"]
         frame.to_parquet(path)
 
-    ablate.arms.run = run
+    ablate.sweep.run = run
     given = [word for word in ablate.given if not word.startswith(("set=", "metrics="))]
     ablate.main([*given, f"set={suite}", "metrics=hit@1,recall@100"])
     rows = json.loads((tmp_path / "out" / "table.json").read_text())
@@ -384,13 +384,7 @@ def test_a_recipe_needs_only_what_the_swept_stage_needs(ablate, tmp_path, monkey
     words = ["recipe=mine.yaml", SWEEP, "joint.sources=[{path: a.jsonl}]", "set=set", "seeds=1", "list=true"]
     ablate.main([*words, *init])
     assert capsys.readouterr().out.count("seed 0\topen") == 3
-    options, study = ablate.plan(
-        ablate.parse_options(ablate.Options, [*words[:2], "set=set", *init]),
-        "loss.anchor",
-        ["self"],
-        {},
-        words[2:3],
-    )
+    options, study = ablate.plan(*ablate.read_options([*words, *init]))
     assert options.init == (init[0].removeprefix("init=") if init else "trained/cold_start/final")
     assert f"init={options.init}" in study.words(study.arms[0], 0)
 
@@ -459,13 +453,13 @@ def test_a_real_sweep_with_two_processes_a_run(ablate, tmp_path, tiny_path, monk
     def run(command: list[str]) -> None:
         if "rge/train.py" in command:
             at = command.index("rge/train.py")
-            assert command[:at] == shlex.split(ablate.arms.default_launcher())
+            assert command[:at] == shlex.split(ablate.sweep.default_launcher())
             done = forked.run_pair(*command[at:])
         else:
             done = forked.run(*command[1:])
         assert done.returncode == 0, done.stdout + done.stderr
 
-    monkeypatch.setattr(ablate.arms, "run", run)
+    monkeypatch.setattr(ablate.sweep, "run", run)
     monkeypatch.chdir(ROOT)
     data = write_set(tmp_path / "set", num_queries=8, num_candidates=12)
     words = [
@@ -503,7 +497,7 @@ def test_the_stage_rl_goes_on_from_the_joint_stage(ablate, tmp_path, monkeypatch
         started.append(command)
         sys.exit(3)
 
-    monkeypatch.setattr(ablate.arms, "run", run)
+    monkeypatch.setattr(ablate.sweep, "run", run)
     words += [
         "rl.alpha_con=0",
         f"init={tmp_path / 'cold'}",
@@ -523,7 +517,7 @@ def test_paths_are_relative_to_the_working_directory(ablate, tmp_path, monkeypat
         started.append(command)
         sys.exit(3)
 
-    monkeypatch.setattr(ablate.arms, "run", run)
+    monkeypatch.setattr(ablate.sweep, "run", run)
     monkeypatch.setattr(ablate, "load_recipe", load_recipe)
     monkeypatch.chdir(tmp_path)
     Path("mine.yaml").write_text((ROOT / "recipes" / "demo.yaml").read_text())
@@ -548,3 +542,85 @@ def test_paths_are_relative_to_the_working_directory(ablate, tmp_path, monkeypat
     assert Path("sweep/self/seed_0").is_dir()
     with pytest.raises(UserError, match="init=nowhere does not exist"):
         ablate.main(["recipe=demo", SWEEP, "init=nowhere", "out=sweep"])
+
+
+def test_every_finding_has_arms_that_exist_and_recipes_that_load(ablate, tmp_path, monkeypatch):
+    monkeypatch.setattr(ablate, "load_recipe", load_recipe)
+    monkeypatch.chdir(ROOT)
+    for name in ablate.FINDINGS:
+        options, compared = ablate.read_options([f"finding={name}", f"out={tmp_path}", "seeds=2"])
+        arms = {arm for claim in compared.claims for arm in ablate.weights_of(claim.sum)}
+        if not compared.arms:  # its data are not made any more
+            with pytest.raises(UserError):
+                ablate.plan(options, compared)
+            continue
+        assert arms <= set(compared.arms), name
+        assert "{" not in "".join(compared.makes).replace("{seed}", ""), name
+        options, study = ablate.plan(options, compared)
+        assert (study.out, study.seeds) == (tmp_path, 2)
+        starts = set(compared.makes)
+        for arm in study.arms:
+            assert arm.of in ("", *study.by_name)
+            [*_, start] = [word for word in study.recipe + arm.overrides if word.startswith("init=")]
+            assert start.removeprefix("init=") in starts, name
+            load_recipe(study.words(arm, 1))
+        for command in compared.makes.values():
+            words = shlex.split(command.replace("{seed}", "1"))
+            if words[1] == "rge/train.py":
+                load_recipe(words[2:])
+            else:
+                assert words[:3] == ["python", "-m", "data_prep"] or (ROOT / words[1]).is_file()
+
+
+def test_a_finding_makes_what_is_missing_and_asks_a_checkpoint_in_two_modes(ablate, tmp_path, monkeypatch):
+    (tmp_path / "made_1").mkdir()
+    text = f"""
+options: [recipe=demo, seeds=2, "init={tmp_path}/made_{{seed}}", out={tmp_path}/out, metrics=hit@1]
+makes: {{"{tmp_path}/made_{{seed}}": "python make.py out={tmp_path}/made_{{seed}}"}}
+arms:
+  self: [loss.anchor=self]
+  oracle: [of=self, query_mode=direct, set={tmp_path}/other]
+rows: [{{says: "Both", sum: self - oracle}}]
+"""
+    (tmp_path / "mine.yaml").write_text(text)
+    monkeypatch.setitem(ablate.FINDINGS, "mine", tmp_path / "mine.yaml")
+    make = ablate.sweep.run
+
+    def run(command):
+        if command[1] == "make.py":
+            ablate.commands.append(command)
+            (tmp_path / "made_0").mkdir()
+        else:
+            make(command)
+
+    monkeypatch.setattr(ablate.sweep, "run", run)
+    ablate.main(["finding=mine", "launcher=accelerate launch"])
+    assert [command[1] for command in ablate.commands].count("make.py") == 1
+    assert trained(ablate) == [("self", "0"), ("self", "1")]
+    direct = [command for command in ablate.commands if "query_mode=direct" in command]
+    assert {f"set={tmp_path}/other", f"checkpoint={tmp_path}/out/self/seed_1/joint/final"} <= set(direct[1])
+    found = {row["row"]: row["mean"] for row in json.loads((tmp_path / "out" / "table.json").read_text())}
+    # What a finished finding leaves, the table is made from again.
+    kept = pd.read_parquet(tmp_path / "out" / "hits.parquet")
+    for name in list(ablate.FINDINGS):
+        if name != "mine":
+            monkeypatch.delitem(ablate.FINDINGS, name)
+    row = list(ablate.evidence(kept))[2]
+    assert row.startswith(f"| Both | {100 * found['self - oracle']:+.1f} [")
+    assert "| 81.2, 56.2 | 2 | mine |" in row
+    with pytest.raises(UserError):
+        list(ablate.evidence(kept[kept["arm"] == "self"]))
+
+
+@pytest.mark.slow
+def test_every_row_of_the_evidence_is_recomputed_from_what_was_kept(ablate):
+    page = (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8")
+    made = list(ablate.evidence(pd.read_parquet(ROOT / "docs" / "kept" / "hits.parquet")))
+    assert "\n".join(made) in page
+    # And nothing on it is from elsewhere.
+    left = page.replace("\n".join(made), "")
+    assert not re.search(r"\[-?\d+\.\d, -?\d+\.\d\]", left)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    three = readme.partition("## Three results")[2].partition("## ")[0]
+    for cell in re.findall(r"\d+\.\d \[\d+\.\d, \d+\.\d\]", three):
+        assert any(cell in line for line in made), cell

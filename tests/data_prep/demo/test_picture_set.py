@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from data_prep.demo import build as demo
-from data_prep.demo import retrieval, spoil
+from data_prep.demo import retrieval
 from data_prep.demo.families import FAMILIES, GALLERY, QUERIES, TRAINING
 from data_prep.demo.pictures import SIZE_PX
 from data_prep.demo.splits import NUM_VALID, VALID_GALLERY, VALID_QUERIES, split
@@ -18,7 +18,6 @@ from data_prep.demo.tables import read_tables, rows_of
 from data_prep.rmir.config import CATEGORIES
 from eval.sets.retrieval_set import load_set
 from rge.common.images import load_image, picture_bytes
-from rge.common.schema import Record
 from rge.data.sources import RecordFile
 
 DATA = demo.OUT
@@ -329,97 +328,3 @@ def test_the_tables_keep_their_rules(tables):
     pairs = {fact.pair for fact in tables.facts}
     assert {(row["question"], row["source"]) for row in found["near_misses"]} <= pairs
     assert {question for question, _ in pairs} <= tables.questions.keys()
-
-
-def test_easy_queries_beside_relations(tmp_path, tables):
-    """Half of each; nothing easy that validation asks is trained; the pictures are the shipped ones of held-out families."""
-    demo.write_mixed(tmp_path)
-    train = list(RecordFile(tmp_path / "train" / "naming.jsonl", need_rationale=True))
-    trained = {picture.partition("#")[2] for record in train for picture in record.query.images}
-    assert len(train) == 1178
-    for name, gallery in (("test", GALLERY), ("valid", VALID_GALLERY)):
-        assert load_set(tmp_path / name).report_by == ("kind",)
-        answers = defaultdict(set)
-        for row in pq.read_table(tmp_path / name / "qrels.parquet").to_pylist():
-            answers[row["query-id"]].add(row["corpus-id"])
-        queries = pq.read_table(tmp_path / name / "queries.parquet").to_pylist()
-        shipped = {row["id"]: row for row in rows(name, "queries.parquet")}
-        asking = {row["group"]: row["image"] for row in shipped.values()}
-        kinds = Counter((row["group"], row["kind"]) for row in queries)
-        assert all(kinds[group, "easy"] == kinds[group, "relation"] <= 4 for group, _ in kinds)
-        for row in queries:
-            own = tables.concepts[row["group"]].picture(gallery)
-            if row["kind"] == "easy":
-                assert answers[row["id"]] == {own}
-            else:
-                assert row["text"] == shipped[row["id"]]["text"]
-                assert own not in answers[row["id"]]
-            (picture,), (known,) = row["image"], asking[row["group"]]
-            assert (picture["bytes"], picture["path"]) == (known["bytes"], known["path"])
-            if name == "valid":
-                assert picture["path"].partition("#")[2] not in trained
-                load_image(f"{tmp_path}/valid/{picture['path']}")
-
-
-@pytest.mark.slow
-def test_a_dose_of_the_oracles_is_spoiled_and_held_back_drawings_are_the_test(tmp_path, tables):
-    def records(dose: str, name: str) -> dict[str, Record]:
-        spoil.write(tmp_path / dose, float(dose), seed=0)
-        lines = (tmp_path / dose / "train" / name).read_text(encoding="utf-8").splitlines()
-        return {record.id: record for record in map(Record.model_validate_json, lines)}
-
-    shipped = {
-        record.id: record
-        for record in map(
-            Record.model_validate_json, (DATA / "train" / "relations.jsonl").read_text().splitlines()
-        )
-    }
-    whole, half = records("0", "relations.jsonl"), records("0.5", "relations.jsonl")
-    assert all(shipped[name] == record for name, record in whole.items())
-    true = {}
-    for fact in tables.facts:
-        true[fact.pair] = set(fact.answers.values())
-    wrong = {}
-    for name, record in half.items():
-        question, source, _ = name.split(".", 2)
-        for before, after in zip(whole[name].positives, record.positives, strict=True):
-            assert (after.id, after.identity) == (before.id, before.identity)
-            assert after.rationale.partition("; ")[0] == before.rationale.partition("; ")[0]
-            if after.rationale != before.rationale:
-                assert after.rationale not in true[question, source]
-                wrong.setdefault((question, source), set()).add(after.rationale)
-    share = sum(half[name] != record for name, record in whole.items()) / len(whole)
-    assert 0.45 < share < 0.55
-    assert all(len(said) == 1 for said in wrong.values())  # one belief about a thing
-    again = spoil.write(tmp_path / "again", 0.5, seed=0)
-    assert again == spoil.write(tmp_path / "again", 0.5, seed=0)
-    written = (tmp_path / "again" / "train" / "text.jsonl").read_bytes()
-    assert written == (tmp_path / "0.5" / "train" / "text.jsonl").read_bytes()
-    unseen = load_set(tmp_path / "0.5" / "unseen")
-    assert len(unseen.queries) > 300
-    shown = {image.partition("#")[2] for record in half.values() for image in record.query.images}
-    asked = pq.read_table(tmp_path / "0.5" / "unseen" / "queries.parquet").to_pylist()
-    assert not shown & {query["image"][0]["path"].partition("#")[2] for query in asked}
-
-
-@pytest.mark.slow
-def test_rotated_records_never_show_the_families_that_ask_and_answer(tmp_path):
-    demo.write_rotated(tmp_path)
-    for name in ("relations", "text", "naming"):
-        records = list(RecordFile(tmp_path / "train" / f"{name}.jsonl", need_rationale=True))
-        shown = {
-            picture.partition("#")[2].partition("/")[0]
-            for record in records
-            for picture in (
-                *record.query.images,
-                *(target.image for target in (*record.positives, *record.negatives)),
-            )
-        }
-        assert shown == {"noto-v1", "emojione", "fxemoji"}
-    assert load_set(tmp_path / "valid").report_by == ("pair",)
-    queries = pq.read_table(tmp_path / "valid" / "queries.parquet").to_pylist()
-    assert Counter(row["pair"] for row in queries) == {"seen": 882, "held_out": 296}
-    families = {row["image"][0]["path"].partition("#")[2].partition("/")[0] for row in queries}
-    assert families == {VALID_QUERIES.name}
-    trained = {record.id.rpartition(".")[0] for record in RecordFile(tmp_path / "train" / "relations.jsonl")}
-    assert {row["pair"] for row in queries if row["id"].rpartition(".")[0] in trained} == {"seen"}

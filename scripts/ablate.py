@@ -178,7 +178,7 @@ def read_options(arguments: list[str]) -> tuple[Options, Comparison]:
 
 def read_finding(name: str) -> tuple[Comparison, list[str]]:
     """A file of scripts/findings: what is compared, and the words that it gives for a sweep's."""
-    one_of("finding", [name], FINDINGS)
+    one_of("finding", [name], list(FINDINGS))
     content: dict[str, Any] = read_yaml(FINDINGS[name])
     claims = [Claim(**claim) for claim in content["rows"]]
     return Comparison(name, content.get("arms", {}), content.get("makes", {}), claims), content.get(

@@ -113,11 +113,11 @@ def beside(measured: Mapping[str, Mapping[str, Any]]) -> str:
     """
     first = next(iter(measured.values()))
     benchmark, name = first.get("benchmark"), str(first["set"]["name"])
-    for table in published().values():
-        if table.by_member and table.benchmark == benchmark:
-            alone = [at for at, column in enumerate(table.columns) if name.split()[-1] == column.name]
+    for one in published().values():
+        if one.by_member and one.benchmark == benchmark:
+            alone = [at for at, column in enumerate(one.columns) if name.split()[-1] == column.name]
             if alone and "num_members" not in first["set"]:
-                return _by_member(table, measured, alone)
+                return _by_member(one, measured, alone)
     table = table_of(benchmark, name)
     if table is None:
         return ""

@@ -42,7 +42,7 @@ class Shown(NamedTuple):
     picture: Image.Image | None
 
 
-Columns = tuple[list[str] | None, list[Image.Image] | None]
+Columns = tuple[list[str] | None, list[Any] | None]
 """Texts and pictures of a call; None: none has any."""
 
 
@@ -167,11 +167,11 @@ def load_own_code(facts: Facts, device: str, dtype: str, *, trust_code: bool = F
         model, "encode_text"
     ):
         with loading(facts, Exception):
-            readers = [
+            readers: list[Any] = [
                 kind.from_pretrained(facts.path, trust_remote_code=True)
                 for kind in (AutoTokenizer, AutoImageProcessor)
             ]
-            return TwoTowers(facts, model, *readers, dtype)
+            return TwoTowers(facts, model, readers[0], readers[1], dtype)
     return OwnCode(facts, model, dtype)
 
 

@@ -57,7 +57,7 @@ format: setup ## let ruff rewrite what it can
 
 docs: setup ## build the pages of docs/ as a site with search: site/index.html
 	@$(PY) -m mkdocs build --quiet --strict
-	@echo "site/index.html"
+	@echo "site/index.html (search needs a server: $(PY) -m http.server 8080 -b 127.0.0.1 -d site)"
 
 clean: ## remove .venv and caches; runs/ stays, since it holds your trainings
 	rm -rf $(VENV) *.egg-info .pytest_cache .mypy_cache .ruff_cache

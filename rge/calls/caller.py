@@ -180,9 +180,14 @@ def check_answered(unanswered: Sequence[Outcome], num_calls: int, *, wait: bool,
     """
     if not unanswered:
         return
+    again = "run the same command again to repeat"
     message = (
-        f"{about}{len(unanswered)} of {num_calls} calls are unanswered, such as: {unanswered[0].error}. The other answers are stored; "
-        "run the same command again to repeat only these calls"
+        f"{about}{len(unanswered)} of {num_calls} calls are unanswered, such as: {unanswered[0].error}. "
+        + (
+            f"The other answers are stored; {again} only these calls"
+            if len(unanswered) < num_calls
+            else f"{again.capitalize()} them"
+        )
     )
     if 2 * len(unanswered) > num_calls:
         raise UserError(message)

@@ -112,10 +112,13 @@ def banner(plans: Plans) -> Iterator[str]:
 def _trained_on(name: str, stage: StageConfig, steps: int, files: Sequence[Records]) -> Iterator[str]:
     streams = sum(file.size is None for file in files)
     left_out = sum(len(file.bad) for file in files)
+    if 0 < streams == len(files):  # how many records they have is not known
+        told = f"{streams} stream{'s' * (streams > 1)}"
+    else:
+        told = f"{sum(file.size or 0 for file in files):,} records in {len(files)} source{'s' * (len(files) > 1)}"
+        told += f", {streams} of them a stream" if streams else ""
     yield (
-        f"{name}: {steps:,} steps of {stage.batch_size} queries, from "
-        f"{sum(file.size or 0 for file in files):,} records in {len(files)} source{'s' * (len(files) > 1)}"
-        + (f", {streams} of them a stream" if streams else "")
+        f"{name}: {steps:,} steps of {stage.batch_size} queries, from {told}"
         + (f"; {left_out:,} more are bad and left out" if left_out else "")
     )
     if steps < stage.warmup_steps:

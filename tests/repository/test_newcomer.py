@@ -199,6 +199,9 @@ def test_the_docs_build_as_a_site_without_a_broken_link(tmp_path):
     assert built.returncode == 0, built.stdout + built.stderr
     page = (tmp_path / "site" / "index.html").read_text(encoding="utf-8")
     assert "embedders that reason before they embed" in page
+    # Opened as a file, a link to a folder shows its listing. Nothing may be loaded from elsewhere.
+    assert 'href="tutorial.html"' in page
+    assert not re.findall(r'<(?:script|img|iframe)\b[^>]*\bsrc="?(?:https?:)?//', page)
     assert (tmp_path / "site" / "search" / "search_index.json").is_file()
 
 

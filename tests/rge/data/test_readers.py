@@ -879,7 +879,9 @@ def test_the_check_looks_at_data_sets_too(recipe, home, tmp_path):
     assert f"from {COUNT} records in 2 sources, 1 of them a stream" in "\n".join(found.summary)
     assert len(found.records) == 3
     held = f"validation={{dataset: '{home / 'parquet'}', streaming: true, max_records: 7}}"
-    _, found = check.examine(loaded(recipe, held), accelerator)
+    stream = f"joint.sources=[{{dataset: '{home / 'parquet'}', streaming: true}}]"
+    _, found = check.examine(loaded(recipe, stream, held), accelerator)
+    assert "queries, from 1 stream" in "\n".join(found.summary)
     assert len(found.records[loaded(recipe, held).validation.key]) == 7
     broken(home, tmp_path / "bad")
     bad = f"joint.sources=[{{dataset: '{tmp_path / 'bad'}'}}, {{dataset: nobody/nothing}}]"

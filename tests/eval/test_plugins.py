@@ -234,7 +234,7 @@ def test_a_figure_of_a_plugin_says_so_and_compare_says_what_differs(tmp_path, pa
     assert main(["compare", f"a={tmp_path / 'plain'}", f"b={tmp_path / 'half'}"]) == 0
     shown = capsys.readouterr()
     assert "a and b differ in plugins: plugin_four." in shown.out
-    assert "WARNING" not in shown.err
+    assert "settings that are not being compared" not in shown.err
     assert main(["compare", f"a={tmp_path / 'half'}", f"b={tmp_path / 'quarter'}"]) == 0
     assert f'plugins: plugin_four.code "{codes[0]}" and "{codes[1]}"' in capsys.readouterr().err
 

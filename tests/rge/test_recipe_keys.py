@@ -587,8 +587,9 @@ def test_back_end_is_the_least_that_is_shared_out(monkeypatch):
 def test_max_rationale_tokens_bounds_what_is_trained_on(arguments):
     recipe = load_recipe(arguments("data.max_rationale_tokens=1"))
     problems = check.examine(recipe, Accelerator(cpu=True))[0]
-    assert len(problems) == 12
-    assert all("more than data.max_rationale_tokens=1; shorten it" in problem for problem in problems)
+    (problem,) = problems
+    assert "more than data.max_rationale_tokens=1; shorten it" in problem
+    assert "11 more" in problem
 
 
 def test_skip_nonfinite_is_how_many_steps_in_a_row_may_fail(arguments, monkeypatch, tmp_path):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+import rge
 from rge.common.commands import start
 from rge.common.files import checkpoint_folder, find_shipped, write_json, write_text
 from rge.common.options import AtLeastOne, Count, parse_options
@@ -272,7 +273,9 @@ def write_card(folder: Path, verdict: Verdict) -> None:
         raise UserError(f"card=true: {folder} has no model card README.md")
     routes = dict.fromkeys(row.route for row in verdict.rows)
     largest = max(row.difference for row in verdict.rows if row.route != "bfloat16")
-    versions = ", ".join(f"{name} {version(name)}" for name in ("rge", "transformers", "torch"))
+    versions = ", ".join(
+        [f"rge {rge.__version__}", *(f"{name} {version(name)}" for name in ("transformers", "torch"))]
+    )
     said = f"{versions} over {len(routes)} routes ({', '.join(routes)}): largest difference {largest:.1e} in float32."
     write_text(path, verified_card(path.read_text(encoding="utf-8"), said))
     print(f"written: {path}")

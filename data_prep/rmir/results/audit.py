@@ -17,7 +17,7 @@ from data_prep.rmir.decisions import candidates_by_query
 from data_prep.rmir.pictures.encoders import Index, caption_index, image_index
 from data_prep.rmir.pictures.near_duplicates import num_repeats
 from data_prep.rmir.run import Row, Run
-from rge.stats.intervals import figures, index_of, resampled
+from rge.stats.intervals import OF_DIFFERENCES, figures, index_of, resampled
 
 TEXT, TEXT_TO_CAPTIONS, IMAGE = SHORTCUTS = "text alone", "text alone, by captions", "picture alone"
 DESCRIPTION = "the answer described"
@@ -146,7 +146,12 @@ def tsr_evidence(
     names = ("mean_right", "mean_wrong", "auc", "difference", "right_above", "right_below")
     counts = np.full(len(names), len(terms_GT))
     bootstrap = resampled(terms_GT, values, counts, num_resamples=TSR_RESAMPLES, seed=0)
-    return numbers | dict(zip(names, figures(bootstrap), strict=True))
+    shares, differences = figures(bootstrap, (0.0, 1.0)), figures(bootstrap, OF_DIFFERENCES)
+    return (
+        numbers
+        | dict(zip(names, shares, strict=True))
+        | {"difference": differences[names.index("difference")]}
+    )
 
 
 def language(run: Run) -> dict[str, Any]:

@@ -25,13 +25,13 @@ from eval_fakes import (
 )
 
 from eval.__main__ import COMMANDS, main, usage
-from eval.commands import measurement
 from eval.commands.compare import CompareOptions, compare
 from eval.commands.run import RunOptions, other_words, run, run_command
 from eval.commands.score import ScoreOptions, score
 from eval.pages.evaluations import read_evaluation
 from eval.pages.report import ReportOptions, provenance_of, report
 from eval.pages.tables import random_floors
+from eval.scoring import measurement
 from eval.scoring.metrics import names_of
 from eval.scoring.output_files import means
 from eval.scoring.protocol import Protocol

@@ -53,7 +53,7 @@ LIST = """rge eval COMMAND [key=value ...]
   bm25                rank texts by BM25, the text baseline
   compare             compare two evaluations of one set with a paired test
   audit               search training files for a set's pictures, or results for shortcuts
-  report              write one page of several evaluations, or a leaderboard
+  report              write one page of several evaluations of a set
   export              write files for other tools
 
 `rge eval COMMAND --help` lists its keys. Every command takes plugins=MODULE,...: modules that register benchmarks,

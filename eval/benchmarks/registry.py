@@ -2,7 +2,7 @@
 
     register_benchmark(Benchmark("birds", import_birds, (Protocol("birds", "clean", ("recall@1",)),)))
 
-makes ``rge eval import birds`` and ``benchmark=birds`` work, and shows its published rows on its leaderboard. See
+makes ``rge eval import birds`` and ``benchmark=birds`` work, and prints its published rows beside measured ones. See
 docs/extending.md.
 """
 

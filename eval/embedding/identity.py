@@ -1,6 +1,6 @@
 """The identity of an evaluation in results.json, see `rge.identity.run_identity`.
 
-`compare`, `report` and the leaderboard refuse or report differences, and exports include it. Results with the same key are
+`compare` and `report` refuse or report differences, and exports include it. Results with the same key are
 repeated measurements of the same thing; otherwise `differences` lists what differs.
 """
 

@@ -44,11 +44,10 @@ def start(main: Callable[[list[str]], int | None]) -> NoReturn:
     try:
         code = _code_of(main)
         sys.stdout.flush()
-    except BrokenPipeError:
+    except BrokenPipeError as error:
         closed = [stream for stream in (sys.stdout, sys.stderr) if _is_closed_pipe(stream)]
         if not closed:  # another pipe
-            sys.excepthook(*sys.exc_info())
-            sys.exit(BUG)
+            sys.exit(_bug(error))
         for stream in closed:  # Python flushes once more when it exits
             with suppress(OSError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
@@ -61,8 +60,7 @@ def answer_first(read: Callable[[list[str]], object]) -> None:
     try:
         read(sys.argv[1:])
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)  # noqa: T201 - output of a command
-        sys.exit(error.exit_code)
+        sys.exit(_refusal(error))
 
 
 FLAWED = {"PIL": "a picture has a flaw, and is read as far as possible"}
@@ -92,23 +90,32 @@ def _code_of(main: Callable[[list[str]], int | None]) -> int | str | None:
     except SystemExit as ended:
         return ended.code
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)  # noqa: T201 - output of a command
-        return error.exit_code
+        return _refusal(error)
     except BrokenPipeError:
         raise
     except OSError as error:
         if error.errno not in USER_FIXABLE or error.filename is None:
-            sys.excepthook(*sys.exc_info())
-            return BUG
+            return _bug(error)
         print(f"error: {error.filename} cannot be used: {error.strerror}", file=sys.stderr)  # noqa: T201
         return UserError.exit_code
     except KeyboardInterrupt:
         return SIGNALLED + signal.SIGINT
     except Exception as error:  # noqa: BLE001 - shown as Python shows it; but its exit code, 1, is our "no"
-        if where := place_in_plugin(error):
-            error.add_note(f"This is an error in the {where}, not in rge.")
-        sys.excepthook(*sys.exc_info())
-        return BUG
+        return _bug(error)
+
+
+def _refusal(error: UserError) -> int:
+    """Say what the user can fix."""
+    print(f"error: {error}", file=sys.stderr)  # noqa: T201 - output of a command
+    return error.exit_code
+
+
+def _bug(error: Exception) -> int:
+    """Show a traceback, and whose error it is."""
+    if where := place_in_plugin(error):
+        error.add_note(f"This is an error in the {where}, not in rge.")
+    sys.excepthook(type(error), error, error.__traceback__)
+    return BUG
 
 
 def _is_closed_pipe(stream: TextIO) -> bool:

@@ -20,7 +20,7 @@ from rge.common.images import load_image
 from rge.common.schema import Item
 from rge.embedder import Embedder
 from rge.inference import Side
-from rge.model.backbone import load_backbone, load_plain
+from rge.model.backbone import load_plain, load_processor, read_config
 from rge.model.families import family_of, normalised
 from rge.model.prompts import Prompt, PromptBuilder
 
@@ -67,16 +67,14 @@ class PlainModel:
         """The builder of prompts whose pictures have other limits, by a factor."""
         if factor not in self._builders:
             settings: Any = self.embedder.settings  # those of a checkpoint
-            backbone = load_backbone(
+            processor = load_processor(
                 self.embedder.checkpoint,
-                dtype="float32",
+                read_config(self.embedder.checkpoint),
                 min_pixels=int(settings.pixels.min * factor),
                 max_pixels=int(settings.pixels.max * factor),
-                think_tokens=settings.think_tokens,
-                base=self.embedder.base,
             )
             self._builders[factor] = PromptBuilder(
-                backbone.processor, self.embedder.builder.profile, self.embedder.builder.max_tokens
+                processor, self.embedder.builder.profile, self.embedder.builder.max_tokens
             )
         return self._builders[factor]
 

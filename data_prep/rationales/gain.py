@@ -61,15 +61,6 @@ class GainJudge:
                 found.append(gains(state_KD[0], state_KD[1:], target_CD[rows], right, self.temperature))
         return found
 
-    def own(self, records: Sequence[Record]) -> list[str] | None:
-        """Rationales that the embedder itself writes for the queries; None if it embeds queries without one."""
-        if self.encoder.query_mode == "direct":
-            return None
-        items, size = list(map(query_item, records)), self.batch_size
-        seeds = range(len(items)) if self.encoder.settings.generation.temperature else None
-        found = self.encoder.encode(items, side="query", mode="reasoning", batch_size=size, seeds=seeds)
-        return found.rationales
-
     def _states(self, records: Sequence[Record], candidates: Sequence[Sequence[str]]) -> list[np.ndarray]:
         builder, embedder = self.encoder.builder, self.encoder.model
         prompts, branches = [], []

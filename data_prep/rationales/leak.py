@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from data_prep.rmir.pictures.encoders import ImageEncoder
-from rge.diagnose.knowability import content_words
+from rge.stats.words import content_words
 
 NAMED_WORDS = 2
 """Caption words that a rationale may use freely: a name such as "fire engine"."""

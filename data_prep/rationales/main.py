@@ -31,9 +31,8 @@ def main(words: Sequence[str]) -> None:
         raise UserError(
             "temperature=0 writes the same rationale every time: candidates needs a temperature above 0"
         )
-    for key in ("min_gain", "min_knowability"):
-        if getattr(options, key) is not None and options.select is None:
-            raise UserError(f"{key} needs select=CHECKPOINT: the embedder that measures it")
+    if options.min_gain is not None and options.select is None:
+        raise UserError("min_gain needs select=CHECKPOINT: the embedder that measures it")
     if options.dry_run:
         print(estimate(options))
         return

@@ -31,9 +31,6 @@ class RationaleOptions:
     """Checkpoint that chooses among the candidates; null: take the first that passes the checks."""
     min_gain: float | None = None
     """Minimum gain of a chosen rationale (nats); those with less are left out. null: keep all."""
-    min_knowability: Share | None = None
-    """Minimum share of a rationale's words that the checkpoint of `select` writes on its own; those with less are left
-    out. null: keep all."""
     captions: Path | None = None
     """Parquet table with id and caption of target pictures, for the leak score; null: ``pictures.parquet`` next to the
     records, if it exists and has captions."""

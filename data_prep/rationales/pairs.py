@@ -36,7 +36,6 @@ class Candidate:
     faults: list[str]
     leaks: dict[str, float] | None = None
     gain: float | None = None
-    knowability: float | None = None
 
     @property
     def leak(self) -> float | None:
@@ -51,7 +50,6 @@ class Pair:
     record: Record
     positive: Positive
     samples: list[Candidate]
-    own: str | None = None  # the rationale that the checkpoint of `select` itself writes
 
     @property
     def known(self) -> str:
@@ -78,8 +76,6 @@ class Source:
     written: list[list[Candidate]] = field(default_factory=list)  # candidates of each pair
     counts: Counter[str] = field(default_factory=Counter)
     chosen: list[Candidate] = field(default_factory=list)
-    # (chosen rationale, the checkpoint's own, text of the query, group)
-    beside_own: list[tuple[str, str, str, str]] = field(default_factory=list)
 
     def windows(self) -> Iterator[Window]:
         """All pairs, at most `WINDOW` records at a time."""

@@ -33,7 +33,6 @@ from rge.common.errors import UserError
 from rge.common.files import open_locked, replacing, write_json
 from rge.data.sources import json_line
 from rge.data.verdicts import Verdicts
-from rge.diagnose.knowability import knowability, measure_knowability
 
 if TYPE_CHECKING:
     from data_prep.rationales.gain import GainJudge  # imports torch
@@ -58,7 +57,7 @@ class Writing:
                 )
                 listed = "\n".join(faults)
                 raise UserError(f"{looks} picture: repair these, or leave out their records:\n{listed}")
-        self.judge = None if options.select is None else _judge(options.select, options.min_knowability)
+        self.judge = None if options.select is None else _judge(options.select)
         self.by_sight: ImageEncoder | None = None
         if options.encoder is not None:
             check_encoder("encoder", options.encoder, LEAK_ENCODERS)
@@ -175,13 +174,7 @@ class Writing:
                     _measure_by_sight(pairs, new, self.by_sight)
 
     def _weigh(self, judge: "GainJudge", window: Window) -> None:
-        """Measure gain and knowability of all candidates that passed the checks."""
-        written: Sequence[str | None] = judge.own([pairs[0].record for pairs in window]) or [None] * len(
-            window
-        )
-        for pairs, own in zip(window, written, strict=True):
-            for pair in pairs:
-                pair.own = own
+        """Measure the gain of all candidates that passed the checks."""
         pairs = list(chain.from_iterable(window))
         for rows in evenly(len(pairs), GAIN_WINDOW):
             batch = pairs[rows.start : rows.stop]
@@ -190,8 +183,6 @@ class Writing:
             for pair, gain_K in zip(batch, judge.judge(asked, texts), strict=True):
                 for candidate, gain in zip(pair.good, gain_K, strict=True):
                     candidate.gain = float(gain)
-                    if pair.own is not None:
-                        candidate.knowability = knowability(candidate.text or "", pair.own, pair.known)
 
     # ------------------------------------------------------------------------------------------------------- choosing
 
@@ -214,25 +205,15 @@ class Writing:
 
     def _choose(self, source: Source, pair: Pair) -> Candidate | None:
         """The candidate with the highest gain among those that pass; the first of equals."""
-        good, least, counts = pair.good, self.options.min_knowability, source.counts
+        good, counts = pair.good, source.counts
         if not good:
             return None
-        if least is not None:
-            # None: it says nothing beyond the query, hence nothing that the model could not know.
-            known = [sample for sample in good if sample.knowability is None or sample.knowability >= least]
-            counts["below min_knowability"] += len(good) - len(known)
-            if not known:
-                counts["dropped: knowability"] += 1
-                return None
-            good = known
         best = max(good, key=lambda candidate: candidate.gain or 0.0)
         counts["not chosen"] += len(good) - 1
         if self.options.min_gain is not None and (best.gain or 0.0) < self.options.min_gain:
             counts["dropped: gain"] += 1
             return None
         source.chosen.append(best)
-        if pair.own is not None:
-            source.beside_own.append((best.text or "", pair.own, pair.known, pair.record.group))
         return best
 
     def _report(self, source: Source) -> dict[str, Any]:
@@ -252,20 +233,13 @@ class Writing:
         if self.judge is not None:
             report["select"] = self.options.select
             report["gain_mean"] = _mean([best.gain for best in chosen if best.gain is not None])
-            beside = source.beside_own
-            report["knowability"] = measure_knowability(*zip(*beside, strict=True)) if beside else None
         return report
 
 
-def _judge(checkpoint: str, min_knowability: float | None) -> "GainJudge":
+def _judge(checkpoint: str) -> "GainJudge":
     from data_prep.rationales.gain import GainJudge
 
-    judge = GainJudge(checkpoint)
-    if min_knowability is not None and judge.encoder.query_mode == "direct":
-        raise UserError(
-            f"min_knowability: {checkpoint} writes no rationales for queries; give another select, or none"
-        )
-    return judge
+    return GainJudge(checkpoint)
 
 
 def _leaks_of_words(source: Source, pair: Pair, rationale: str) -> dict[str, float]:
@@ -302,7 +276,6 @@ def _score_lines(pair: Pair, best: Candidate | None) -> Iterator[str]:
             "rationale": candidate.text,
             **{f"leak_{name}": round(leak, 4) for name, leak in (candidate.leaks or {}).items()},
             "gain": candidate.gain,
-            "knowability": candidate.knowability,
         }
         yield f"{json.dumps(row, ensure_ascii=False)}\n"
 

@@ -21,7 +21,7 @@ from eval.scoring.search import Ranking, stack_rankings
 from eval.sets.contents import with_readable_content
 from eval.sets.retrieval_set import RetrievalSet
 from rge.common.errors import UserError
-from rge.diagnose.knowability import LETTERS, SIGNS
+from rge.stats.words import LETTERS, SIGNS
 
 METHOD = "lucene"
 WORD = rf"[{SIGNS}]|{LETTERS}+"

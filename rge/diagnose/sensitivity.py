@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from rge.common.commands import progress_bar
-from rge.diagnose.knowability import measure_knowability
 from rge.diagnose.pairs import Pairs, interval, permute_across_groups
 from rge.embedder import Embedder
 from rge.model.packing import Branch, by_length
@@ -38,8 +37,7 @@ def sensitivity(
     Returns:
         ``conditions`` by name, each with ``hit@1`` (mean, low, high), the paired ``difference`` from own, ``cosine`` to the
         own embedding, and ``moved``, the share of queries with another best candidate; ``cosine_of_others``: mean cosine between
-        own embeddings of different queries; a ``verdict``; and, for records with oracle rationales, ``knowability``, see
-        `rge.diagnose.knowability.measure_knowability`.
+        own embeddings of different queries; and a ``verdict``.
     """
     mode = mode or ("latent" if encoder.query_mode == "latent" else "reasoning")
     encoder.settings.check_mode(mode)
@@ -110,10 +108,6 @@ def _written(
         "rationale_tokens": float(np.mean([len(row) for row in ids])),
         "distinct_rationales": len({tuple(row) for row in ids}),
     }
-    if all(pairs.oracle):
-        known = [f"{item.instruction or ''} {item.text or ''}" for item in pairs.queries]
-        written = [embedder.processor.tokenizer.decode(row) for row in ids]
-        about["knowability"] = measure_knowability(pairs.oracle, written, known, pairs.groups)  # type: ignore[arg-type]
     return states, about
 
 
@@ -228,11 +222,4 @@ def table(result: dict[str, Any]) -> str:
         f"own embeddings of different queries: cosine {result['cosine_of_others']:.3f}",
         result["verdict"],
     ]
-    knowable = result.get("knowability") or {"queries": 0}
-    if knowable["queries"]:
-        share, low, high = knowable["knowability"]
-        lines.append(
-            f"of the words in oracle rationales that the query does not say, the model writes {100 * share:.1f} % {in_words(low, high)} "
-            f"itself; by chance {100 * knowable['chance']:.1f} %"
-        )
     return "\n".join(lines)

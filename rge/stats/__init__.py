@@ -1,1 +1,1 @@
-"""Statistics that training, evaluation and sweeps share."""
+"""Statistics that training, evaluation, data preparation and sweeps share."""

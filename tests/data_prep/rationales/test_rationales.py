@@ -334,7 +334,6 @@ def test_a_folder_of_records_has_one_budget_and_one_ledger(records, tmp_path, ca
         ("out=", "out needs a value"),
         ("candidates=0", "candidates must be >= 1"),
         ("min_gain=0", "min_gain needs select=CHECKPOINT"),
-        ("min_knowability=0.5", "min_knowability needs select=CHECKPOINT"),
         ("encoder={kind: eyes}", "encoder.kind must be one of siglip, checkpoint, got 'eyes'"),
         ("encoder={kind: siglip}", "encoder.path is missing: give the siglip model's hub name or folder"),
         ("max_leak=7", "max_leak must be <= 1"),
@@ -516,43 +515,18 @@ def test_targets_that_cannot_be_looked_at_are_counted_and_not_called_clean(pictu
 
 
 @pytest.mark.slow
-def test_a_checkpoint_says_how_much_it_knows_and_sees_the_targets(
-    pictures_wanted, tmp_path, checkpoint, monkeypatch
-):
-    """The model writes "ball" whatever it is asked; a rationale is kept where it knows half of its words."""
+def test_a_checkpoint_sees_the_targets_and_measures_gains(pictures_wanted, tmp_path, checkpoint):
     records, captions, answers = pictures_wanted
-    monkeypatch.setattr(GainJudge, "own", lambda self, rows: ["a ball, so"] * len(rows))
-    found = {}
+    out = tmp_path / "out.jsonl"
     with LocalServer(answers) as server:
-        for least in ("null", "0.4", "0.99"):
-            out = tmp_path / f"{least}.jsonl"
-            words = [f"records={records}", f"out={out}", "model.name=m", f"model.base_url={server.url}"]
-            words += [f"select={checkpoint}", f"captions={captions}", f"min_knowability={least}"]
-            main(["rationales", *words])
-            report = json.loads(out.with_name(f"{out.name}.report.json").read_text())
-            found[least] = report
-    # Words beyond the query: so, ball, needed. A ball: 2 of 3. A cube that is named: 1 of 3. A cube's caption: 1 of 6.
-    assert [found[least]["kept"] for least in found] == [12, 6, 0]
-    assert found["0.4"]["dropped: knowability"] == 6
-    assert found["0.4"]["knowability"]["knowability"][0] == pytest.approx(2 / 3)
-    assert found["0.4"]["knowability"]["chance"] == pytest.approx(2 / 3), "it writes the same of everything"
-    mean = (6 * 2 / 3 + 3 / 3 + 3 / 6) / 12
-    assert found["null"]["knowability"]["knowability"][0] == pytest.approx(mean)
-    assert found["null"]["leak_encoder"].startswith("checkpoint ")
-    assert found["null"]["gain_mean"] is not None
-    scores = [json.loads(line) for line in (tmp_path / "null.jsonl.scores.jsonl").read_text().splitlines()]
-    assert all({"leak_caption", "leak_picture", "gain", "knowability"} <= row.keys() for row in scores)
-
-
-def test_what_the_model_writes_is_what_it_is_measured_by(records, checkpoint):
-    judge = GainJudge(checkpoint, batch_size=2)
-    rows = RecordFile(records)
-    queries = [
-        Item(row.id, row.query.text, (str(records.parent / "images/a.png"),))
-        for row in map(rows.__getitem__, range(len(rows)))
-    ]
-    written = judge.encoder.encode(queries, side="query", mode="reasoning").rationales
-    assert judge.own([rows[place] for place in range(len(rows))]) == written
+        words = [f"records={records}", f"out={out}", "model.name=m", f"model.base_url={server.url}"]
+        main(["rationales", *words, f"select={checkpoint}", f"captions={captions}"])
+    report = json.loads(out.with_name(f"{out.name}.report.json").read_text())
+    assert report["kept"] == 12
+    assert report["leak_encoder"].startswith("checkpoint ")
+    assert report["gain_mean"] is not None
+    scores = [json.loads(line) for line in out.with_name(f"{out.name}.scores.jsonl").read_text().splitlines()]
+    assert all({"leak_caption", "leak_picture", "gain"} <= row.keys() for row in scores)
 
 
 async def several(path, body):

@@ -147,7 +147,7 @@ def launcher() -> tuple[str, ...]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     words = "--num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no"
     if cores >= 2 and shutil.which("nvidia-smi") is None:
-        words = "--config_file recipes/accelerate/cpu_2.yaml --num_cpu_threads_per_process 1"
+        words = "--config_file recipes/accelerate/cpu.yaml --num_cpu_threads_per_process 1"
     return ("-m", "accelerate.commands.launch", *words.split())
 
 

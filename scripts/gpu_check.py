@@ -496,7 +496,7 @@ def check_back_ends(machine: Machine) -> Figures:
     for name in ("ddp", "zero1", "zero2", "zero3", "fsdp2")[machine.gpus == 1 :]:
         with tempfile.TemporaryDirectory() as folder:
             began = time.perf_counter()
-            out = _run(launch_command(f"{name}_8", machine.gpus, Path(folder) / "run"))
+            out = _run(launch_command(name, machine.gpus, Path(folder) / "run"))
             figures[name] = f"{time.perf_counter() - began:.0f} s" if out is None else f"failed: {out}"
     if any(value.startswith("failed") for value in figures.values()):
         raise AssertionError(json.dumps(figures))

@@ -151,7 +151,7 @@ def in_clone(name: str) -> str:
 
 def default_launcher() -> str:
     """`accelerate launch` as configured on a machine with a GPU, else two processes on CPU."""
-    config = ["--config_file", in_clone("recipes/accelerate/cpu_2.yaml")]
+    config = ["--config_file", in_clone("recipes/accelerate/cpu.yaml")]
     words = [sys.executable, "-m", "accelerate.commands.launch"]
     return shlex.join(words if shutil.which("nvidia-smi") else [*words, *config])
 

@@ -122,7 +122,7 @@ def check_launch(accelerator: Accelerator, train: TrainConfig, optimizer: str = 
         raise LaunchError(
             "the launcher was asked for several processes and started one, as accelerate does with `--cpu`, and with a config "
             "whose distributed_type is NO or MULTI_CPU; on CPU, launch with --multi_gpu and ACCELERATE_USE_CPU=true (see "
-            "recipes/accelerate/cpu_2.yaml), on GPUs give --multi_gpu. If you want one process: --num_processes 1, and unset "
+            "recipes/accelerate/cpu.yaml), on GPUs give --multi_gpu. If you want one process: --num_processes 1, and unset "
             "MASTER_ADDR"
         )
     _check_plugins(kind)
@@ -134,7 +134,7 @@ def check_launch(accelerator: Accelerator, train: TrainConfig, optimizer: str = 
     if kind == DistributedType.FSDP and not accelerator.is_fsdp2:
         raise LaunchError(
             "FSDP version 1 cannot gather its parameters for the rollout; set fsdp_version: 2 in the fsdp_config of the "
-            "launch config (see recipes/accelerate/fsdp2_8.yaml)"
+            "launch config (see recipes/accelerate/fsdp2.yaml)"
         )
     found = back_end(accelerator)
     if optimizer in UNSHARDED_ONLY and not found.is_ddp:
@@ -152,8 +152,8 @@ def check_launch(accelerator: Accelerator, train: TrainConfig, optimizer: str = 
 
 def _check_plugins(kind: DistributedType) -> None:
     fixes = {
-        DistributedType.DEEPSPEED: "ACCELERATE_USE_CPU=true switches DeepSpeed off; unset it and use recipes/accelerate/cpu_zero2.yaml",
-        DistributedType.FSDP: "FSDP needs a GPU (on CPU, use recipes/accelerate/cpu_2.yaml or a DeepSpeed config)",
+        DistributedType.DEEPSPEED: "ACCELERATE_USE_CPU=true switches DeepSpeed off; unset it and use recipes/accelerate/cpu_zero.yaml",
+        DistributedType.FSDP: "FSDP needs a GPU (on CPU, use recipes/accelerate/cpu.yaml or a DeepSpeed config)",
     }
     for expected, fix in fixes.items():
         if _asked(expected.value) and kind != expected:
@@ -299,7 +299,7 @@ def _sharding_level(key: str) -> int:
 
 def _command(key: str) -> str:
     if torch.accelerator.is_available():
-        config = f"{key}_8"
+        config = f"{key}.yaml"
     else:
-        config = "cpu_2" if key in ("ddp", "fsdp2") else f"cpu_{key}"
-    return f"accelerate launch --config_file recipes/accelerate/{config}.yaml --num_processes {_launched()} {shlex.join(sys.argv)}"
+        config = "cpu.yaml" if key in ("ddp", "fsdp2") else f"cpu_zero.yaml --zero_stage {key[-1]}"
+    return f"accelerate launch --config_file recipes/accelerate/{config} --num_processes {_launched()} {shlex.join(sys.argv)}"

@@ -535,7 +535,7 @@ def test_paths_are_relative_to_the_working_directory(ablate, tmp_path, monkeypat
             command[command.index("--config_file") + 2],
         )
         assert [Path(path).resolve() for path in (config, script)] == [
-            ROOT / "recipes/accelerate/cpu_2.yaml",
+            ROOT / "recipes/accelerate/cpu.yaml",
             ROOT / "rge/train.py",
         ]
         assert {"init=cold", "out=sweep/self/seed_0"} <= set(command)

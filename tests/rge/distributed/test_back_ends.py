@@ -36,11 +36,11 @@ from rge.step import TrainingStep
 
 CONFIGS = ROOT / "recipes" / "accelerate"
 BACK_ENDS = {
-    "DDP": "cpu_2.yaml",
-    "FSDP2": "fsdp2_8.yaml",
-    "ZeRO-1": "zero1_8.yaml",
-    "ZeRO-2": "zero2_8.yaml",
-    "ZeRO-3": "zero3_8.yaml",
+    "DDP": "cpu.yaml",
+    "FSDP2": "fsdp2.yaml",
+    "ZeRO-1": "zero1.yaml",
+    "ZeRO-2": "zero2.yaml",
+    "ZeRO-3": "zero3.yaml",
 }
 """The configs for GPUs; precision is the recipe's, float32 here, since bfloat16 rounds away what is compared."""
 LR = 0.2

@@ -82,7 +82,7 @@ ONE_OF_TWO = {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1", "M
             Running(2, "DEEPSPEED"),
             {"optimizer": "muon"},
             "muon needs whole gradients, which ZeRO-2 does not have; .* train.back_end=ddp and this launch: accelerate "
-            "launch --config_file recipes/accelerate/cpu_2.yaml --num_processes 2 rge/train.py recipe=mine 'out=my runs/1'",
+            "launch --config_file recipes/accelerate/cpu.yaml --num_processes 2 rge/train.py recipe=mine 'out=my runs/1'",
         ),
         (
             {},
@@ -95,7 +95,7 @@ ONE_OF_TWO = {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1", "M
             Running(2, "DEEPSPEED", 1),
             {"back_end": "zero2"},
             "train.back_end=zero2, but the launch config runs ZeRO-1, which shards less: .* accelerate launch "
-            "--config_file recipes/accelerate/cpu_zero2.yaml --num_processes 2 rge/train.py .* set train.back_end=zero1",
+            "--config_file recipes/accelerate/cpu_zero.yaml --zero_stage 2 --num_processes 2 rge/train.py .* set train.back_end=zero1",
         ),
         (
             TWO,
@@ -352,47 +352,54 @@ def test_states_that_another_launch_cannot_load(then, now, message):
         launch.check_resume(launch.describe(then), now, "state")
 
 
-def parsed(config: Path):
-    """What `accelerate launch --config_file` makes of a config."""
+def parsed(config: Path, *words: str):
+    """What `accelerate launch --config_file` makes of a config, with these words after it."""
     args, _, _ = _validate_launch_command(
-        launch_command_parser().parse_args(["--config_file", str(config), "rge/train.py"])
+        launch_command_parser().parse_args(["--config_file", str(config), *words, "rge/train.py"])
     )
     return args
 
 
 EXPECTED = {
-    "cpu_2": (2, 1, "ddp"), "cpu_zero1": (2, 1, 1), "cpu_zero2": (2, 1, 2), "cpu_zero3": (2, 1, 3),
-    **{f"{kind}_8": (8, 1, stage) for kind, stage in (("ddp", "ddp"), ("zero1", 1), ("zero2", 2), ("zero3", 3), ("fsdp2", "fsdp2"))},
-    **{f"{kind}_4x8": (32, 4, stage) for kind, stage in (("ddp", "ddp"), ("zero1", 1), ("zero2", 2), ("zero3", 3), ("fsdp2", "fsdp2"))},
+    "cpu": (2, "ddp"), "cpu_zero": (2, 2), "ddp": (8, "ddp"), "zero1": (8, 1), "zero2": (8, 2), "zero3": (8, 3), "fsdp2": (8, "fsdp2"),
 }  # fmt: skip
+SEVERAL = (
+    "--num_machines 4 --num_processes 32 --machine_rank 1 --main_process_ip 10.0.0.1 --main_process_port 29500"
+).split()
+"""As docs/scaling.md prints it."""
 
 
 def test_every_config_is_known():
     assert {path.stem for path in CONFIGS.glob("*.yaml")} == EXPECTED.keys()
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_command_line_chooses_how_much_is_sharded_on_cpu(stage):
+    assert parsed(CONFIGS / "cpu_zero.yaml", "--zero_stage", str(stage)).zero_stage == stage
+
+
+@pytest.mark.parametrize("num_machines", [1, 4])
 @pytest.mark.parametrize("name", EXPECTED)
-def test_a_config_launches_what_it_says(name):
-    num_processes, num_machines, kind = EXPECTED[name]
-    args = parsed(CONFIGS / f"{name}.yaml")
+def test_a_config_launches_what_it_says(name, num_machines):
+    num_processes, kind = EXPECTED[name]
+    if num_machines > 1 and name.startswith("cpu"):
+        return
+    args = parsed(CONFIGS / f"{name}.yaml", *(SEVERAL if num_machines > 1 else ()))
+    if num_machines > 1:
+        num_processes = 32
+        assert (args.machine_rank, args.main_process_ip) == (1, "10.0.0.1")
     assert (args.num_processes, args.num_machines) == (num_processes, num_machines)
     assert args.use_deepspeed == isinstance(kind, int)
     assert args.use_fsdp == (kind == "fsdp2")
     assert args.multi_gpu == (kind == "ddp")
     assert args.use_cpu == name.startswith("cpu")
     if num_machines > 1:
-        assert args.main_process_port > 0  # the same on every machine
+        assert args.main_process_port == 29500  # the same on every machine
         assert args.rdzv_backend == "static"
         if args.use_deepspeed:
             assert args.deepspeed_multinode_launcher == "standard"
     if kind == "fsdp2":
         assert args.fsdp_version == 2
-        if num_machines > 1:
-            replicas, shards = (
-                args.parallelism_config_dp_replicate_size,
-                args.parallelism_config_dp_shard_size,
-            )
-            assert (replicas, shards) == (num_machines, num_processes // num_machines)
     assert args.mixed_precision == "no", "precision is the recipe's"
     if kind in (1, 2, 3) and not name.startswith("cpu"):
         file = Path(args.deepspeed_config_file)
@@ -416,6 +423,21 @@ def test_a_config_launches_what_it_says(name):
         assert args.zero_stage == kind
     if kind == 3:
         assert str(args.zero3_init_flag).lower() == "true"
+
+
+def test_fsdp2_shards_within_machines_as_its_file_says(tmp_path):
+    """By four lines that are comments: accelerate takes the sizes of a mesh from no command line."""
+    text = (CONFIGS / "fsdp2.yaml").read_text()
+    for line in (
+        "parallelism_config:",
+        "  parallelism_config_dp_replicate_size",
+        "  parallelism_config_dp_shard_size",
+    ):
+        assert text.count(f"# {line}") == 1
+        text = text.replace(f"# {line}", line)
+    (tmp_path / "mine.yaml").write_text(text)
+    args = parsed(tmp_path / "mine.yaml", *SEVERAL)
+    assert (args.parallelism_config_dp_replicate_size, args.parallelism_config_dp_shard_size) == (4, 8)
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)

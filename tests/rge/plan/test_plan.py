@@ -151,7 +151,7 @@ def test_every_recipe_has_a_plan(capsys):
         assert "It fits." in shown
 
 
-CONFIGS = sorted((ROOT / "recipes" / "accelerate").glob("*8.yaml"))
+CONFIGS = sorted((ROOT / "recipes" / "accelerate").glob("[!c]*.yaml"))
 
 
 @pytest.mark.parametrize(
@@ -165,12 +165,12 @@ CONFIGS = sorted((ROOT / "recipes" / "accelerate").glob("*8.yaml"))
 def test_launch_configs_say_truly_which_recipes_fit(name):
     recipe = load_recipe([f"recipe={name}"])
     model, _ = plan.outline(recipe.model)
-    assert len(CONFIGS) == 10
+    assert len(CONFIGS) == 5
     for path in CONFIGS:
         text = path.read_text()
         (fitting,) = re.findall(r"^# Recipes that fit GPUs of 80 GiB, by rge.plan: (.*)$", text, re.MULTILINE)
         num_gpus = yaml.safe_load(text)["num_processes"]
-        options = PlanOptions(back_end=path.stem.split("_")[0], num_gpus=num_gpus)
+        options = PlanOptions(back_end=path.stem, num_gpus=num_gpus)
         assert plan.plan(recipe, model, options).fits == (name in fitting.split(", ")), path.stem
     # So does what a launch without a config sets up.
     assert plan.plan(recipe, model, PlanOptions(num_gpus=8)).fits

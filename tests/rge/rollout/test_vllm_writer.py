@@ -422,7 +422,9 @@ def train(tmp_path, picture, fitting_path):
                 "-m",
                 "accelerate.commands.launch",
                 "--config_file",
-                str(ROOT / "recipes/accelerate/cpu_zero3.yaml"),
+                str(ROOT / "recipes/accelerate/cpu_zero.yaml"),
+                "--zero_stage",
+                "3",
             ]
         done = subprocess.run(
             [sys.executable, *launch, script, *settings],

@@ -28,6 +28,7 @@ ONLY_IN = {
     "mteb": {"rge/integrations/mteb.py", "eval/benchmarks/mteb_tasks.py"},
     "langchain_core": {"rge/integrations/langchain.py"},
     "llama_index": {"rge/integrations/llama_index.py"},
+    "pypdfium2": {"rge/content/pdf.py"},
     "wandb": {"rge/logs.py"},
     "transformers": {
         "rge/model/backbone.py",

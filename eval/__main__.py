@@ -6,11 +6,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from eval.benchmarks.registry import BENCHMARKS
-from eval.embedding.processes import leave
 from rge.common.commands import start
 from rge.common.errors import UserError
 from rge.common.options import HELP, help_text, names_of, nearest, parse_options, positional
 from rge.common.registry import PluginOptions
+from rge.vectors.processes import leave
 
 if TYPE_CHECKING:
     from eval.sets.retrieval_set import RetrievalSet

@@ -22,7 +22,6 @@ from pydantic import BaseModel
 
 from eval.benchmarks.registry import protocol_for
 from eval.embedding.identity import differences, old_results, versions, with_key
-from eval.embedding.processes import join
 from eval.scoring.output_files import (
     FORMAT,
     PER_QUERY,
@@ -40,6 +39,7 @@ from eval.scoring.tables import in_per_cent
 from rge.common.errors import UserError
 from rge.common.files import find_shipped, relative, write_json
 from rge.stats.intervals import NUM_RESAMPLES, Bootstrap, cluster_bootstrap, index_of
+from rge.vectors.processes import join
 
 SUITE = "suite.json"
 SHARED = (

@@ -21,7 +21,6 @@ from pydantic import Field
 
 from eval.benchmarks.suite import is_suite, load_suite, mean_over, measure_members
 from eval.commands.run import Condition, RunOptions, Session, write_page
-from eval.embedding.fill_cache import Embeds
 from eval.embedding.identity import versions
 from eval.embedding.set_embeddings import Embeddings
 from eval.pages.charts import budget_file
@@ -34,6 +33,7 @@ from rge.common.files import write_text
 from rge.common.modes import Mode
 from rge.common.schema import Encoded
 from rge.stats.intervals import OF_DIFFERENCES, Bootstrap, figures, in_words
+from rge.vectors.fill_cache import Embeds
 
 PLOT, TABLE = "budget.svg", "budget"
 DECIDED = "direct to reasoning, decided by the model"

@@ -13,7 +13,7 @@ from pathlib import Path
 from eval.benchmarks.folder.importer import FolderOptions, TableOptions, import_folder
 from eval.commands.check import CheckOptions, check
 from eval.commands.run import RunOptions, run_command
-from eval.embedding.fill_cache import Embeds
+from rge.vectors.fill_cache import Embeds
 
 
 @dataclass(kw_only=True)

@@ -24,7 +24,6 @@ import pandas as pd
 from eval.benchmarks.registry import protocol_for
 from eval.benchmarks.suite import ByMember, is_suite, load_suite, measure_members, member_dirs
 from eval.commands.compare import paired_tests
-from eval.embedding.processes import join
 from eval.judging.answers import (
     ANSWER,
     FORM,
@@ -43,7 +42,7 @@ from eval.scoring.measurement import Measurement
 from eval.scoring.output_files import PER_QUERY, RUN, check_measured_on, read_results, rerun_command
 from eval.scoring.search import Ranking
 from eval.scoring.trec import read_run
-from eval.sets.contents import CandidatesOf, picture_digests, with_readable_content
+from eval.sets.contents import CandidatesOf, with_readable_content
 from eval.sets.retrieval_set import RetrievalSet, load_set, reference_answers
 from rge.calls.caller import Caller
 from rge.calls.model_config import ModelConfig
@@ -56,6 +55,8 @@ from rge.common.registry import PluginOptions
 from rge.common.schema import Encoded, Item
 from rge.identity.run_identity import digest
 from rge.judging.scorer import need_answers
+from rge.vectors.contents import picture_digests
+from rge.vectors.processes import join
 
 NONE, ORACLE = "none", "oracle"
 

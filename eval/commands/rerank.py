@@ -22,7 +22,6 @@ import pandas as pd
 from eval.benchmarks.registry import protocol_for
 from eval.benchmarks.suite import ByMember, is_suite, load_suite, measure_members, member_dirs
 from eval.embedding.identity import ranked_with
-from eval.embedding.processes import ALONE, ProcessGroup, join
 from eval.scoring.measurement import Measurement
 from eval.scoring.output_files import (
     PER_QUERY,
@@ -35,7 +34,7 @@ from eval.scoring.output_files import (
 from eval.scoring.protocol import Protocol
 from eval.scoring.search import Ranking
 from eval.scoring.trec import read_run
-from eval.sets.contents import CandidatesOf, content_digest, with_readable_content
+from eval.sets.contents import CandidatesOf, with_readable_content
 from eval.sets.retrieval_set import RetrievalSet, load_set
 from rge.calls.model_config import ModelConfig
 from rge.calls.store import AnswerStore, value_key
@@ -45,6 +44,8 @@ from rge.common.options import AtLeastOne, Count
 from rge.common.registry import PluginOptions
 from rge.common.schema import Item
 from rge.judging.scorer import SCORERS, Judge, Score, Scorer, local_software
+from rge.vectors.contents import content_digest
+from rge.vectors.processes import ALONE, ProcessGroup, join
 
 KEPT = (
     "query_mode", "query_modality", "candidate_mode", "checkpoint", "checkpoint_hash", "model", "rewrite", "prompts",

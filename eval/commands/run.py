@@ -24,11 +24,8 @@ from eval.benchmarks.published_tables import beside
 from eval.benchmarks.registry import MeasureOptions
 from eval.benchmarks.suite import is_suite, load_suite, measure_members
 from eval.commands.audit import audit_run
-from eval.embedding.fill_cache import Embeds, Mode, mean_cosine
-from eval.embedding.processes import join
 from eval.embedding.set_embeddings import Embeddings
 from eval.judging.rewrite import ALONE, RewriteOptions, rewritten
-from eval.models.registry import ModelOptions
 from eval.scoring.measurement import Measurement
 from eval.scoring.output_files import RESULTS, read_results, rerun_command, self_retrieval
 from eval.scoring.search import Ranking, rows_within, search
@@ -37,10 +34,14 @@ from eval.sets.retrieval_set import MODALITIES, Modality, RetrievalSet
 from rge.checkpoints.settings import Instructions
 from rge.common.errors import UserError
 from rge.common.mmeb_prompts import imported_with
+from rge.common.modes import Mode
 from rge.common.options import AtLeastOne, Count, one_of
 from rge.common.prompt_profiles import PROFILES
 from rge.common.schema import Encoded
+from rge.embedders.registry import ModelOptions
 from rge.stats.intervals import few_groups
+from rge.vectors.fill_cache import Embeds, mean_cosine
+from rge.vectors.processes import join
 
 MODES: tuple[Mode, ...] = get_args(Mode)
 MAX_INSTRUCTIONS = 20
@@ -116,7 +117,7 @@ class Condition:
 def run_command(options: RunOptions, load: Callable[[], Embeds] | None = None) -> list[Path]:
     """Evaluate a set, or all members of a suite with one model, and write the page; returns the output directories.
 
-    ``load``: loads the encoder; default `eval.models.registry.ModelOptions.loader`.
+    ``load``: loads the encoder; default `rge.embedders.registry.ModelOptions.loader`.
     """
     if is_suite(options.set):
         _check(options)  # before the model is looked up; `run` checks a set's
@@ -232,7 +233,7 @@ class Session:
         # reported now instead of in the last shard.
         contents, content = process_group.once(read)
         wanted = replace(wanted, content=content)
-        encoder = options.load(wanted, load)
+        encoder = options.load(wanted.meta, wanted.path, load)
         for condition in conditions:
             encoder.settings.check_mode(condition.mode)
         self.audit = process_group.once(lambda: audit_run(wanted, options.train, encoder.settings))
@@ -247,9 +248,8 @@ class Session:
             queries = process_group.once(lambda: query_contents(asked, modalities, contents.pictures))
             contents = replace(contents, queries=queries)
         self.embeddings = Embeddings(
-            encoder, self.measurement.wanted, contents, options.root, process_group, batch_size=options.batch_size,
-            seed=options.seed, candidate_mode=options.candidate_mode, dims=options.embedding_dims,
-            memory_mb=options.memory_mb,
+            encoder, options.root, self.measurement.wanted, contents, options.candidate_mode, options.embedding_dims,
+            options.memory_mb, process_group=process_group, batch_size=options.batch_size, seed=options.seed,
         )  # fmt: skip
         warnings = [warning for condition in conditions for warning in self.warnings(condition.mode)]
         if caution := few_groups(len(set(self.measurement.wanted.columns["group"]))):

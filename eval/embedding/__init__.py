@@ -1,1 +1,1 @@
-"""Embeddings of a set, computed by one or more processes and cached in shards."""
+"""Embeddings of a retrieval set, and what they and an evaluation depend on."""

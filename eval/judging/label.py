@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from eval.benchmarks.suite import is_suite, load_suite
-from eval.sets.contents import CandidatesOf, picture_digests
+from eval.sets.contents import CandidatesOf
 from eval.sets.retrieval_set import RetrievalSet, load_set, reference_answers
 from rge.calls.caller import Caller
 from rge.calls.grouping import Outcome
@@ -38,6 +38,7 @@ from rge.common.options import AtLeastOne
 from rge.common.registry import PluginOptions
 from rge.common.schema import Item
 from rge.judging.scorer import need_answers
+from rge.vectors.contents import picture_digests
 
 NO_PICTURE, SEVERAL, UNLABELLED = "no picture", "several", "unlabelled"
 Words = dict[str, tuple[str, ...]]

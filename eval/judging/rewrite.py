@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from eval.sets.contents import content_digest, picture_digests
 from eval.sets.retrieval_set import RetrievalSet
 from rge.calls.caller import Caller, Outcome
 from rge.calls.failures import Rejection
@@ -25,6 +24,7 @@ from rge.common.commands import progress_bar
 from rge.common.errors import UserError
 from rge.common.options import one_of
 from rge.common.schema import Item
+from rge.vectors.contents import content_digest, picture_digests
 
 PROMPTS = {
     "caption": (

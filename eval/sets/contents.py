@@ -10,8 +10,9 @@ import numpy as np
 
 from eval.sets.retrieval_set import Modality, RetrievalSet
 from rge.common.commands import progress_bar
-from rge.common.images import ImageError, picture_bytes
+from rge.common.images import ImageError
 from rge.common.schema import ImageRef, Item
+from rge.vectors.contents import content_digest, picture_digests
 
 
 @dataclass(frozen=True)
@@ -56,21 +57,6 @@ def query_contents(
         ]
         for modality in modalities
     }
-
-
-def picture_digests(item: Item) -> tuple[str, ...]:
-    """SHA-256 of the bytes of each of an item's pictures; an `ImageError` if one cannot be read."""
-    return tuple(hashlib.sha256(picture_bytes(ref)).hexdigest() for ref in item.images)
-
-
-def content_digest(item: Item, pictures: tuple[str, ...] | None = None) -> str:
-    """SHA-256 of an item's text, instruction and pictures, without its id.
-
-    ``pictures``: their `picture_digests`; None: read them.
-    """
-    pictures = picture_digests(item) if pictures is None else pictures
-    content = json.dumps([item.text, item.instruction, pictures], ensure_ascii=False)
-    return hashlib.sha256(content.encode()).hexdigest()
 
 
 class CandidatesOf:

@@ -106,11 +106,11 @@ def verify(options: VerifyOptions) -> Verdict:
     Raises:
         UserError: the checkpoint, the sample or a route cannot be used.
     """
-    from eval.models.registry import load_model
     from eval.verify.plain import PlainModel
     from eval.verify.routes import default_routes, own_routes, routes_of
     from rge.common.errors import UserError
     from rge.embedder import Embedder
+    from rge.embedders.registry import load_model
 
     folder = checkpoint_folder(Path(options.checkpoint))
     is_ours = not folder.is_dir() or (folder / "rge.json").is_file()

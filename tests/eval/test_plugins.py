@@ -10,7 +10,6 @@ from eval_fakes import FakeEncoder, loader, write_set
 from eval.__main__ import COMMANDS, command_of, main
 from eval.benchmarks.registry import BENCHMARKS, Benchmark, protocol_for, register_benchmark
 from eval.commands.run import RunOptions, run
-from eval.models.registry import EMBEDDERS, adapters, register_embedder
 from eval.scoring.metrics import (
     METRICS,
     compute,
@@ -25,6 +24,7 @@ from rge.common.errors import UserError
 from rge.common.options import keys, parse_options
 from rge.common.registry import Registry, load_plugins
 from rge.diagnose.__main__ import SensitivityOptions
+from rge.embedders.registry import EMBEDDERS, adapters, register_embedder
 from rge.explore.__main__ import ExploreOptions
 from rge.index.options import EmbedOptions, IndexOptions, SearchOptions
 from rge.serving.options import ServeOptions
@@ -244,7 +244,7 @@ def test_an_embedder_of_a_plugin_is_named_in_what_it_makes(tmp_path, monkeypatch
         tmp_path,
         "plugin_five",
         "from eval_fakes import FakeEncoder\n"
-        "from eval.models.registry import register_embedder\n"
+        "from rge.embedders.registry import register_embedder\n"
         "@register_embedder('mine', about='mine', matches=lambda facts: True)\n"
         "def load(facts, **options):\n    return FakeEncoder('mine')\n",
     )

@@ -10,10 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from eval.models.common import ThirdParty
 from rge.checkpoints.settings import Settings
 from rge.common.images import picture_bytes
 from rge.common.schema import Encoded
+from rge.embedders.common import ThirdParty
 from rge.identity.set_fingerprint import set_fingerprint
 
 DIM = 16
@@ -148,6 +148,6 @@ class FakeEncoder(ThirdParty):
 
 
 def loader(encoder: FakeEncoder, **asked):
-    """Stands for `eval.models.registry.ModelOptions.loader`; ``asked``: `temperature` or `max_new_tokens` of the options."""
+    """Stands for `rge.embedders.registry.ModelOptions.loader`; ``asked``: `temperature` or `max_new_tokens` of the options."""
     encoder.settings = encoder.settings.asking(**asked)
     return lambda: encoder

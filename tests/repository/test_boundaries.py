@@ -21,7 +21,7 @@ ONLY_IN = {
     "deepspeed": {"rge/distributed/collectives.py"},
     "peft": {"rge/model/adapters.py", "rge/model/adapter_files.py"},
     "sentence_transformers": {
-        "eval/models/sentence.py",
+        "rge/embedders/sentence.py",
         "eval/verify/routes.py",
         "rge/integrations/sentence_transformers.py",
     },
@@ -42,10 +42,10 @@ ONLY_IN = {
         "rge/towers/efficientnet.py",
         "rge/towers/smollm2.py",
         "data_prep/rmir/pictures/hub_encoders.py",
-        "eval/models/clip.py",
-        "eval/models/own_code.py",
-        "eval/models/qwen.py",
-        "eval/models/rge.py",
+        "rge/embedders/clip.py",
+        "rge/embedders/own_code.py",
+        "rge/embedders/qwen.py",
+        "rge/embedders/rge.py",
     },
 }
 WITHOUT_TORCH = (

@@ -10,12 +10,12 @@ from eval_fakes import FakeEncoder, tables, write_set, write_tables
 
 from eval.__main__ import main
 from eval.commands.run import RunOptions, run
-from eval.embedding.fill_cache import Embeds
 from eval.embedding.identity import differences
 from rge.checkpoints.export import export, settings_of
 from rge.common.schema import Item
 from rge.embedder import Embedder
 from rge.model.prompts import PromptBuilder
+from rge.vectors.fill_cache import Embeds
 
 
 @pytest.fixture

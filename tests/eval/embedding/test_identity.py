@@ -227,7 +227,7 @@ def test_picture_code_of_a_plugin_s_family_is_part_of_what_it_makes(lively, tmp_
         for path in cache.glob("candidate-*/about.json")
         if str(one["plugins"]["plugin_eyes"]["code"]) in path.read_text()
     }
-    assert {"rge.towers.efficientnet", "rge.model.vision_tower", "eval.embedding.fill_cache"} <= json.loads(
+    assert {"rge.towers.efficientnet", "rge.model.vision_tower", "rge.vectors.fill_cache"} <= json.loads(
         about
     )["made_with"]["software"]["modules"].keys()
     capsys.readouterr()

@@ -8,12 +8,13 @@ import pytest
 from eval_fakes import NUM_CANDIDATES, NUM_QUERIES, picture, tables, write_set, write_tables
 
 from eval.benchmarks.registry import protocol_for
-from eval.sets.contents import content_digest, with_content
+from eval.sets.contents import with_content
 from eval.sets.retrieval_set import load_set
 from eval.sets.tables import SetError
 from rge.common.errors import UserError
 from rge.common.images import ImageError, picture_bytes
 from rge.common.schema import Item
+from rge.vectors.contents import content_digest
 
 
 def small():

@@ -314,7 +314,7 @@ def test_what_was_verified_stands_in_the_model_card(tmp_path, capsys):
 @pytest.mark.slow
 def test_a_stranger_s_model_is_compared_between_batches(tmp_path, monkeypatch):
     encoder = FakeEncoder("x", model="x", profile="plain")
-    monkeypatch.setattr("eval.models.registry.load_model", lambda *_, **__: encoder)
+    monkeypatch.setattr("rge.embedders.registry.load_model", lambda *_, **__: encoder)
     (tmp_path / "theirs").mkdir()
     there = replace(FEW, checkpoint=str(tmp_path / "theirs"), items=Path(write_set(tmp_path / "set")))
     verdict = verify(there)

@@ -9,10 +9,10 @@ import torch
 from family_models import PLUGINS, every_family, train
 from stock import state_at_end, stock_forward
 
-from eval.models.registry import load_model
 from rge.checkpoints.export import export, settings_of
 from rge.common.schema import Item
 from rge.config import LoraConfig, load_recipe
+from rge.embedders.registry import load_model
 from rge.model.adapters import add_adapters
 from rge.model.backbone import load_backbone, vision_parameters
 from rge.model.embedding_model import EmbeddingModel

@@ -16,11 +16,11 @@ from own_engine import OwnEngine
 from paths import ROOT
 
 from eval.commands.run import RunOptions, run
-from eval.models.registry import load_model
 from rge.checkpoints.export import export, settings_of
 from rge.common.errors import UserError
 from rge.common.schema import Item
 from rge.embedder import Embedder
+from rge.embedders.registry import load_model
 from rge.model.backbone import BackboneError, load_backbone
 from rge.model.embedding_model import EmbeddingModel
 from rge.rollout import vllm_engine, vllm_writer

@@ -1,4 +1,4 @@
-"""The process group of an evaluation: all processes of `accelerate launch`, or this process alone.
+"""The processes that embed together: all processes of `accelerate launch`, or this process alone.
 
 Processes share files and exchange only short messages, so the group uses gloo on any device.
 """

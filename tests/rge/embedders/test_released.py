@@ -13,12 +13,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoProcessor
 
 from eval.__main__ import main
-from eval.models.registry import load_model
-from eval.models.rge import PICTURE, opened, small_sides
 from eval.sets.retrieval_set import load_set
 from rge.common.errors import UserError
 from rge.common.mmeb_prompts import PLACEHOLDER, SETS
 from rge.common.schema import Item
+from rge.embedders.registry import load_model
+from rge.embedders.rge import PICTURE, opened, small_sides
 
 SYSTEM = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
 

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from eval.__main__ import main
-from eval.models.common import hash_of_files
-from eval.models.registry import adapters, facts_of, load_model
 from rge.checkpoints.export import export, settings_of
 from rge.common.errors import UserError
 from rge.common.schema import Item
 from rge.embedder import Embedder
+from rge.embedders.common import hash_of_files
+from rge.embedders.registry import adapters, facts_of, load_model
 
 
 @pytest.fixture

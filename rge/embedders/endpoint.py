@@ -18,9 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eval.models.common import BARE, DirectEncoder
-from eval.models.registry import Facts
-from eval.sets.contents import picture_digests
 from rge.calls.failures import AttemptFailed, failure
 from rge.calls.keys import Mask
 from rge.calls.model_config import ModelConfig, check_model
@@ -31,7 +28,10 @@ from rge.calls.wire.pictures import data_url
 from rge.calls.wire.replies import as_dict, dict_items, parse, valid_unicode
 from rge.common.errors import UserError
 from rge.common.schema import Item, check_finite
+from rge.embedders.common import BARE, DirectEncoder
+from rge.embedders.registry import Facts
 from rge.model.prompts import user_text
+from rge.vectors.contents import picture_digests
 from rge.web.client import make_client
 
 CONCURRENCY = 8

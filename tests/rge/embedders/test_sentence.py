@@ -14,10 +14,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, PreTrainedTokenizerFast
 
 from eval.commands.run import RunOptions, run
-from eval.models.registry import Facts, adapters, facts_of, load_model
-from eval.models.sentence import Sentences
 from rge.common.errors import UserError
 from rge.common.schema import Item
+from rge.embedders.registry import Facts, adapters, facts_of, load_model
+from rge.embedders.sentence import Sentences
 
 WORDS = ["[PAD]", "[UNK]", "a", "key", "opens", "the", "padlock", "egg", "query", "document", ":"]
 TEXTS = [Item("1", "a key opens the padlock"), Item("2", "egg", instruction="Find it."), Item("3", "the key")]

@@ -15,13 +15,13 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
 
-from eval.models.clip import TwoTowers
-from eval.models.common import BARE, DirectEncoder, direct, loading
-from eval.models.registry import Facts
-from eval.models.sentence import sentences
 from rge.common.errors import UserError
 from rge.common.images import load_image
 from rge.common.schema import Item
+from rge.embedders.clip import TwoTowers
+from rge.embedders.common import BARE, DirectEncoder, direct, loading
+from rge.embedders.registry import Facts
+from rge.embedders.sentence import sentences
 from rge.model.prompts import user_text
 
 
@@ -64,7 +64,7 @@ def _conversation(model: Any, _: Any, kind: Kind, columns: Columns) -> Any:
 
 
 def _two_encoders(model: Any, _: Any, kind: Kind, columns: Columns) -> Any:
-    """Jina-CLIP: features of text and picture, added as in `eval.models.clip`."""
+    """Jina-CLIP: features of text and picture, added as in `rge.embedders.clip`."""
     texts, pictures = columns
     parts = []
     if texts is not None:

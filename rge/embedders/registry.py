@@ -10,20 +10,20 @@ adds a family, also from a plugin (docs/extending.md).
 """
 
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
-from eval.embedding.fill_cache import Embeds
-from eval.sets.retrieval_set import RetrievalSet
 from rge.checkpoints.settings import read_settings
 from rge.common.errors import UserError
 from rge.common.files import checkpoint_folder, read_json
 from rge.common.options import AtLeastOne, NotNegative, Share, one_of
 from rge.common.prompt_profiles import PROFILES
 from rge.common.registry import Registry
+from rge.vectors.fill_cache import Embeds
 
 RELEASED = "qwen2_5_vl"
 """Architecture of the released RGE checkpoint."""
@@ -71,19 +71,19 @@ OURS = (
         "rge",
         "a finished checkpoint of rge: a directory with rge.json",
         lambda facts: "rge.json" in facts.files,
-        "eval.models.rge:load_own",
+        "rge.embedders.rge:load_own",
     ),
     Adapter(
         "rge-release",
         "the released RGE checkpoint: Qwen2.5-VL with an <emb> token, without rge.json",
         lambda facts: facts.model_type == RELEASED and "<emb>" in facts.tokens,
-        "eval.models.rge:load_release",
+        "rge.embedders.rge:load_release",
     ),
     Adapter(
         "ume-r1",
         "UME-R1: Qwen2-VL with <gen_emb> and <disc_emb>; reasoning is its generative mode, direct its discriminative one",
         lambda facts: facts.model_type in QWEN and {"<gen_emb>", "<disc_emb>"} <= facts.tokens,
-        "eval.models.ume:load_ume",
+        "rge.embedders.ume:load_ume",
     ),
     Adapter(
         "vlm2vec",
@@ -91,31 +91,31 @@ OURS = (
         lambda facts: (
             facts.model_type in QWEN and ("config.json" not in facts.files or "vlm2vec" in facts.name.lower())
         ),
-        "eval.models.qwen:load_vlm2vec",
+        "rge.embedders.qwen:load_vlm2vec",
     ),
     Adapter(
         "own-code",
         "a model whose repository brings its own code, such as GME, BGE-VL, Jina-CLIP: with trust_code=true only",
         lambda facts: bool(facts.code),
-        "eval.models.own_code:load_own_code",
+        "rge.embedders.own_code:load_own_code",
     ),
     Adapter(
         "qwen-vl",
         "plain Qwen2-VL, Qwen2.5-VL, Qwen3-VL: last token of the chat template",
         lambda facts: facts.model_type in (*QWEN, "qwen3_vl", "qwen3_vl_moe"),
-        "eval.models.qwen:load_plain",
+        "rge.embedders.qwen:load_plain",
     ),
     Adapter(
         "clip",
         "CLIP, Meta CLIP 2, SigLIP, SigLIP 2: text and picture features added",
         lambda facts: facts.model_type in CLIPS,
-        "eval.models.clip:load_clip",
+        "rge.embedders.clip:load_clip",
     ),
     Adapter(
         "sentence-transformers",
         "any model of that library (modules.json), most of them of texts only; asked with its own prompts",
         lambda facts: "modules.json" in facts.files,
-        "eval.models.sentence:load_sentences",
+        "rge.embedders.sentence:load_sentences",
     ),
 )
 
@@ -133,7 +133,7 @@ def register_embedder(
     """Decorator that registers a function as loader of a family of embedders; it is matched before ours.
 
     The function gets `Facts` and ``device``, ``dtype``, ``max_new_tokens`` and ``temperature`` of `load_model`, and
-    returns something that `Embeds`; see `eval.models.common.DirectEncoder` for one without rationales. ``about`` and
+    returns something that `Embeds`; see `rge.embedders.common.DirectEncoder` for one without rationales. ``about`` and
     ``matches``: see `Adapter`.
     """
 
@@ -187,7 +187,7 @@ def load_model(
         }  # fmt: skip
         if useless := [key for key, value in given.items() if value is not None and value is not False]:
             raise UserError(f"{', '.join(useless)}: the model at endpoint={endpoint} decides that itself")
-        served: Embeds = pkgutil.resolve_name("eval.models.endpoint:load_endpoint")(
+        served: Embeds = pkgutil.resolve_name("rge.embedders.endpoint:load_endpoint")(
             str(model), endpoint, endpoint_key_env
         )
         return served
@@ -307,27 +307,35 @@ class ModelOptions:
             chosen |= {"vllm_memory": self.vllm_memory, "vllm_rows": self.batch_size}
         return partial(load_model, str(name), as_released=self.as_ == "release", **chosen)
 
-    def load(self, wanted: RetrievalSet, load: Callable[[], Embeds] | None = None) -> Embeds:
-        """Load the embedder with the prompts that options and set require; ``load`` replaces `loader`."""
-        verbatim = wanted.meta.get("prompts") == "verbatim"
+    def load(
+        self,
+        meta: Mapping[str, Any] = MappingProxyType({}),
+        named: Path | str = "",
+        load: Callable[[], Embeds] | None = None,
+    ) -> Embeds:
+        """Load the embedder with the prompts that options and a set require.
+
+        ``meta`` is a retrieval set's ``meta.json``, ``named`` its path for messages; ``load`` replaces `loader`.
+        """
+        verbatim = meta.get("prompts") == "verbatim"
         if verbatim and self.as_ != "release":
-            raise UserError(f"{wanted.path} was imported with verbatim=true, which only as=release supports")
+            raise UserError(f"{named} was imported with verbatim=true, which only as=release supports")
         encoder = (load or self.loader())()
-        settings, given = encoder.settings, wanted.meta.get("instructions")
+        settings, given = encoder.settings, meta.get("instructions")
         if verbatim and given != settings.mmeb_instructions:
             raise UserError(
-                f"{wanted.path} was imported with instructions={given}; as=release needs instructions={settings.mmeb_instructions}"
+                f"{named} was imported with instructions={given}; as=release needs instructions={settings.mmeb_instructions}"
             )
         exact = self.exact
         if exact is None:
             exact = self.engine == "own" and (settings.dtype, settings.device) == ("float32", "cpu")
-        profile = self.prompts or wanted.meta.get("prompts")
+        profile = self.prompts or meta.get("prompts")
         encoder = encoder.with_(exact=exact or None, profile=None if profile == settings.profile else profile)
         if self.query_prompt is None:
             return encoder
         if verbatim:
             raise UserError("query_prompt= cannot be used with as=release, whose prompts are fixed")
-        prompted: Embeds = pkgutil.resolve_name("eval.models.common:Prompted")(encoder, self.query_prompt)
+        prompted: Embeds = pkgutil.resolve_name("rge.embedders.common:Prompted")(encoder, self.query_prompt)
         return prompted
 
 

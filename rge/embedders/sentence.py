@@ -13,11 +13,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from eval.models.common import BARE, DirectEncoder, direct, loading
-from eval.models.registry import Facts
 from rge.common.errors import UserError
 from rge.common.images import load_image
 from rge.common.schema import Item
+from rge.embedders.common import BARE, DirectEncoder, direct, loading
+from rge.embedders.registry import Facts
 from rge.model.prompts import user_text
 
 TEXT, IMAGE, BOTH = "text", "image", "both"

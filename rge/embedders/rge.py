@@ -19,8 +19,6 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoProcessor
 
-from eval.models.common import ThirdParty, hash_of_files, loading, place, settings_of, whole
-from eval.models.registry import Facts
 from rge.checkpoints.settings import Settings
 from rge.common.errors import UserError
 from rge.common.images import open_picture, picture_bytes
@@ -28,6 +26,8 @@ from rge.common.mmeb_prompts import PLACEHOLDER
 from rge.common.prompt_profiles import EMB_TOKEN, PROFILES
 from rge.common.schema import Encoded, ImageRef, Item
 from rge.embedder import Embedder
+from rge.embedders.common import ThirdParty, hash_of_files, loading, place, settings_of, whole
+from rge.embedders.registry import Facts
 from rge.inference import Inference
 from rge.model.backbone import load_backbone
 from rge.model.embedding_model import EmbeddingModel, normalise

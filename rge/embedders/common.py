@@ -14,15 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eval.embedding.fill_cache import Embeds
-from eval.models.registry import Facts
 from rge.checkpoints.settings import Settings
 from rge.common.errors import UserError
 from rge.common.prompt_profiles import PROFILES, Profile
 from rge.common.schema import Encoded, Item
+from rge.embedders.registry import Facts
 from rge.model.embedding_model import normalise
 from rge.model.packing import by_length
 from rge.tables.listing import visible_files
+from rge.vectors.fill_cache import Embeds
 
 WINDOW_BATCHES = 8
 """Batches prepared at a time and sorted by length; their pictures are in memory together."""

@@ -1,6 +1,6 @@
 """Embed queries and candidates shard by shard; NaN and constant embeddings are errors.
 
-Missing shards are encoded by one process or by several that share the cache directory (`eval.embedding.processes`):
+Missing shards are encoded by one process or by several that share the cache directory (`rge.vectors.processes`):
 every process iterates over all items in the same order and embeds every n-th shard, so files and figures are those of
 one process.
 """
@@ -14,14 +14,14 @@ from typing import Literal, Protocol, Self
 
 import numpy as np
 
-from eval.embedding.processes import ALONE, ProcessGroup
-from eval.embedding.shards import Cache, covered, write_shard
 from rge.checkpoints.settings import Settings
 from rge.common.commands import progress_bar
 from rge.common.errors import UserError
 from rge.common.images import ImageError, load_image
 from rge.common.modes import Mode
 from rge.common.schema import Encoded, Item
+from rge.vectors.processes import ALONE, ProcessGroup
+from rge.vectors.shards import Cache, covered, write_shard
 
 Side = Literal["query", "candidate"]
 SHARD_BATCHES = 8

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from eval.models.common import VLM2VEC, DirectEncoder, check_family, direct, loading, whole
-from eval.models.registry import Facts
 from rge.common.errors import UserError
 from rge.common.prompt_profiles import PROFILES, Profile
 from rge.common.schema import Item
+from rge.embedders.common import VLM2VEC, DirectEncoder, check_family, direct, loading, whole
+from rge.embedders.registry import Facts
 from rge.model.adapter_files import PREFIX, merge_saved
 from rge.model.families import normalised
 from rge.model.prompts import Prompt, PromptBuilder

@@ -8,19 +8,19 @@ import pytest
 from eval_fakes import DIM, FakeEncoder
 from forked import Program
 
-from eval.embedding import fill_cache
-from eval.embedding.fill_cache import (
+from rge.common.errors import UserError
+from rge.common.files import replacing, write_bytes
+from rge.common.images import load_image
+from rge.common.schema import Encoded, Item
+from rge.vectors import fill_cache
+from rge.vectors.fill_cache import (
     SHARD_BATCHES,
     check_collapse,
     check_embeddings,
     fill,
     mean_cosine,
 )
-from eval.embedding.shards import Cache, cache_key, encoder_key, open_cache, read
-from rge.common.errors import UserError
-from rge.common.files import replacing, write_bytes
-from rge.common.images import load_image
-from rge.common.schema import Encoded, Item
+from rge.vectors.shards import Cache, cache_key, encoder_key, open_cache, read
 
 ITEMS = [Item(f"i{number:03d}", f"text {number}") for number in range(50)]
 

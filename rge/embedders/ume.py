@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Literal, Self
 
-from eval.models.common import VLM2VEC, ThirdParty, place, settings_of
-from eval.models.registry import Facts
 from rge.checkpoints.settings import Settings
 from rge.common.prompt_profiles import PROFILES
 from rge.common.schema import Encoded, Item
 from rge.embedder import Embedder
+from rge.embedders.common import VLM2VEC, ThirdParty, place, settings_of
+from rge.embedders.registry import Facts
 from rge.inference import Inference
 from rge.model.backbone import load_backbone
 from rge.model.embedding_model import EmbeddingModel

@@ -11,12 +11,12 @@ from eval_fakes import FakeEncoder, write_set
 from eval_processes import start
 
 from eval.commands.rerank import RerankOptions, rerank_command
-from eval.embedding import fill_cache
-from eval.embedding.fill_cache import fill
-from eval.embedding.processes import ALONE, ProcessGroup
-from eval.embedding.shards import Cache, covered, open_cache, read
 from rge.checkpoints.export import export, settings_of
 from rge.common.schema import Item
+from rge.vectors import fill_cache
+from rge.vectors.fill_cache import fill
+from rge.vectors.processes import ALONE, ProcessGroup
+from rge.vectors.shards import Cache, covered, open_cache, read
 
 TIMES = ["generate_ms", "embed_ms"]
 

@@ -20,11 +20,11 @@ from transformers import (
 )
 
 from eval.commands.run import RunOptions, run
-from eval.models.registry import adapters, facts_of, load_model
-from eval.models.ume import INSTRUCTION
 from rge.common.errors import UserError
 from rge.common.images import load_image
 from rge.common.schema import Item
+from rge.embedders.registry import adapters, facts_of, load_model
+from rge.embedders.ume import INSTRUCTION
 from rge.model.families import Family
 
 

@@ -8,13 +8,13 @@ import pytest
 from eval_fakes import DIM, FakeEncoder, loader, tables, write_tables
 
 from eval.commands.run import RunOptions, run
-from eval.embedding import shards
-from eval.embedding.fill_cache import check_collapse, fill, mean_cosine
-from eval.embedding.shards import Cache, covered, open_cache, read, read_embeddings
 from eval.scoring.search import search
 from rge.common.errors import UserError
 from rge.common.files import replacing
 from rge.common.schema import Item
+from rge.vectors import shards
+from rge.vectors.fill_cache import check_collapse, fill, mean_cosine
+from rge.vectors.shards import Cache, covered, open_cache, read, read_embeddings
 
 ABOUT = {"side": "candidate", "mode": "direct", "modality": "both"}
 

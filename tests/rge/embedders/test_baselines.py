@@ -10,12 +10,12 @@ from eval_fakes import picture, write_set
 from transformers import AutoModel, CLIPImageProcessor, MetaClip2Config, MetaClip2Model
 
 from eval.__main__ import main
-from eval.models.common import Prompted
-from eval.models.registry import Facts, adapters, facts_of, load_model
-from eval.models.sentence import Sentences
 from rge.calls.local_server import Answer, LocalServer
 from rge.common.errors import UserError
 from rge.common.schema import Item
+from rge.embedders.common import Prompted
+from rge.embedders.registry import Facts, adapters, facts_of, load_model
+from rge.embedders.sentence import Sentences
 
 from .conftest import TOWER, ended, lively, rows, tokenizer
 
@@ -58,7 +58,7 @@ class Served:
 
 @pytest.fixture
 def served(monkeypatch):
-    monkeypatch.setattr("eval.models.endpoint.backoff", lambda *_: 0.0)
+    monkeypatch.setattr("rge.embedders.endpoint.backoff", lambda *_: 0.0)
     handler = Served()
     with LocalServer(handler) as server:
         handler.url = server.url

@@ -15,11 +15,11 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoImageProcessor, AutoModel, AutoTokenizer, PreTrainedModel
 
-from eval.models.common import BARE, DirectEncoder, check_family, direct, loading, whole
-from eval.models.registry import CLIPS, Combine, Facts
 from rge.common.errors import UserError
 from rge.common.images import load_image
 from rge.common.schema import Item
+from rge.embedders.common import BARE, DirectEncoder, check_family, direct, loading, whole
+from rge.embedders.registry import CLIPS, Combine, Facts
 from rge.model.embedding_model import normalise
 from rge.model.prompts import user_text
 

@@ -1,0 +1,1 @@
+"""Embeddings of items, computed by one or more processes and cached in shards."""

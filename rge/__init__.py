@@ -1,7 +1,7 @@
 """Train reasoning-guided multimodal embedders (RGE, arXiv:2511.16150)."""
 
-from rge import cpu_threads
 from rge.common import torchvision_cpu
+from rge.distributed import cpu_threads
 
 __version__ = "1.0.0"
 

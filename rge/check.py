@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rge.common.commands import answer_first, start
-from rge.config import CheckOptions, Recipe, RecordsConfig, StageConfig, load_options
+from rge.config import CheckOptions, Recipe, load_options
+from rge.data.config import RecordsConfig
+from rge.optim.config import StageConfig
 
 
 def read_options(arguments: Sequence[str]) -> CheckOptions:

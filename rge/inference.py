@@ -22,7 +22,7 @@ from rge.common.errors import UserError
 from rge.common.modes import SILENT, Mode
 from rge.common.prompt_profiles import Profile
 from rge.common.schema import Encoded, Item
-from rge.cpu_threads import limit_threads
+from rge.distributed.cpu_threads import limit_threads
 from rge.model.backbone import BackboneError, load_backbone
 from rge.model.embedding_model import EmbeddingModel
 from rge.model.packing import Branch, by_length

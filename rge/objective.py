@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rge.config import AdaptiveConfig, Recipe
+from rge.config import Recipe
 from rge.data.collate import Batch
+from rge.loss_config import AdaptiveConfig
 from rge.losses import alignment, contrastive_losses, hit_at_1, lead_over_negatives
 from rge.model.embedding_model import EmbeddingModel, Readout
 from rge.model.packing import Branch

@@ -22,9 +22,9 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from rge.config import AdaptiveConfig
 from rge.data.collate import Batch, chunks_of
 from rge.distributed import collectives as dist
+from rge.loss_config import AdaptiveConfig
 from rge.model.attention import EncodedPrompts
 from rge.model.embedding_model import (
     EmbeddingModel,

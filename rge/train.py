@@ -32,7 +32,7 @@ from rge.check import Checked, checked
 from rge.checkpoints.checkpoint_manager import CheckpointManager, divergence_explained
 from rge.checkpoints.resume import stage_identity
 from rge.common.commands import start
-from rge.config import Recipe, StageConfig
+from rge.config import Recipe
 from rge.data.bad_records import BadRecords
 from rge.data.collate import make_batches
 from rge.data.loader import Loader
@@ -44,6 +44,7 @@ from rge.logs import Logs, end_trackers, start_trackers
 from rge.model.backbone import vision_parameters
 from rge.model.embedding_model import embedder_to_train
 from rge.objective import Objective
+from rge.optim.config import StageConfig
 from rge.optim.optimizers import learning_rate, make_optimizer, set_learning_rate
 from rge.rl.credit import make_reinforcement
 from rge.rollout.writer import Rollout, easy_share, make_writer, rollout_report

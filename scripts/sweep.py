@@ -30,8 +30,9 @@ from rge.checkpoints.resume import ROUNDING, result_keys
 from rge.checkpoints.settings import RGE_JSON
 from rge.common.errors import SIGNALLED, UserError
 from rge.common.files import read_json, write_text
-from rge.config import Recipe, ScratchConfig, load_recipe, to_dict
+from rge.config import Recipe, load_recipe, to_dict
 from rge.identity.run_identity import flattened
+from rge.scratch.config import ScratchConfig
 from rge.stats.intervals import Bootstrap, cluster_bootstrap, figures, in_words, index_of, over_seeds
 
 ROOT = Path(__file__).resolve().parent.parent

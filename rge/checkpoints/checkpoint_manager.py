@@ -21,7 +21,7 @@ from rge.checkpoints.resume import check_same_recipe, check_same_run
 from rge.checkpoints.settings import RGE_JSON, CheckpointError
 from rge.checkpoints.training_state import States, complete_states, step_name
 from rge.common.errors import UserError
-from rge.config import Recipe, StageConfig, to_dict
+from rge.config import Recipe, to_dict
 from rge.distributed import collectives as dist
 from rge.distributed import launch
 from rge.distributed.stop_signals import exit_after, received_by_any, stop_after_this_step_at_signals
@@ -29,6 +29,7 @@ from rge.identity.run_identity import Identity
 from rge.model.adapter_files import Base
 from rge.model.adapters import has_adapters, merge
 from rge.model.embedding_model import EmbeddingModel
+from rge.optim.config import StageConfig
 from rge.validation import Validation
 
 

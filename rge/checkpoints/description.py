@@ -13,9 +13,11 @@ import jinja2
 
 from rge.checkpoints.settings import EYES, RGE_JSON, CheckpointSettings, read_settings
 from rge.common.files import read_json
-from rge.config import Recipe, SourceConfig, StageConfig, to_dict
+from rge.config import Recipe, to_dict
+from rge.data.config import SourceConfig
 from rge.data.readers import some_records
 from rge.model.adapter_files import is_hub_id
+from rge.optim.config import StageConfig
 
 RECORDS_READ = 4096
 """Evenly spread records per source in which instructions are counted; smaller sources are read in full."""

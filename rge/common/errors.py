@@ -30,6 +30,10 @@ class UserError(ValueError):
         return brief(super().__str__())
 
 
+class RecipeError(UserError):
+    """A recipe or an override is wrong; the message names the key and the fix."""
+
+
 @contextmanager
 def ungrouped(kind: type[Exception]) -> Iterator[None]:
     """Raise the first exception of a group by itself if all are of this kind; `asyncio.TaskGroup` raises groups."""

@@ -9,8 +9,8 @@ from typing import Any
 from tqdm import tqdm
 
 from rge.common.files import read_json_lines, write_text
-from rge.config import DataConfig
 from rge.data.collate import Batch
+from rge.data.config import DataConfig
 from rge.data.mixture import Mixture
 from rge.data.sources import BadRecord, RecordError, Records
 from rge.distributed import collectives as dist

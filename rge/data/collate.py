@@ -12,13 +12,15 @@ from torch import Tensor
 
 from rge.common.images import ImageError, load_image
 from rge.common.schema import Item, Record, Target
-from rge.config import DataConfig, Recipe, StageConfig
+from rge.config import Recipe
 from rge.data.augment import AUGMENTATIONS
+from rge.data.config import DataConfig
 from rge.data.mixture import Draw, Mixture
 from rge.data.sources import BadRecord, BrokenRecord, RecordError, Records, check_wording, identity
 from rge.data.streams import Drawn, Reader, Stream
 from rge.distributed import collectives as dist
 from rge.model.prompts import Prompt, PromptBuilder
+from rge.optim.config import StageConfig
 
 Chunk = tuple[slice, slice]
 """Queries and candidates of one forward."""

@@ -31,8 +31,8 @@ import torch
 from torch import Tensor
 
 from rge.common.errors import UserError, how_it_ended, portable
-from rge.config import DataConfig
 from rge.data.collate import Batch, StepBatches, StreamRows, flatten, unflatten
+from rge.data.config import DataConfig
 
 PATIENCE_S = 1800.0
 """How long training waits for one batch, e.g. while a file system hangs."""

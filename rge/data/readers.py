@@ -17,7 +17,7 @@ from rge.common.errors import UserError
 from rge.common.files import find_shipped, pointer_note
 from rge.common.registry import Registry
 from rge.common.schema import Record
-from rge.config import JSON_FILES, OTHER_FILES, RecordsConfig, SourceConfig
+from rge.data.config import JSON_FILES, OTHER_FILES, RecordsConfig, SourceConfig
 from rge.data.rows import (
     ArrowRows,
     Columns,

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from rge.common.commands import progress_bar
 from rge.common.errors import did_you_mean
 from rge.common.schema import Positive, QueryPart, Record, Target
-from rge.config import RecordsConfig
+from rge.data.config import RecordsConfig
 from rge.data.sources import (
     PRESENT,
     Checks,

@@ -22,7 +22,7 @@ from rge.common.files import POINTER_NOTE, find_shipped, is_pointer, write_text
 from rge.common.images import PictureIndex
 from rge.common.prompt_profiles import EMB_TOKEN, PROFILES
 from rge.common.schema import PRESENT, Record, Target, are_bytes, picture_of
-from rge.config import OTHER_FILES
+from rge.data.config import OTHER_FILES
 from rge.tables.names import resolved
 
 

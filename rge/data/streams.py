@@ -20,7 +20,7 @@ import numpy as np
 
 from rge.common.files import read_json_lines
 from rge.common.schema import Record
-from rge.config import RecordsConfig, SourceConfig
+from rge.data.config import RecordsConfig, SourceConfig
 from rge.data.rows import Opened, Reopened, parsed, rows_of
 from rge.data.sources import BrokenRecord, Checks, RecordError, Records, faults_of
 from rge.distributed import collectives as dist

@@ -14,8 +14,8 @@ import torch
 from rge.checkpoints.settings import read_settings
 from rge.common.commands import progress_bar
 from rge.common.errors import UserError
-from rge.config import DataConfig
 from rge.data.collate import Batch, StepBatches
+from rge.data.config import DataConfig
 from rge.data.mixture import Mixture
 from rge.diagnose.pairs import open_data
 from rge.embedder import Embedder

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from rge.common.schema import Item
-from rge.config import RecordsConfig
 from rge.data.collate import query_item, target_item
+from rge.data.config import RecordsConfig
 from rge.data.readers import open_records
 from rge.data.sources import RecordError, Records, identity
 from rge.stats.intervals import cluster_bootstrap, figures, index_of

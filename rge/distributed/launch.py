@@ -25,8 +25,9 @@ from accelerate.utils import (
 )
 
 from rge.common.files import RECIPES, find_shipped
-from rge.config import BACK_ENDS, UNSHARDED_ONLY, TrainConfig
 from rge.distributed.collectives import LaunchError, let_deepspeed_build
+from rge.distributed.config import BACK_ENDS, TrainConfig
+from rge.optim.config import UNSHARDED_ONLY
 
 PATIENCE = timedelta(minutes=30)
 """How long a process waits for the others, e.g. while the first writes a checkpoint; `rge.distributed.failure_detection` detects dead ones."""

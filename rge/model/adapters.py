@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from rge.common.errors import UserError
-from rge.config import LoraConfig
 from rge.distributed import collectives as dist
+from rge.model.config import LoraConfig
 from rge.model.families import family_of
 from rge.model.hub_model import HubModel
 

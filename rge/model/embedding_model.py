@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rge.config import ModelConfig
 from rge.losses import rationale_log_probs, rationale_nll
 from rge.model.adapter_files import find_base, is_adapter_checkpoint, load_trainable_adapters
 from rge.model.adapters import add_adapters
 from rge.model.attention import EncodedParts, EncodedPrompts, Pass, install
 from rge.model.backbone import Backbone, load_backbone, vision_parameters
+from rge.model.config import ModelConfig
 from rge.model.families import family_of, normalised
 from rge.model.packing import Branch, PromptPart, TailPart, pack_prompts, pack_tails, to_device
 from rge.model.prompts import Prompt

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rge.config import OptimConfig, StageConfig
+from rge.optim.config import OptimConfig, StageConfig
 from rge.optim.muon import Muon
 
 

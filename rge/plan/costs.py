@@ -21,11 +21,12 @@ from torch import Tensor, nn
 from torch.fx.experimental import _config as fx_config
 from torch.utils.flop_counter import FlopCounterMode
 
-from rge.config import ModelConfig, Recipe
+from rge.config import Recipe
 from rge.losses import CHUNK_TOKENS
 from rge.model.adapters import trained_parts
 from rge.model.attention import bucket
 from rge.model.backbone import skeleton
+from rge.model.config import ModelConfig
 from rge.model.families import family_of
 from rge.model.hub_model import HubModel
 from rge.model.vision_tower import speed_up

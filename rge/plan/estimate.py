@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
-from rge.config import Recipe, StageConfig
+from rge.config import Recipe
 from rge.data.collate import mixture_of
 from rge.data.layout import Layout
 from rge.data.mixture import Mixture
@@ -17,6 +17,7 @@ from rge.data.sources import Records
 from rge.distributed import launch
 from rge.model.embedding_model import Kept
 from rge.model.hub_model import HubModel
+from rge.optim.config import StageConfig
 from rge.plan.costs import GIB, speed_of
 from rge.plan.machine import cpu_speed, main_memory
 from rge.plan.options import PlanOptions

@@ -11,8 +11,8 @@ from transformers import CONFIG_MAPPING
 from rge.common.errors import UserError
 from rge.common.files import checkpoint_folder
 from rge.common.options import read_yaml
-from rge.config import ModelConfig
 from rge.model.backbone import BackboneError, read_config, skeleton
+from rge.model.config import ModelConfig
 from rge.model.hub_model import HubModel
 from rge.scratch import build as scratch
 

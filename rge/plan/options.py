@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from rge.common.options import AtLeastOne, Count
-from rge.config import BackEndName, Recipe
+from rge.config import Recipe
+from rge.distributed.config import BackEndName
 
 
 @dataclass

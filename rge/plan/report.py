@@ -10,9 +10,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
-from rge.config import BACK_ENDS, Recipe, RecipeError, StageConfig
+from rge.common.errors import RecipeError
+from rge.config import Recipe
+from rge.distributed.config import BACK_ENDS
 from rge.model.hub_model import HubModel
 from rge.objective import Objective
+from rge.optim.config import StageConfig
 from rge.plan import costs
 from rge.plan.costs import GIB, Load, Setup, Shapes, num_parameters, shapes_of
 from rge.plan.known_models import outline

@@ -8,7 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
-from rge.config import BACK_ENDS, UNSHARDED_ONLY, Recipe, RecipeError
+from rge.common.errors import RecipeError
+from rge.config import Recipe
+from rge.distributed.config import BACK_ENDS
+from rge.optim.config import UNSHARDED_ONLY
 from rge.plan import costs
 from rge.plan.costs import ACTIVATIONS_OFF_BY, GIB, Load, Setup, Shapes
 from rge.plan.options import PlanOptions

@@ -16,12 +16,13 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from rge.common.errors import UserError
-from rge.config import Recipe, RewardConfig
+from rge.config import Recipe
 from rge.data.collate import Batch
 from rge.distributed import collectives as dist
 from rge.losses import hit_at_1
 from rge.model.embedding_model import EmbeddingModel, Readout
 from rge.model.packing import Branch, Read
+from rge.rl.config import RewardConfig
 from rge.rl.policy import advantages, policy_loss, sampling_weights, standard_deviation
 from rge.rl.pool import Pool
 from rge.rl.reference import Reference, is_used, make_reference

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from rge.config import RLConfig
+from rge.rl.config import RLConfig
 
 MAX_LOG_RATIO = 20.0
 """Log ratios to another sampler are clamped to this on both sides: e^20 exceeds any bound, and is finite."""

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from rge.common.errors import UserError
 from rge.common.registry import Registry, load_plugins
-from rge.config import Recipe, RewardConfig
+from rge.config import Recipe
+from rge.rl.config import RewardConfig
 
 
 @dataclass(frozen=True)

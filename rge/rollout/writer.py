@@ -13,13 +13,16 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from rge.common.errors import UserError
-from rge.config import LossConfig, Recipe, RecipeError, RolloutConfig, StageConfig
+from rge.common.errors import RecipeError, UserError
+from rge.config import Recipe
 from rge.data.collate import Batch, chunks_of
 from rge.distributed import collectives as dist
+from rge.loss_config import LossConfig
 from rge.model.attention import EncodedParts
 from rge.model.backbone import vision_parameters
 from rge.model.embedding_model import EmbeddingModel, Kept, PictureMemory, encode_prompts, has_dropout
+from rge.optim.config import StageConfig
+from rge.rollout.config import RolloutConfig
 from rge.rollout.generate import Rationale, generate
 from rge.rollout.vllm_writer import VllmWriter, check_possible
 

@@ -25,16 +25,18 @@ from torch import Tensor, nn
 from rge.checkpoints.settings import CheckpointError
 from rge.checkpoints.training_state import States
 from rge.common.images import ImageError, load_image
-from rge.config import OptimConfig, ScratchConfig, StageConfig, TrainConfig
 from rge.data.sources import RecordError, RecordFile
 from rge.distributed import collectives as dist
+from rge.distributed.config import TrainConfig
 from rge.distributed.stop_signals import exit_after, received_by_any
 from rge.identity.run_identity import differences, in_words
 from rge.logs import Logs
 from rge.model.backbone import vision_parameters
 from rge.model.families import family_of
 from rge.model.hub_model import HubModel
+from rge.optim.config import OptimConfig, StageConfig
 from rge.optim.optimizers import learning_rate, make_optimizer, set_learning_rate
+from rge.scratch.config import ScratchConfig
 from rge.towers.smollm2 import is_smollm2
 
 

@@ -15,7 +15,8 @@ from rge.checkpoints.settings import EYES, CheckpointError
 from rge.checkpoints.training_state import newest_state
 from rge.common.files import checkpoint_folder, find_shipped, read_json, same_mode, write_json
 from rge.common.prompt_profiles import EMB_TOKEN, think_tokens
-from rge.config import Recipe, RecordsConfig, ScratchConfig
+from rge.config import Recipe
+from rge.data.config import RecordsConfig
 from rge.data.sources import Records
 from rge.distributed.collectives import LaunchError
 from rge.distributed.launch import back_end
@@ -27,6 +28,7 @@ from rge.model.families import family_of
 from rge.model.hub_model import HubModel
 from rge.scratch import build as scratch
 from rge.scratch import pretrain_vision
+from rge.scratch.config import ScratchConfig
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,11 @@ from dataclasses import fields
 import pytest
 import yaml
 
+from rge.common.errors import RecipeError
 from rge.common.files import RECIPES
-from rge.config import Recipe, RecipeError, StageConfig, load_recipe, to_dict
+from rge.config import Recipe, load_recipe, to_dict
 from rge.objective import Objective
+from rge.optim.config import StageConfig
 from rge.rl.pool import pool_path
 
 SHIPPED = sorted(RECIPES.glob("*.yaml"))

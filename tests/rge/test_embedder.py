@@ -29,7 +29,7 @@ from rge.checkpoints.settings import CheckpointError
 from rge.common.errors import UserError
 from rge.common.images import ImageError
 from rge.common.schema import Item
-from rge.cpu_threads import limit_threads
+from rge.distributed.cpu_threads import limit_threads
 from rge.embedder import Embedder, _items
 from rge.model.backbone import BackboneError
 from rge.model.packing import Branch
@@ -706,7 +706,7 @@ def test_threads_sleep_while_they_wait_unless_told_otherwise(before, given, expe
 )  # fmt: skip
 def test_a_containers_quota_limits_the_threads(content, environment, expected, tmp_path, monkeypatch):
     (tmp_path / "cpu.max").write_text(content)
-    monkeypatch.setattr("rge.cpu_threads._QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr("rge.distributed.cpu_threads._QUOTA", tmp_path / "cpu.max")
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():

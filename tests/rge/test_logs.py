@@ -8,8 +8,10 @@ import pytest
 from accelerate import Accelerator, tracking
 from accelerate.tracking import GeneralTracker
 
-from rge.config import LogConfig, Recipe, SourceConfig, StageConfig
+from rge.config import LogConfig, Recipe
+from rge.data.config import SourceConfig
 from rge.logs import Logs, _same_run, end_trackers, problems, start_trackers
+from rge.optim.config import StageConfig
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from rge.common.errors import UserError
-from rge.config import StatesConfig
+from rge.loss_config import StatesConfig
 from rge.losses import (
     CONTRASTIVE_LOSSES,
     contrastive_losses,

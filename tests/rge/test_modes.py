@@ -19,28 +19,22 @@ from stock import (
 
 from rge import Embedder
 from rge.checkpoints.export import export, settings_of
-from rge.common.errors import UserError
+from rge.common.errors import RecipeError, UserError
 from rge.common.images import load_image
 from rge.common.prompt_profiles import think_tokens
 from rge.common.schema import Item
-from rge.config import (
-    AdaptiveConfig,
-    LoraConfig,
-    LossConfig,
-    ModelConfig,
-    RecipeError,
-    RolloutConfig,
-    StatesConfig,
-    load_recipe,
-)
+from rge.config import load_recipe
 from rge.inference import Inference
+from rge.loss_config import AdaptiveConfig, LossConfig, StatesConfig
 from rge.losses import alignment, lead_over_negatives
 from rge.model.adapters import add_adapters, merge, without_adapters
 from rge.model.backbone import BackboneError, add_tokens, load_backbone, skeleton
+from rge.model.config import LoraConfig, ModelConfig
 from rge.model.embedding_model import EmbeddingModel, encode_prompts
 from rge.model.prompts import PromptBuilder
 from rge.objective import Objective
 from rge.plan.costs import num_parameters
+from rge.rollout.config import RolloutConfig
 from rge.rollout.generate import generate
 from rge.rollout.writer import Rollout, Writer, easy_share
 from rge.step import TrainingStep, candidate_masks

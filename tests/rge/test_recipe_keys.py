@@ -32,15 +32,18 @@ from family_models import TEXT, VISION
 
 from rge import check, train
 from rge.checkpoints import checkpoint_manager, training_state
-from rge.common.errors import UserError
-from rge.config import DataConfig, ModelConfig, Recipe, RecipeError, TrainConfig, load_recipe, to_dict
+from rge.common.errors import RecipeError, UserError
+from rge.config import Recipe, load_recipe, to_dict
 from rge.data import loader
 from rge.data.collate import Batch
+from rge.data.config import DataConfig
 from rge.data.sources import RecordFile
 from rge.distributed import launch
+from rge.distributed.config import TrainConfig
 from rge.identity.run_identity import flattened
 from rge.losses import CONTRASTIVE_LOSSES
 from rge.model import embedding_model, fused
+from rge.model.config import ModelConfig
 from rge.model.embedding_model import Kept, embedder_to_train
 from rge.model.prompts import Prompt
 from rge.plan import costs

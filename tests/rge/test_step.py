@@ -18,10 +18,10 @@ from stock import (
     worst_gradient_error,
 )
 
-from rge.config import LoraConfig
 from rge.losses import CONTRASTIVE_LOSSES, info_nce, register_loss
 from rge.model.adapters import add_adapters
 from rge.model.backbone import load_backbone
+from rge.model.config import LoraConfig
 from rge.model.embedding_model import EmbeddingModel, encode_prompts
 from rge.model.packing import Branch
 from rge.model.prompts import PromptBuilder

@@ -7,16 +7,20 @@ import torch
 from fake_gpu import DEVICE, FakeGpu, OnGpu
 from family_models import PHOTOS  # its network has no kernel of ours, and hundreds of others
 
-from rge.config import LoraConfig, Recipe, RewardConfig, RLConfig, RolloutConfig, TrainConfig
+from rge.config import Recipe
+from rge.distributed.config import TrainConfig
 from rge.model import embedding_model
 from rge.model.adapters import add_adapters
+from rge.model.config import LoraConfig
 from rge.model.embedding_model import EmbeddingModel, encode_prompts
 from rge.model.families import FAMILIES, family_of
 from rge.model.prompts import PromptBuilder
 from rge.model.varlen import KernelError
 from rge.objective import Objective
+from rge.rl.config import RewardConfig, RLConfig
 from rge.rl.credit import Reinforcement
 from rge.rollout import generate as generating
+from rge.rollout.config import RolloutConfig
 from rge.rollout.generate import Rationale, generate
 from rge.rollout.writer import Rollout
 from rge.step import TrainingStep

@@ -7,12 +7,15 @@ import numpy as np
 import pytest
 import torch
 
-from rge.config import DataConfig, Recipe, RolloutConfig, TrainConfig, ValidationConfig
+from rge.config import Recipe, ValidationConfig
 from rge.data.collate import Collator
+from rge.data.config import DataConfig
 from rge.data.sources import RecordError, RecordFile
+from rge.distributed.config import TrainConfig
 from rge.model.packing import Branch
 from rge.model.prompts import PromptBuilder
 from rge.objective import Objective
+from rge.rollout.config import RolloutConfig
 from rge.rollout.generate import generate
 from rge.validation import Validation
 

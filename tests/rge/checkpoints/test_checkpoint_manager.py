@@ -22,7 +22,8 @@ from rge.checkpoints.export import (
 from rge.checkpoints.resume import check_same_recipe, check_start, finished
 from rge.checkpoints.settings import CheckpointError, CheckpointSettings, read_settings
 from rge.common.schema import Item
-from rge.config import SourceConfig, load_recipe, to_dict
+from rge.config import load_recipe, to_dict
+from rge.data.config import SourceConfig
 from rge.embedder import Embedder
 from rge.model.prompts import PromptBuilder
 from rge.rollout.generate import generate

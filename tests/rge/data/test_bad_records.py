@@ -23,9 +23,9 @@ from safetensors.torch import load_file
 from transformers import AutoProcessor
 
 from rge.common.images import ImageError
-from rge.config import DataConfig
 from rge.data.bad_records import NAME, BadRecords
 from rge.data.collate import MAX_REPLACEMENTS, StepBatches, replacements
+from rge.data.config import DataConfig
 from rge.data.loader import Loader
 from rge.data.mixture import Draw, Mixture
 from rge.data.sources import BadRecord, RecordError, RecordFile

@@ -10,7 +10,7 @@ import torch
 
 from rge.checkpoints.export import export, settings_of
 from rge.common.schema import Record
-from rge.config import DataConfig, Recipe, SourceConfig, StageConfig, load_recipe
+from rge.config import Recipe, load_recipe
 from rge.data.augment import AUGMENTATIONS
 from rge.data.collate import (
     StepBatches,
@@ -19,12 +19,14 @@ from rge.data.collate import (
     query_item,
     target_item,
 )
+from rge.data.config import DataConfig, SourceConfig
 from rge.data.mixture import Mixture
 from rge.data.sources import RecordError, RecordFile, identity
 from rge.embedder import Embedder
 from rge.model.packing import Branch
 from rge.model.prompts import PromptBuilder
 from rge.objective import Objective
+from rge.optim.config import StageConfig
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from rge.common.images import ImageError
-from rge.config import DataConfig
 from rge.data import loader
 from rge.data.collate import Batch, flatten, unflatten
+from rge.data.config import DataConfig
 from rge.data.loader import Loader, WorkerError
 from rge.model.prompts import Prompt
 

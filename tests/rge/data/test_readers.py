@@ -25,13 +25,14 @@ from transformers import AutoProcessor
 
 from rge import check
 from rge.checkpoints.description import instructions_of
-from rge.common.errors import UserError
+from rge.common.errors import RecipeError, UserError
 from rge.common.files import POINTER_NOTE
 from rge.common.images import ImageError, PictureIndex, load_image
-from rge.config import DataConfig, RecipeError, RecordsConfig, SourceConfig, ValidationConfig, load_recipe
+from rge.config import ValidationConfig, load_recipe
 from rge.data import readers, streams
 from rge.data.bad_records import BadRecords
 from rge.data.collate import StepBatches
+from rge.data.config import DataConfig, RecordsConfig, SourceConfig
 from rge.data.loader import Loader, WorkerError
 from rge.data.mixture import Mixture
 from rge.data.readers import DATA_SOURCES, open_records, register_data_source

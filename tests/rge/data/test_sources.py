@@ -14,8 +14,8 @@ from rge.common.errors import UserError
 from rge.common.images import PictureIndex
 from rge.common.options import parse_options
 from rge.common.schema import Record, Target
-from rge.config import RecordsConfig, SourceConfig
 from rge.data import sources
+from rge.data.config import RecordsConfig, SourceConfig
 from rge.data.sources import (
     RecordError,
     RecordFile,

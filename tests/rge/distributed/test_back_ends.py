@@ -22,14 +22,17 @@ from rge import train
 from rge.checkpoints.export import export, settings_of
 from rge.checkpoints.manifest import DONE
 from rge.checkpoints.settings import read_settings
-from rge.config import LossConfig, Recipe, RewardConfig, RLConfig, RolloutConfig, load_recipe, to_dict
+from rge.config import Recipe, load_recipe, to_dict
 from rge.data.collate import Batch
+from rge.loss_config import LossConfig
 from rge.model.adapter_files import CONFIG, WEIGHTS
 from rge.model.backbone import load_backbone
 from rge.model.embedding_model import EmbeddingModel
 from rge.model.prompts import PromptBuilder
 from rge.objective import Objective
+from rge.rl.config import RewardConfig, RLConfig
 from rge.rl.credit import Reinforcement
+from rge.rollout.config import RolloutConfig
 from rge.rollout.generate import generate
 from rge.rollout.writer import Rollout, sample_seeds
 from rge.step import TrainingStep

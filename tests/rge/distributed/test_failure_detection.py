@@ -11,9 +11,9 @@ import torch
 from paths import WORKERS
 from ports import free_port
 
-from rge.config import TrainConfig
 from rge.distributed import collectives as dist
 from rge.distributed import failure_detection as watch
+from rge.distributed.config import TrainConfig
 
 SILENCE_S = TrainConfig().silence_s
 

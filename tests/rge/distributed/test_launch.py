@@ -10,8 +10,9 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils import DistributedType
 from paths import ROOT
 
-from rge.config import TrainConfig, load_recipe
+from rge.config import load_recipe
 from rge.distributed import collectives, launch
+from rge.distributed.config import TrainConfig
 from rge.scratch.starting_point import starting_point
 
 CONFIGS = ROOT / "recipes" / "accelerate"

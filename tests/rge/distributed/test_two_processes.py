@@ -12,16 +12,20 @@ import torch
 from accelerate.utils import DistributedType
 from paths import WORKERS
 
-from rge.config import AdaptiveConfig, LossConfig, Recipe, RewardConfig, RLConfig, RolloutConfig, TrainConfig
+from rge.config import Recipe
 from rge.distributed import collectives as dist
 from rge.distributed import launch
+from rge.distributed.config import TrainConfig
+from rge.loss_config import AdaptiveConfig, LossConfig
 from rge.model.backbone import load_backbone
 from rge.model.embedding_model import EmbeddingModel
 from rge.model.prompts import PromptBuilder
 from rge.objective import Objective
 from rge.optim.muon import orthogonal
+from rge.rl.config import RewardConfig, RLConfig
 from rge.rl.credit import Reinforcement
 from rge.rl.reference import Reference
+from rge.rollout.config import RolloutConfig
 from rge.rollout.generate import Rationale, generate
 from rge.rollout.writer import Rollout, rollout_report, sample_seeds
 from rge.step import TrainingStep

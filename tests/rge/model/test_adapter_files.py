@@ -20,11 +20,11 @@ from rge.checkpoints.export import checkpoint_hash, export, settings_of
 from rge.checkpoints.settings import CheckpointError, read_settings
 from rge.common.errors import UserError
 from rge.common.schema import Item
-from rge.config import LoraConfig, ModelConfig
 from rge.embedder import Embedder
 from rge.model.adapter_files import CONFIG, WEIGHTS, Base
 from rge.model.adapters import AdapterError, add_adapters, merge
 from rge.model.backbone import load_backbone
+from rge.model.config import LoraConfig, ModelConfig
 from rge.model.embedding_model import EmbeddingModel, embedder_to_train
 
 LORA = {"rank": 3, "alpha": 6.0}

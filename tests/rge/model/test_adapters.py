@@ -9,10 +9,10 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 from rge.checkpoints.export import export, settings_of
 from rge.checkpoints.training_state import States
 from rge.common.schema import Item
-from rge.config import LoraConfig
 from rge.embedder import Embedder
 from rge.model.adapters import AdapterError, add_adapters, has_adapters, merge
 from rge.model.backbone import load_backbone
+from rge.model.config import LoraConfig
 from rge.model.embedding_model import EmbeddingModel, has_dropout
 from rge.model.prompts import PromptBuilder
 from rge.objective import Objective

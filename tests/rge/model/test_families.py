@@ -11,10 +11,11 @@ from stock import state_at_end, stock_forward
 
 from rge.checkpoints.export import export, settings_of
 from rge.common.schema import Item
-from rge.config import LoraConfig, load_recipe
+from rge.config import load_recipe
 from rge.embedders.registry import load_model
 from rge.model.adapters import add_adapters
 from rge.model.backbone import load_backbone, vision_parameters
+from rge.model.config import LoraConfig
 from rge.model.embedding_model import EmbeddingModel
 from rge.model.families import FAMILIES, family_of, normalised
 from rge.model.packing import Branch

@@ -5,7 +5,8 @@ import torch
 from accelerate import Accelerator
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from rge.config import ScratchConfig, TrainConfig
+from rge.distributed.config import TrainConfig
+from rge.scratch.config import ScratchConfig
 from rge.scratch.pretrain_vision import augment, named, patches, restyle, teach
 
 

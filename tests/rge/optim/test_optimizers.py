@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rge.config import OptimConfig, StageConfig
+from rge.optim.config import OptimConfig, StageConfig
 from rge.optim.muon import Muon, orthogonal
 from rge.optim.optimizers import learning_rate, make_optimizer, set_learning_rate
 

@@ -19,23 +19,16 @@ from PIL import Image
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.integrations import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
 
-from rge.common.errors import UserError
+from rge.common.errors import RecipeError, UserError
 from rge.common.schema import Item
-from rge.config import (
-    BACK_ENDS,
-    LoraConfig,
-    LossConfig,
-    ModelConfig,
-    Recipe,
-    RecipeError,
-    RLConfig,
-    load_recipe,
-)
+from rge.config import Recipe, load_recipe
 from rge.data.collate import StepBatches, flatten
 from rge.data.layout import COLUMNS, Layout
 from rge.data.loader import Loader
 from rge.data.mixture import Mixture
 from rge.data.sources import RecordFile
+from rge.distributed.config import BACK_ENDS
+from rge.loss_config import LossConfig
 from rge.losses import CHUNK_TOKENS, rationale_nll
 from rge.model import varlen
 from rge.model import vision_tower as vision
@@ -46,6 +39,7 @@ from rge.model.backbone import (
     load_backbone,
     skeleton,
 )
+from rge.model.config import LoraConfig, ModelConfig
 from rge.model.embedding_model import EmbeddingModel, encode_prompts
 from rge.model.families import FAMILIES, family_of
 from rge.model.packing import Branch, pack_prompts, pack_tails, to_device
@@ -78,6 +72,7 @@ from rge.plan.known_models import TABLE, outline
 from rge.plan.machine import cpu_speed
 from rge.plan.options import PlanOptions
 from rge.plan.search import refused
+from rge.rl.config import RLConfig
 from rge.rl.credit import Reinforcement
 from rge.rollout.generate import Rationale, generate
 from rge.rollout.writer import Rollout

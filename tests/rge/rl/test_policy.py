@@ -8,8 +8,8 @@ import pytest
 import torch
 from trl.trainer.grpo_trainer import GRPOTrainer, nanstd
 
-from rge.config import RLConfig
 from rge.losses import rationale_log_probs
+from rge.rl.config import RLConfig
 from rge.rl.policy import advantages, policy_loss, sampling_weights, standard_deviation
 
 LENGTHS = [5, 1, 7, 3, 7, 2]

@@ -13,15 +13,20 @@ import torch
 from rge.common.errors import UserError
 from rge.common.images import picture_bytes
 from rge.common.schema import Target
-from rge.config import LossConfig, Recipe, RLConfig, RolloutConfig, SourceConfig, TrainConfig
+from rge.config import Recipe
 from rge.data.collate import target_item
+from rge.data.config import SourceConfig
 from rge.data.sources import RecordFile, Records, identity
+from rge.distributed.config import TrainConfig
+from rge.loss_config import LossConfig
 from rge.model.embedding_model import PictureMemory
 from rge.model.packing import Branch
 from rge.model.prompts import PromptBuilder
 from rge.objective import Objective
+from rge.rl.config import RLConfig
 from rge.rl.credit import Reinforcement
 from rge.rl.pool import check_pool, read_pool
+from rge.rollout.config import RolloutConfig
 from rge.rollout.generate import Rationale
 from rge.rollout.writer import Rollout
 from rge.step import TrainingStep

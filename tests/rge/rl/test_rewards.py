@@ -11,8 +11,8 @@ from paths import ROOT, WORKERS
 
 from rge.calls.local_server import Answer, LocalServer, chat
 from rge.common.errors import UserError
-from rge.config import RewardConfig
 from rge.rl import judge
+from rge.rl.config import RewardConfig
 from rge.rl.rewards import REWARDS, Rollouts, evaluate, find_reward, reward
 
 TAU = 0.1

@@ -19,17 +19,22 @@ from stock import (
 )
 
 from rge.common.errors import UserError
-from rge.config import LoraConfig, LossConfig, Recipe, RewardConfig, RLConfig, RolloutConfig, TrainConfig
+from rge.config import Recipe
 from rge.distributed import collectives as dist
+from rge.distributed.config import TrainConfig
+from rge.loss_config import LossConfig
 from rge.losses import hit_at_1
 from rge.model.adapters import add_adapters
 from rge.model.backbone import load_backbone
+from rge.model.config import LoraConfig
 from rge.model.embedding_model import EmbeddingModel, encode_prompts
 from rge.model.packing import Branch
 from rge.model.prompts import PromptBuilder
 from rge.objective import Objective
+from rge.rl.config import RewardConfig, RLConfig
 from rge.rl.credit import Credit, Reinforcement
 from rge.rl.reference import Reference, make_reference
+from rge.rollout.config import RolloutConfig
 from rge.rollout.generate import Rationale, generate
 from rge.rollout.writer import Rollout, sample_seeds
 from rge.step import TrainingStep, candidate_masks

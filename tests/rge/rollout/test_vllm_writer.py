@@ -21,15 +21,21 @@ from family_models import build
 from own_engine import OwnEngine
 from paths import ROOT
 
-from rge.config import DataConfig, LoraConfig, LossConfig, Recipe, RolloutConfig, StageConfig, TrainConfig
+from rge.config import Recipe
+from rge.data.config import DataConfig
+from rge.distributed.config import TrainConfig
+from rge.loss_config import LossConfig
 from rge.model.adapters import add_adapters, has_adapters, merge
 from rge.model.backbone import BackboneError, load_backbone, vision_parameters, vision_prefixes
+from rge.model.config import LoraConfig
 from rge.model.embedding_model import EmbeddingModel, Kept
 from rge.model.prompts import Prompt, PromptBuilder
 from rge.objective import Objective
+from rge.optim.config import StageConfig
 from rge.rl.reference import Reference
 from rge.rollout import vllm_engine
 from rge.rollout import vllm_writer as vllm_rollout
+from rge.rollout.config import RolloutConfig
 from rge.rollout.generate import generate
 from rge.rollout.vllm_writer import VllmWriter
 from rge.rollout.writer import Rollout, Writer, make_writer, sample_seeds

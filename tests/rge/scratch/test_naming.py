@@ -15,10 +15,12 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from rge.checkpoints.settings import CheckpointError
 from rge.common.errors import SIGNALLED
 from rge.common.images import ImageError
-from rge.config import ScratchConfig, TrainConfig, load_recipe
+from rge.config import load_recipe
 from rge.data.sources import RecordError
 from rge.distributed import stop_signals
+from rge.distributed.config import TrainConfig
 from rge.scratch import pretrain_vision, starting_point
+from rge.scratch.config import ScratchConfig
 
 
 class Killed(Exception):

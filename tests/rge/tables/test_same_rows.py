@@ -17,7 +17,7 @@ from data_prep.rmir.pictures.library import Library
 from eval.benchmarks.folder.pool import Pool
 from eval.benchmarks.folder.spreadsheet import Table
 from rge.common.errors import UserError
-from rge.config import RecordsConfig
+from rge.data.config import RecordsConfig
 from rge.data.readers import open_records
 from rge.index.sources import load, read_source
 from rge.tables.rows import AS_FOUND, TableFormat, table_rows

@@ -19,11 +19,12 @@ from rge import train
 from rge.checkpoints.export import export, settings_of
 from rge.common.errors import UserError
 from rge.common.schema import Item
-from rge.config import LoraConfig, load_recipe
+from rge.config import load_recipe
 from rge.embedder import Embedder
 from rge.model.adapter_files import WEIGHTS, Base
 from rge.model.adapters import add_adapters
 from rge.model.backbone import load_backbone, name_tokens
+from rge.model.config import LoraConfig
 from rge.model.embedding_model import EmbeddingModel, normalise
 from rge.model.packing import Branch
 from rge.model.prompts import PromptBuilder

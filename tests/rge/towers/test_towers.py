@@ -16,7 +16,8 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from rge.checkpoints.export import export, settings_of
 from rge.common.schema import Item
-from rge.config import ScratchConfig, TrainConfig, load_recipe
+from rge.config import load_recipe
+from rge.distributed.config import TrainConfig
 from rge.model.backbone import BackboneError, load_backbone, vision_parameters
 from rge.model.embedding_model import EmbeddingModel
 from rge.model.families import family_of, normalised
@@ -24,6 +25,7 @@ from rge.model.prompts import PromptBuilder
 from rge.plan.costs import cost_of_picture
 from rge.plan.known_models import outline
 from rge.scratch import build as scratch
+from rge.scratch.config import ScratchConfig
 from rge.scratch.pretrain_vision import teach
 from rge.scratch.starting_point import starting_point
 from rge.towers.efficientnet import NETWORK, WEIGHTS, TowerError, _weights_file

@@ -21,11 +21,12 @@ from accelerate.state import AcceleratorState, GradientState
 
 from rge import train
 from rge.checkpoints.export import export
-from rge.config import LoraConfig, TrainConfig
 from rge.distributed import collectives as dist
 from rge.distributed import launch
+from rge.distributed.config import TrainConfig
 from rge.model.adapters import add_adapters, merge
 from rge.model.backbone import load_backbone
+from rge.model.config import LoraConfig
 from rge.model.embedding_model import EmbeddingModel, encode_prompts
 from rge.rl.credit import Reinforcement
 from rge.rollout.generate import generate

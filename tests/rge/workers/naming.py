@@ -12,9 +12,10 @@ import torch
 from accelerate import Accelerator
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from rge.config import ScratchConfig, TrainConfig
 from rge.distributed import collectives as dist
+from rge.distributed.config import TrainConfig
 from rge.scratch import pretrain_vision
+from rge.scratch.config import ScratchConfig
 
 path, folder = sys.argv[1], Path(sys.argv[2])
 torch.set_num_threads(1)

@@ -20,9 +20,9 @@ from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor
 
 from rge.checkpoints.export import export
-from rge.config import TrainConfig
 from rge.distributed import collectives as dist
 from rge.distributed import launch
+from rge.distributed.config import TrainConfig
 from rge.model.backbone import load_backbone
 from rge.model.embedding_model import EmbeddingModel
 from rge.rollout.generate import generate

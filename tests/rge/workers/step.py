@@ -12,13 +12,15 @@ from pathlib import Path
 
 import torch
 
-from rge.config import LossConfig, RolloutConfig, TrainConfig
 from rge.distributed import collectives as dist
 from rge.distributed import launch
+from rge.distributed.config import TrainConfig
+from rge.loss_config import LossConfig
 from rge.model.backbone import load_backbone
 from rge.model.embedding_model import EmbeddingModel
 from rge.rl.credit import Reinforcement
 from rge.rl.reference import Reference
+from rge.rollout.config import RolloutConfig
 from rge.rollout.writer import Rollout, Writer, rollout_report
 from rge.step import TrainingStep
 

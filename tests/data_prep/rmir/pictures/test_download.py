@@ -22,7 +22,7 @@ from data_prep.rmir.pictures.library import Library
 from data_prep.rmir.run import Run
 from rge.common.errors import UserError
 from rge.common.images import PictureIndex, load_image
-from rge.config import RecordsConfig
+from rge.data.config import RecordsConfig
 from rge.data.readers import open_records
 
 PATIENT = DownloadConfig(backoff_s=0.01, timeout_s=60.0, max_retries=2, max_bytes=20_000)

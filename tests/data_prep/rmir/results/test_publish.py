@@ -17,7 +17,7 @@ from data_prep.rmir.run import STAGES, Run
 from rge.calls.local_server import LocalServer
 from rge.common.errors import UserError
 from rge.common.images import PictureIndex, picture_bytes
-from rge.config import RecordsConfig
+from rge.data.config import RecordsConfig
 from rge.data.readers import open_records
 from rge.data.sources import RecordFile
 

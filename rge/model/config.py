@@ -1,0 +1,85 @@
+"""The section `model`: which backbone, how it is held in memory, and its adapters."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from rge.common.options import AtLeastOne, Count, Positive
+from rge.scratch.config import ScratchConfig
+
+Attention = Literal["auto", "varlen", "sdpa", "eager"]
+"""Forms of attention, see `ModelConfig`."""
+
+
+@dataclass
+class LoraConfig:
+    """Low-rank adapters and the ``<emb>`` row instead of full fine-tuning; merged on export unless `export.adapters_only`."""
+
+    rank: AtLeastOne = 16
+    """Inner dimension of an adapter."""
+    alpha: Positive = 32.0
+    """Adapters are scaled by alpha / rank."""
+    dropout: Annotated[float, Field(ge=0, le=0.99)] = 0.0
+    """Dropout on an adapter's inputs. Above zero, gradient caching encodes queries once more, since the rollout
+    computes its states without dropout."""
+    targets: list[str] = field(default_factory=list)
+    """Linear layers that get an adapter, by the last part of their name, such as q_proj; empty: all of them."""
+    dora: bool = False
+    """DoRA: magnitude and direction learned separately (arXiv:2402.09353)."""
+    rslora: bool = False
+    """Scale by alpha / sqrt(rank) instead, which keeps large ranks stable (arXiv:2312.03732)."""
+    vision: bool = False
+    """Whether the vision tower gets adapters too; otherwise it is frozen."""
+    modules_to_save: list[str] = field(default_factory=list)
+    """Modules (PEFT's own key) trained in full and stored with adapters, by the last part of their name, such as merger."""
+
+
+@dataclass
+class ModelConfig:
+    """Which backbone, and how it is held in memory."""
+
+    path: str | None = None
+    """Hugging Face id or directory; null with `scratch`."""
+    revision: str | None = None
+    """Commit or tag of a hub model; null: the newest."""
+    scratch: ScratchConfig | None = None
+    """Build a new model of these sizes instead of loading one; null with `path`."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Dtype of the computation and of frozen weights. Trained weights, their gradients summed over micro batches, the
+    optimizer's state, embeddings and losses are always float32, on every back end."""
+    attn_implementation: Attention = "auto"
+    """Attention of the text model. varlen: concatenated sequences without mask or padding, with torch's flash attention
+    on a GPU (bfloat16); sdpa: padded rows with a mask; eager: the same in plain operations; auto: varlen on a GPU if
+    possible, else sdpa."""
+    vision_attn_implementation: Attention = "auto"
+    """Attention of the vision tower: varlen, sdpa (all pictures or windows of one size at once), eager, or auto."""
+    cuda_graphs: bool = True
+    """On a GPU, capture the decoding steps of rationales as CUDA graphs, if attention is varlen; false launches every
+    kernel separately. The first captured step of a run is checked against the plain one."""
+    fused_kernels: Literal["auto", "liger", "none"] = "auto"
+    """On a GPU, norms, gated activations and the vision tower's rotary embeddings in one kernel each: liger, by
+    liger-kernel, checked against plain code in the first step; none; auto: liger if it is installed."""
+    gradient_checkpointing: bool = True
+    """Recompute activations in the backward pass: about a third more compute, memory per layer instead of per op."""
+    freeze_vision: bool = False
+    """Do not train the vision tower and its merger."""
+    lora: LoraConfig | None = None
+    """Train adapters only; null trains all weights."""
+    think_tokens: Count = 0
+    """Number of think tokens in the latent branch, each with its own embedding row like `<emb>`; 0: none.
+    docs/modes.md."""
+    min_pixels: AtLeastOne = 200_704
+    """Smallest picture, in pixels: 256 patches of 28x28, as released with RGE."""
+    max_pixels: AtLeastOne = 802_816
+    """Largest picture, in pixels: 1024 patches of 28x28, as released with RGE."""
+
+    def problems(self) -> Iterator[str]:
+        """What contradicts itself."""
+        if (self.path is None) == (self.scratch is None):
+            yield "give exactly one of model.path and model.scratch"
+        if self.lora and self.lora.vision and self.freeze_vision:
+            yield "model.freeze_vision=true leaves model.lora.vision=true nothing to train; choose one"
+        if self.min_pixels > self.max_pixels:
+            yield f"model.min_pixels ({self.min_pixels}) must not exceed model.max_pixels ({self.max_pixels})"

@@ -11,12 +11,12 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from rge.checkpoints.config import ExportConfig
 from rge.common.errors import RecipeError, UserError
 from rge.common.files import RECIPES
-from rge.common.options import AtLeastOne, Count, parse_file
+from rge.common.options import MAY_DIFFER, AtLeastOne, Count, parse_file
 from rge.common.registry import load_plugins
 from rge.data.config import DataConfig, RecordsConfig, SourceConfig
 from rge.distributed.config import TrainConfig
@@ -61,11 +61,11 @@ class LogConfig:
 class Recipe:
     """Train a model: what data, which losses, in which stages, and what is kept."""
 
-    recipe: str
+    recipe: Annotated[str, MAY_DIFFER]
     """Name of the recipe's file."""
-    out: str = "runs/{recipe}"
+    out: Annotated[str, MAY_DIFFER] = "runs/{recipe}"
     """Output folder of the run; ``{recipe}`` stands for the recipe's name."""
-    stage: Literal["all", "cold_start", "joint", "rl"] = "all"
+    stage: Annotated[Literal["all", "cold_start", "joint", "rl"], MAY_DIFFER] = "all"
     """Stages to run; `all`: one after the other, each from the previous one's checkpoint, and rl only if it has sources."""
     plugins: list[str] = field(default_factory=list)
     """Modules of your own that register losses, rewards, families, prompt profiles, augmentations or data
@@ -82,9 +82,9 @@ class Recipe:
     joint: StageConfig = field(default_factory=StageConfig)
     rl: RLConfig = field(default_factory=RLConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
-    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    validation: Annotated[ValidationConfig, MAY_DIFFER] = field(default_factory=ValidationConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
-    log: LogConfig = field(default_factory=LogConfig)
+    log: Annotated[LogConfig, MAY_DIFFER] = field(default_factory=LogConfig)
 
     def stages(self) -> list[str]:
         """Names of the stages of this run, in order."""
@@ -152,15 +152,17 @@ def to_dict(recipe: Recipe) -> dict[str, Any]:
 def without_unused(recipe: dict[str, Any]) -> dict[str, Any]:
     """A recipe as JSON values, of a checkpoint for example, without unused settings of sources."""
     unused = asdict(SourceConfig()) | {"weight": None}
-    found = dict(recipe)
-    for stage in ("cold_start", "joint", "rl"):
-        if stage in found:  # older checkpoints know no rl
-            used = [
+    stages = {
+        stage: recipe[stage]
+        | {
+            "sources": [
                 {name: value for name, value in source.items() if name not in unused or value != unused[name]}
-                for source in found[stage]["sources"]
+                for source in recipe[stage]["sources"]
             ]
-            found[stage] = found[stage] | {"sources": used}
-    return found
+        }
+        for stage in ("cold_start", "joint", "rl")
+    }
+    return recipe | stages
 
 
 def check(recipe: Recipe) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from rge.common.errors import RecipeError
-from rge.common.options import AtLeastOne, BelowOne, Count, NotNegative, Positive, Share
+from rge.common.options import IN_COLD_START, AtLeastOne, BelowOne, Count, NotNegative, Positive, Share
 
 
 @dataclass
@@ -75,7 +75,7 @@ class LossConfig:
     align_temperature: Positive | None = None
     """Temperature of both rankings in `align`; null: `temperature`."""
     adaptive: AdaptiveConfig = field(default_factory=AdaptiveConfig)
-    think_lm: Share = 0.0
+    think_lm: Annotated[Share, IN_COLD_START] = 0.0
     """Share of the LM loss on oracle rationales that is computed after the think tokens instead of directly after the
     prompt, so that the think tokens learn to contain what the rationale would say (after TTE-Flash, arXiv:2605.16638);
     1: all of it."""
@@ -84,7 +84,7 @@ class LossConfig:
     removes one that the `base` recipe has."""
     matryoshka_dims: list[AtLeastOne] = field(default_factory=list)
     """Further sizes to which embeddings can be truncated: InfoNCE becomes the mean over them and the full size."""
-    lm_on_candidates: bool = True
+    lm_on_candidates: Annotated[bool, IN_COLD_START] = True
     """Whether the LM loss also trains `<emb>` after the candidate's prompt, the second term of eq. 8."""
 
     @property

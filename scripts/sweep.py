@@ -26,7 +26,7 @@ import numpy as np
 import pandas as pd
 
 from eval.benchmarks.suite import mean_of, member_bootstraps
-from rge.checkpoints.resume import ROUNDING, result_keys
+from rge.checkpoints.resume import only_rounds, result_keys
 from rge.checkpoints.settings import RGE_JSON
 from rge.common.errors import SIGNALLED, UserError
 from rge.common.files import read_json, write_text
@@ -130,7 +130,7 @@ def given(recipe: dict[str, Any], stage: str) -> dict[str, Any]:
     return {
         key: value
         for key, value in result_keys(recipe, stage).items()
-        if key not in ROUNDING and (key not in usual or value != usual[key])
+        if not only_rounds(key) and (key not in usual or value != usual[key])
     }
 
 

@@ -12,6 +12,7 @@ from rge.checkpoints.settings import EYES, RGE_JSON, CheckpointError, read_setti
 from rge.checkpoints.training_state import complete_states, newest_state
 from rge.common.errors import UserError
 from rge.common.files import find_shipped
+from rge.common.options import IN_COLD_START, MAY_DIFFER, ROUNDING, marked
 from rge.config import Recipe, to_dict, without_unused
 from rge.data.sources import Records
 from rge.distributed import collectives as dist
@@ -20,23 +21,16 @@ from rge.identity.run_identity import Identity, content_of, differences, flatten
 from rge.model.adapter_files import is_adapter_checkpoint
 from rge.rl.pool import pool_path
 
-MAY_DIFFER = ("out", "stage", "recipe", "log.", "train.save_every", "train.keep_last", "train.log_every", "data.num_workers",
-              "data.prefetch_mb", "data.on_bad", "data.max_bad_share",
-              "train.num_processes", "train.back_end", "train.silence_s", "train.background_save", "optim.skip_nonfinite", "validation.")  # fmt: skip
-"""Keys that do not affect the result and may change on resume."""
-
-ROUNDING = ("train.micro_batch_size", "train.keep_activations", "train.deterministic", "model.gradient_checkpointing", "model.attn_implementation",
-            "model.vision_attn_implementation", "model.cuda_graphs", "model.fused_kernels", "rollout.batch_size", "rollout.prompt_pass",
-            "rollout.vllm_memory", "rollout.vllm_sleep")  # fmt: skip
-"""Keys of memory and speed, which affect only rounding (with dropout, also the drawn numbers): a run that ran out of memory may
-be resumed with other values."""
-
 NOT_OF = {
-    "cold_start": ("joint.", "loss.", "rollout.", "rl."),
-    "joint": ("rl.",),
-    "rl": ("cold_start.", "joint."),
+    "cold_start": ("joint", "loss", "rollout", "rl"),
+    "joint": ("rl",),
+    "rl": ("cold_start", "joint"),
 }
-"""Keys that each stage does not depend on, in the stages' order; `rl` starts from a checkpoint with its own recipe."""
+"""Sections that each stage does not depend on, in the stages' order; `rl` starts from a checkpoint with its own recipe."""
+
+_MAY_DIFFER, _ROUNDING, _IN_COLD_START = (
+    frozenset(marked(Recipe, mark)) for mark in (MAY_DIFFER, ROUNDING, IN_COLD_START)
+)
 
 
 def finished(folder: Path, recipe: Recipe, name: str) -> bool:
@@ -172,18 +166,27 @@ def check_start(recipe: Recipe) -> None:
 
 
 def result_keys(recipe: dict[str, Any], name: str) -> dict[str, Any]:
-    """The keys of a recipe that a stage's result depends on, and those of `ROUNDING`: ``loss.temperature`` -> value."""
-    keys = flattened(without_unused(recipe))
-    if name == "cold_start":  # the loss settings that it uses
-        keys |= {f"cold_start {key}": keys.get(key) for key in ("loss.lm_on_candidates", "loss.think_lm")}
-    ignored = MAY_DIFFER + NOT_OF[name]
-    return {key: value for key, value in keys.items() if not key.startswith(ignored)}
+    """The keys of a recipe that a stage's result depends on, at least by rounding: ``loss.temperature`` -> value."""
+    ignored = tuple(f"{key}." for key in (*_MAY_DIFFER, *NOT_OF[name]))
+    return {
+        key: value
+        for key, value in flattened(without_unused(recipe)).items()
+        if not f"{key}.".startswith(ignored) or (name == "cold_start" and key in _IN_COLD_START)
+    }
+
+
+def only_rounds(key: str) -> bool:
+    """Whether a key affects memory and speed, and of the result only the rounding (with dropout, also the drawn numbers).
+
+    A run that ran out of memory may be resumed with other values.
+    """
+    return key in _ROUNDING
 
 
 def check_same_recipe(found: dict[str, Any], recipe: Recipe, name: str, path: Path) -> list[str]:
     """Refuse to continue or reuse another recipe's result; CheckpointError names the differing keys.
 
-    Returns those that affect only rounding (`ROUNDING`), with both values.
+    Returns those that affect only rounding (`only_rounds`), with both values.
     """
     own = to_dict(recipe)
     ours, theirs = result_keys(own, name), result_keys(found, name)
@@ -194,7 +197,7 @@ def check_same_recipe(found: dict[str, Any], recipe: Recipe, name: str, path: Pa
         for key in sorted(ours.keys() | theirs.keys())
         if ours.get(key) != theirs.get(key)
     }
-    rounding = [different.pop(key) for key in ROUNDING if key in different]
+    rounding = [different.pop(key) for key in [*different] if only_rounds(key)]
     if different:
         raise CheckpointError(
             f"{path} was made with another recipe: {'; '.join(different.values())}. Use another out=, or delete {path.parent}"

@@ -42,6 +42,10 @@ Count = Annotated[int, Field(ge=0)]
 Quoting = Literal["auto", "quoted", "none"]
 """How quotation marks in a CSV or TSV are read, see `rge.tables.delimited`."""
 
+MAY_DIFFER, ROUNDING, IN_COLD_START = "may differ", "rounding", "in the cold start"
+"""Marks of a recipe's keys (`marked`), by which `rge.checkpoints.resume` compares recipes: keys that do not affect the result; keys
+of memory and speed, which affect only rounding; and keys that the cold start uses of a section that it otherwise ignores."""
+
 HELP = ("--help", "-h", "help")
 
 MEANS = {
@@ -367,6 +371,16 @@ def keys(schema: type, prefix: str = "", owner: object = None) -> list[Key]:
         if inner is not None:
             listed += keys(inner, f"{name}{mark}.", default if is_dataclass(default) else None)
     return listed
+
+
+def marked(schema: type, mark: str, prefix: str = "") -> Iterator[str]:
+    """Names of the keys and sections of a dataclass, and of those inside it, whose annotation has the mark."""
+    for name, hint in get_type_hints(schema, include_extras=True).items():
+        inner, _ = _section(hint)
+        if mark in getattr(hint, "__metadata__", ()):
+            yield prefix + name
+        elif inner is not None:
+            yield from marked(inner, mark, f"{prefix}{name}.")
 
 
 @cache

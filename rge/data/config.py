@@ -10,7 +10,7 @@ from pydantic import GetPydanticSchema
 from pydantic_core import PydanticCustomError, core_schema
 
 from rge.common.errors import UserError
-from rge.common.options import AtLeastOne, Count, Positive, Quoting, Share
+from rge.common.options import MAY_DIFFER, AtLeastOne, Count, Positive, Quoting, Share
 from rge.common.prompt_profiles import PROFILES
 
 JSON_FILES = (".jsonl", ".json", ".ndjson")
@@ -161,16 +161,16 @@ class DataConfig:
     sort_by_length: bool = True
     """Sort queries and candidates by length before dividing them into micro batches, which reduces padding. The step's
     batch and its loss stay the same."""
-    num_workers: Count = 4
+    num_workers: Annotated[Count, MAY_DIFFER] = 4
     """Processes that decode pictures and tokenise, per rank; 0 does it in the training process."""
-    prefetch_mb: AtLeastOne = 1024
+    prefetch_mb: Annotated[AtLeastOne, MAY_DIFFER] = 1024
     """Memory per rank for batches waiting for training, MiB; one batch may always wait. Each worker also holds the
     batch that it is making. No shared memory is used."""
-    on_bad: Literal["stop", "skip"] = "stop"
+    on_bad: Annotated[Literal["stop", "skip"], MAY_DIFFER] = "stop"
     """What to do with an unusable record, such as one whose picture is missing: stop ends the run and names the record;
     skip replaces it by another record of the same source, counts it (bad_records in the metrics) and lists it in
     bad_records.jsonl."""
-    max_bad_share: Share = 0.01
+    max_bad_share: Annotated[Share, MAY_DIFFER] = 0.01
     """With on_bad=skip: the run ends when more than this share of the stage's records is bad."""
     augment: str = "none"
     """Picture augmentation in training: none, or drawing (shift, scale, mirror, colour)."""

@@ -5,7 +5,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
-from rge.common.options import AtLeastOne, Positive
+from rge.common.options import MAY_DIFFER, ROUNDING, AtLeastOne, Positive
 
 BackEndName = Literal["ddp", "zero1", "zero2", "zero3", "fsdp2"]
 BACK_ENDS: tuple[str, ...] = get_args(BackEndName)
@@ -18,29 +18,29 @@ class TrainConfig:
 
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
     """Seed of all randomness: order of the records, augmentation, dropout, sampled rationales."""
-    micro_batch_size: AtLeastOne = 8
+    micro_batch_size: Annotated[AtLeastOne, ROUNDING] = 8
     """Queries per forward and backward pass on one rank. Affects memory, not the result."""
-    keep_activations: Literal["auto", "device", "host", "none"] = "auto"
+    keep_activations: Annotated[Literal["auto", "device", "host", "none"], ROUNDING] = "auto"
     """Where a step of several micro batches keeps the activations of its first pass for the backward pass (with
     model.gradient_checkpointing, each layer's input), instead of computing them a second time: in the device's memory,
     in pinned main memory, or nowhere. auto: on a GPU, wherever they fit according to the plan; otherwise nowhere."""
-    save_every: AtLeastOne = 500
+    save_every: Annotated[AtLeastOne, MAY_DIFFER] = 500
     """Steps between resumable checkpoints."""
-    keep_last: AtLeastOne = 2
+    keep_last: Annotated[AtLeastOne, MAY_DIFFER] = 2
     """Resumable checkpoints kept on disk; with two, one is left if the newest is damaged."""
-    background_save: bool = True
+    background_save: Annotated[bool, MAY_DIFFER] = True
     """Copy resumable checkpoints to main memory and write them while training continues; false: wait for the disk.
     With DeepSpeed and FSDP, every process copies and writes its shard."""
-    log_every: AtLeastOne = 10
+    log_every: Annotated[AtLeastOne, MAY_DIFFER] = 10
     """Steps between lines of metrics.jsonl and of trackers."""
-    back_end: BackEndName = "ddp"
+    back_end: Annotated[BackEndName, MAY_DIFFER] = "ddp"
     """The minimum that is sharded across processes: ddp (nothing), zero1 (the optimizer's state and float32 weights),
     zero2 (gradients too), zero3 or fsdp2 (everything). A launch that names no back end gets this one. A launch config
     that shards as much or more is used unchanged; one that shards less is refused. No effect with one process."""
-    num_processes: AtLeastOne | None = None
+    num_processes: Annotated[AtLeastOne | None, MAY_DIFFER] = None
     """Number of processes that this run must have; any other number is an error. null: as many as the launcher starts."""
-    silence_s: Positive = 45.0
+    silence_s: Annotated[Positive, MAY_DIFFER] = 45.0
     """With several processes: a process without a heartbeat for this many seconds counts as dead, and ends the run.
     Raise it if processes may freeze for longer and then continue, in a debugger or a paused container for example."""
-    deterministic: bool = False
+    deterministic: Annotated[bool, ROUNDING] = False
     """torch.use_deterministic_algorithms: bit-exact repeats on GPU, slower."""

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rge.common.options import AtLeastOne, Count, Positive
+from rge.common.options import ROUNDING, AtLeastOne, Count, Positive
 from rge.scratch.config import ScratchConfig
 
 Attention = Literal["auto", "varlen", "sdpa", "eager"]
@@ -49,19 +49,19 @@ class ModelConfig:
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Dtype of the computation and of frozen weights. Trained weights, their gradients summed over micro batches, the
     optimizer's state, embeddings and losses are always float32, on every back end."""
-    attn_implementation: Attention = "auto"
+    attn_implementation: Annotated[Attention, ROUNDING] = "auto"
     """Attention of the text model. varlen: concatenated sequences without mask or padding, with torch's flash attention
     on a GPU (bfloat16); sdpa: padded rows with a mask; eager: the same in plain operations; auto: varlen on a GPU if
     possible, else sdpa."""
-    vision_attn_implementation: Attention = "auto"
+    vision_attn_implementation: Annotated[Attention, ROUNDING] = "auto"
     """Attention of the vision tower: varlen, sdpa (all pictures or windows of one size at once), eager, or auto."""
-    cuda_graphs: bool = True
+    cuda_graphs: Annotated[bool, ROUNDING] = True
     """On a GPU, capture the decoding steps of rationales as CUDA graphs, if attention is varlen; false launches every
     kernel separately. The first captured step of a run is checked against the plain one."""
-    fused_kernels: Literal["auto", "liger", "none"] = "auto"
+    fused_kernels: Annotated[Literal["auto", "liger", "none"], ROUNDING] = "auto"
     """On a GPU, norms, gated activations and the vision tower's rotary embeddings in one kernel each: liger, by
     liger-kernel, checked against plain code in the first step; none; auto: liger if it is installed."""
-    gradient_checkpointing: bool = True
+    gradient_checkpointing: Annotated[bool, ROUNDING] = True
     """Recompute activations in the backward pass: about a third more compute, memory per layer instead of per op."""
     freeze_vision: bool = False
     """Do not train the vision tower and its merger."""

@@ -3,9 +3,9 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
-from rge.common.options import AtLeastOne, BelowOne, Count, NotNegative, Positive, Share
+from rge.common.options import MAY_DIFFER, AtLeastOne, BelowOne, Count, NotNegative, Positive, Share
 from rge.data.config import SourceConfig
 
 UNSHARDED_ONLY = ("muon",)
@@ -31,7 +31,7 @@ class OptimConfig:
     """Decoupled weight decay: each step shrinks every weight by this share times the learning rate."""
     max_grad_norm: NotNegative = 1.0
     """Maximum global norm of the gradient (clipping), the same on every back end; 0: no clipping."""
-    skip_nonfinite: Count = 0
+    skip_nonfinite: Annotated[Count, MAY_DIFFER] = 0
     """Successive steps without an update that a stage survives because their loss or gradient is not finite, e.g. after a
     single bad batch; one more ends it. `skipped_steps` in metrics.jsonl shows them. May be raised when a run is resumed."""
 

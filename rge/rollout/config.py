@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rge.common.options import AtLeastOne, BelowOne, Count, NotNegative
+from rge.common.options import ROUNDING, AtLeastOne, BelowOne, Count, NotNegative
 
 
 @dataclass
@@ -17,16 +17,16 @@ class RolloutConfig:
     """Cap on generated tokens, `<emb>` included; at the cap `<emb>` is appended and counted as forced."""
     temperature: NotNegative = 0.0
     """Sampling temperature in training; 0 is greedy. Evaluation is greedy unless asked otherwise."""
-    batch_size: AtLeastOne = 64
+    batch_size: Annotated[AtLeastOne, ROUNDING] = 64
     """Rationales generated at once per rank."""
     backend: Literal["own", "vllm"] = "own"
     """What writes rationales. own: the training model; vllm: a vLLM engine, which gets the model's weights before each
     rollout. In both cases the states that are trained on are the training model's."""
-    vllm_memory: Annotated[float, Field(ge=0.01, le=0.95)] = 0.3
+    vllm_memory: Annotated[float, Field(ge=0.01, le=0.95), ROUNDING] = 0.3
     """Share of a device's memory for the engine of `backend=vllm`: a second copy of the language model, and its cache."""
-    vllm_sleep: bool = False
+    vllm_sleep: Annotated[bool, ROUNDING] = False
     """Free the memory of the engine of `backend=vllm` between rollouts (vLLM's sleep mode). CUDA only."""
-    prompt_pass: Literal["auto", "once", "twice"] = "auto"
+    prompt_pass: Annotated[Literal["auto", "once", "twice"], ROUNDING] = "auto"
     """How often a step encodes a query's prompt. `once`: with gradient, and the rollout continues from it; needs a
     rank's share of the batch to fit into one micro batch. `twice`: for the rollout, and again with gradient in its
     micro batch. `auto`: once if possible. The result is the same."""

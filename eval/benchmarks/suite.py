@@ -21,7 +21,7 @@ import pyarrow as pa
 from pydantic import BaseModel
 
 from eval.benchmarks.registry import protocol_for
-from eval.embedding.identity import differences, old_results, versions, with_key
+from eval.embedding.identity import differences, versions, with_key
 from eval.scoring.output_files import (
     FORMAT,
     PER_QUERY,
@@ -143,7 +143,7 @@ def _aggregate(
     ):  # not of a ranking, such as scores of answers
         protocol = replace(protocol, headline=tuple(first.get("metrics", ())))
     content |= protocol.suite_figures(results) | dict(more(results))
-    content["identity"] = with_key(content, made=None if old_results(first) else first["identity"])
+    content["identity"] = with_key(content, made=first["identity"])
     content["headline"] = headline_figures(protocol, content["macro"], "macro")
     check_out(out, content, overwrite=options.overwrite)
     invalidate(out)

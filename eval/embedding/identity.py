@@ -10,11 +10,10 @@ from typing import Any
 from rge.identity import run_identity
 from rge.identity.run_identity import Identity, digest
 
-OLD = "was written by an older version, which recorded less: whether texts, pictures, code and versions agree cannot be checked"
 PAGES = "eval.pages"
 """Package that does not affect figures."""
 NOT_MEASURED = ("device", "notes", "plugins")
-"""Settings of an embedder that do not affect figures, or (in older versions) are recorded elsewhere."""
+"""Settings of an embedder that do not affect figures, or are recorded elsewhere."""
 ANSWERED = (
     "row", "of", "top_n", "document_chars", "answer_tokens", "judge_tokens", "models", "wording", "references",
 )  # fmt: skip
@@ -48,16 +47,8 @@ def with_key(
 
 
 def identity_of(results: Mapping[str, Any]) -> Identity:
-    """The identity of an evaluation without its key; for results of older versions, as much as they recorded."""
+    """The identity of an evaluation without its key."""
     known = results.get("identity") or {}
-    if old_results(results):
-        known = {
-            "software": {"code": results.get("code"), "packages": results.get("versions") or {}},
-            "plugins": {
-                name: {"code": plugin.get("code")} for name, plugin in (results.get("plugins") or {}).items()
-            },
-            "machine": None,
-        }
     return asked_of(results) | {name: known.get(name) for name in ("software", "plugins", "machine")}
 
 
@@ -132,8 +123,3 @@ def set_mismatch(a: Mapping[str, Any], b: Mapping[str, Any]) -> str | None:
             f"{one['content'][:12]} and {other['content'][:12]}{why})"
         )
     return None
-
-
-def old_results(results: Mapping[str, Any]) -> bool:
-    """Whether results were written by an older version that did not record a full identity."""
-    return "machine" not in (results.get("identity") or {})

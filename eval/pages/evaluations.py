@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from eval.embedding.identity import OLD, old_results, set_mismatch
+from eval.embedding.identity import set_mismatch
 from eval.scoring.output_files import (
     PER_QUERY,
     RESULTS,
@@ -252,8 +252,6 @@ def caveats(results: Mapping[str, Any]) -> Iterator[str]:
         yield f"only the first {limit:,} queries were evaluated"
     if caution := few_groups(results["set"].get("num_groups", FEW_GROUPS)):
         yield caution
-    if old_results(results):
-        yield f"this {OLD}"
 
 
 def ways_of(results: Mapping[str, Any]) -> Iterator[str]:

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from eval.embedding.identity import differences, set_mismatch
 from eval.scoring.metrics import Judged, compute, cut, first_hit_rank, judge, random_floor, tied_order
-from eval.scoring.search import DEPTH, Ranking
+from eval.scoring.search import Ranking
 from eval.sets.retrieval_set import RESULT_COLUMNS, RetrievalSet
 from rge.common.errors import UserError
 from rge.common.files import find_shipped, write_bytes
@@ -42,12 +42,8 @@ DECIDES = (
 """Keys of results.json that determine the figures, in addition to `USED_WITH`; not software, machine and batch size."""
 USED_WITH = ("settings.", "prompts.", "asked.rewriter_at")
 """Parts of an identity that say how an embedder is used."""
-ASSUMED = {"benchmark": "generic", "profile": "clean", "seed": 0, "depth": DEPTH, "metrics": []}
-"""Values assumed for keys that older results did not record; others are null."""
-NOT_ALWAYS_RECORDED = ("dtype", "exact", "set.content", "set.report_by")
-"""Keys that older results did not record and that may have had any value."""
 ALWAYS_RECORDED = ("micro", "set.name", "set.fingerprint")
-"""Keys of the results of all versions."""
+"""Keys without which a results.json is damaged."""
 MADE_WITH = (
     "instructions", "verbatim", "image_policy", "query_images", "task", "keys", "gains", "layout", "pool",
     "exclude_query_image",
@@ -274,10 +270,6 @@ def check_out(out: Path, results: Mapping[str, Any], *, overwrite: bool) -> None
     if overwrite or not (out / RESULTS).exists():
         return
     old, new = read_results(out), json.loads(json.dumps(results, default=str))
-    if new.get("query_modality") == "image":
-        old["rewrite"] = None  # which older results recorded although all texts are left out
-    if old.get("rerank") and "budget" not in old and "budget" in new:
-        old["budget"] = new["budget"]  # which older reranked results did not record
     apart = _decided_differently(old, new)
     if "identity" in old:
         apart |= {key: pair for key, pair in differences(old, new).items() if key.startswith(USED_WITH)}
@@ -296,8 +288,6 @@ def _decided_differently(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict
         if name not in (new.get(block) or (name,)):
             continue
         was, value = (value_at(one, key.split(".")) for one in (old, new))
-        if was is None:
-            was = value if key in NOT_ALWAYS_RECORDED else ASSUMED.get(key)
         if was != value:
             apart[key] = was, value
     return apart

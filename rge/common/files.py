@@ -193,7 +193,7 @@ def _refuse_foreign_files(path: Path) -> None:
         owned = {OWNED, *json.loads((path / OWNED).read_text(encoding="utf-8"))}
     except (OSError, ValueError, TypeError):
         raise FileError(
-            f"{path} was not written by this program, or by an older version: overwrite=true does not replace it; move or "
+            f"{path} was not written by this program: overwrite=true does not replace it; move or "
             "delete it, or give another"
         ) from None
     from_a_mac = {

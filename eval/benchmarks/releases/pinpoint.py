@@ -214,7 +214,7 @@ class Pinpoint(Protocol):
         column = dict(zip(scored.names, scored.value_QM.T, strict=True))
         group, official = np.array(wanted.columns["group"], dtype=object), self.profile == "official"
         if official:
-            # groups also join rows that share only one of two pictures; older sets have no picture_ids
+            # groups also join rows that share only one of two pictures
             same = ["+".join(ids) or own for ids, own in zip(picture_ids(wanted), group, strict=True)]
         else:  # only rows with the same pictures and positives are paraphrases
             same = query_column(wanted, "paraphrase")

@@ -281,22 +281,6 @@ def test_the_key_names_everything(data, tmp_path):
     assert "machine" in results["identity"]
 
 
-@pytest.mark.slow
-def test_old_results_are_read_with_a_warning(data, tmp_path, capsys):
-    one, two = evaluate(data, tmp_path / "one"), evaluate(data, tmp_path / "two", FakeEncoder("other"))
-    results = results_of(one)
-    del results["identity"], results["set"]["content"]
-    (one / "results.json").write_text(json.dumps(results | {"code": "1", "versions": {"torch": "1.0"}}))
-    compare(CompareOptions(one, two))
-    said = capsys.readouterr()
-    assert f"WARNING: {one}: this was written by an older version, which recorded less" in said.err
-    assert 'versions: torch "1.0" and' in said.out
-    compare_runs.main([str(one), str(two)])
-    assert f"unknown: software, which {one}/results.json does not record" in capsys.readouterr().out
-    evaluate(data, one)  # and the same evaluation may take its place
-    assert results_of(one)["identity"]
-
-
 def test_an_export_carries_identity_and_warnings(data, tmp_path, capsys):
     one = evaluate(data, tmp_path / "one")
     results = results_of(one)

@@ -67,7 +67,7 @@ from rge.plan.costs import num_parameters
 from rge.plan.estimate import Plans, banner
 from rge.plan.known_models import outline
 from rge.rl import reference, rewards
-from rge.rl.pool import check_pool, pool_path, read_pool, unusable
+from rge.rl.pool import check_pool, read_pool, unusable
 from rge.rollout import writer
 from rge.scratch.starting_point import check_backbone, processor_of, tokenizer_sources
 
@@ -221,7 +221,11 @@ class Preflight:
         recipe = self.recipe
         self.problems += resume.problems(recipe, self.found.stages, self.accelerator)
         self.problems += logs.problems(recipe.log)
-        wrong = [*rewards.problems(recipe), *reference.problems(recipe, dist.is_zero3(self.accelerator))]
+        wrong: list[str] = []
+        if "rl" in recipe.stages():
+            wrong += rewards.problems(recipe.rl.rewards)
+            zero3 = dist.is_zero3(self.accelerator)
+            wrong += reference.problems(recipe.rl, recipe.model.lora, zero3=zero3)
         self.problems += wrong
         return not wrong
 
@@ -280,15 +284,15 @@ class Preflight:
         self.problems += collate.problems(recipe, stages, self.accelerator.num_processes)
         self.problems += writer.problems(recipe, writing, self.accelerator)
         self.problems += validation.problems(recipe, records)
-        self.problems += machine.problems(recipe)
+        self.problems += machine.problems(recipe.data.num_workers)
         self.found.summary += machine.warnings(self.accelerator)
 
     def check_pool(self) -> None:
         """Read the pool of the stage rl, if there is one, and look for right answers in it."""
-        if self.recipe.rl.candidates != "batch":
-            self.pool = self.attempt(read_pool, pool_path(self.recipe)) or []
+        if (path := self.recipe.rl.pool) is not None:
+            self.pool = self.attempt(read_pool, path) or []
         if self.pool:
-            self.warn(self.attempt(check_pool, self.recipe, self.found.records, self.pool))
+            self.warn(self.attempt(check_pool, self.recipe.rl, self.found.records, self.pool))
 
     def lay_out_sources(self, *, decode: bool) -> None:
         """Compute the lengths of all records in the open sources, except streams; look for pictures of the pool's candidates."""
@@ -306,9 +310,9 @@ class Preflight:
                 used = self.recipe.validation.max_records if wanted.held_out else len(file)
                 faults = (fault for number, fault in laid.faults.items() if number < used)
                 self.tell(grouped(faults, MAX_REPORTED), held_out=wanted.held_out)
-            self.problems += unusable(
-                pool_path(self.recipe), self.pool, self.verdicts.pictures, builder if decode else None
-            )
+            if (path := self.recipe.rl.pool) is not None:
+                decoder = builder if decode else None
+                self.problems += unusable(path, self.pool, self.verdicts.pictures, decoder)
         except (UserError, OSError) as error:
             # A missing source of the tokenizer's texts was reported already.
             if str(error) not in self.problems:

@@ -29,7 +29,7 @@ def problems(recipe: Recipe, sources: Mapping[str, Records]) -> Iterator[str]:
     if (held_out := sources.get(recipe.validation.key or "")) is None:
         return
     try:
-        num_records(held_out, recipe)
+        num_records(held_out, recipe.validation.max_records)
     except RecordError as error:
         yield str(error)
     content = held_out.content.get("sha256")  # unknown for a stream
@@ -39,9 +39,9 @@ def problems(recipe: Recipe, sources: Mapping[str, Records]) -> Iterator[str]:
                 yield f"validation.path {held_out.name} is also a source of {name}: give held-out records"
 
 
-def num_records(file: Records, recipe: Recipe) -> int:
+def num_records(file: Records, max_records: int) -> int:
     """Number of held-out records to use; RecordError for fewer records than processes."""
-    count = min(recipe.validation.max_records, len(file))
+    count = min(max_records, len(file))
     if count < dist.world_size():
         raise RecordError(
             f"validation uses {count} of the {len(file)} records of {file.name}, fewer than the {dist.world_size()} processes: raise "
@@ -74,7 +74,7 @@ class Validation:
         self.collator, self.objective = collator, replace(objective, adaptive=None, anchor=anchor)
         self.micro_batch_size = micro_batch_size = recipe.train.micro_batch_size
         self.max_new_tokens = recipe.rollout.max_new_tokens
-        count, world_size = num_records(collator.files[0], recipe), dist.world_size()
+        count, world_size = num_records(collator.files[0], recipe.validation.max_records), dist.world_size()
         self.rows = list(range(dist.rank(), count, world_size))
         # With sharded weights, all processes must run the same number of forwards.
         self.num_chunks = math.ceil(math.ceil(count / world_size) / micro_batch_size)

@@ -19,7 +19,6 @@ from rge.distributed import collectives as dist
 from rge.distributed import launch
 from rge.identity.run_identity import Identity, content_of, differences, flattened, in_words, run_identity
 from rge.model.adapter_files import is_adapter_checkpoint
-from rge.rl.pool import pool_path
 
 NOT_OF = {
     "cold_start": ("joint", "loss", "rollout", "rl"),
@@ -95,8 +94,8 @@ def records_identity(recipe: Recipe, name: str, records: Mapping[str, Records]) 
     """Content of a stage's open sources and of its pool, for `rge.identity.run_identity`."""
     keys = [source.key for source in getattr(recipe, name).sources]
     found = {key: records[key].content for key in keys if key in records}
-    if name == "rl" and recipe.rl.candidates != "batch":
-        found[str(pool_path(recipe))] = content_of(pool_path(recipe))
+    if name == "rl" and recipe.rl.pool is not None:
+        found[str(recipe.rl.pool)] = content_of(recipe.rl.pool)
     return found
 
 

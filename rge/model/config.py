@@ -75,6 +75,11 @@ class ModelConfig:
     max_pixels: AtLeastOne = 802_816
     """Largest picture, in pixels: 1024 patches of 28x28, as released with RGE."""
 
+    @property
+    def pixels(self) -> dict[str, int]:
+        """The limits of a picture's size, as arguments of a processor."""
+        return {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}
+
     def problems(self) -> Iterator[str]:
         """What contradicts itself."""
         if (self.path is None) == (self.scratch is None):

@@ -23,10 +23,10 @@ SHARED_MEMORY = "/dev/shm"
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-def problems(recipe: Recipe) -> Iterator[str]:
+def problems(num_workers: int) -> Iterator[str]:
     """Too few open files for this process."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed, here = descriptors(recipe.data.num_workers), 0
+    needed, here = descriptors(num_workers), 0
     with suppress(OSError):  # not Linux
         here = len(os.listdir("/proc/self/fd"))
     if soft != resource.RLIM_INFINITY and soft - here < needed:

@@ -15,7 +15,7 @@ from rge.optim.config import UNSHARDED_ONLY
 from rge.plan import costs
 from rge.plan.costs import ACTIVATIONS_OFF_BY, GIB, Load, Setup, Shapes
 from rge.plan.options import PlanOptions
-from rge.rl.reference import NOT_UNDER_ZERO3, has_copy
+from rge.rl.reference import NOT_UNDER_ZERO3
 from rge.rollout.writer import encodes_once
 
 
@@ -139,8 +139,9 @@ def refused(recipe: Recipe, options: PlanOptions, back_end: str) -> str | None:
             f"optim.name={recipe.optim.name} needs whole gradients, which {back_end} does not have: set optim.name=adamw or "
             f"{key}=ddp"
         )
+    copies = recipe.rl.has_reference and recipe.model.lora is None
     with_rl = "rl" in (options.for_, *recipe.stages())
-    return NOT_UNDER_ZERO3 if with_rl and back_end == "zero3" and has_copy(recipe) else None
+    return NOT_UNDER_ZERO3 if with_rl and back_end == "zero3" and copies else None
 
 
 def fastest(

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -83,6 +84,18 @@ class RLConfig(StageConfig):
     """Lower bound of the ratio; null: none."""
     patience: Count = 50
     """The stage ends with a message if no group's rewards differ for this many consecutive steps; 0: never."""
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether there is a reference model, of the KL divergence."""
+        return bool(self.beta and self.alpha_rl)
+
+    @property
+    def pool(self) -> Path | None:
+        """The fixed pool that rewards rank; None for the batch."""
+        return (
+            None if self.candidates == "batch" else Path(self.candidates.removeprefix("pool:")).expanduser()
+        )
 
     def problems(self, name: str) -> Iterator[str]:
         """Also what is wrong with its rewards and candidates."""

@@ -25,7 +25,7 @@ from rge.model.packing import Branch, Read
 from rge.rl.config import RewardConfig
 from rge.rl.policy import advantages, policy_loss, sampling_weights, standard_deviation
 from rge.rl.pool import Pool
-from rge.rl.reference import Reference, is_used, make_reference
+from rge.rl.reference import Reference, make_reference
 from rge.rl.rewards import Rollouts, evaluate, find_reward
 from rge.rollout.generate import Rationale
 
@@ -46,7 +46,12 @@ class Reinforcement:
         names = _names(chosen)
         self.terms = {name: (config, find_reward(config)) for name, config in zip(names, chosen, strict=True)}
         self.with_direct = any(found.needs_direct for _, found in self.terms.values())
-        self.pool = Pool(recipe, embedder) if self.terms and recipe.rl.candidates != "batch" else None
+        self.pool = None
+        if self.terms and recipe.rl.pool is not None:
+            self.pool = Pool(
+                recipe.rl.pool, embedder, recipe.data, every=recipe.rl.pool_every,
+                micro_batch_size=recipe.train.micro_batch_size,
+            )  # fmt: skip
         self.idle_steps = 0
 
     def begin(self, batch: Batch, rationales: Sequence[Rationale], measure: bool) -> "Credit":
@@ -339,7 +344,9 @@ def make_reinforcement(
     recipe: Recipe, embedder: EmbeddingModel, folder: Path, accelerator: Accelerator
 ) -> Reinforcement:
     """The stage rl of a run; called before `embedder` is wrapped, since its weights are the reference's."""
-    reference = make_reference(recipe, embedder, accelerator) if is_used(recipe) else None
+    reference = None
+    if recipe.rl.has_reference:
+        reference = make_reference(recipe.rl, recipe.train.micro_batch_size, embedder, accelerator)
     reinforcement = Reinforcement(recipe, embedder, reference, folder)
     accelerator.register_for_checkpointing(reinforcement)
     return reinforcement

@@ -18,14 +18,15 @@ from torch import Tensor
 from rge.common.errors import UserError, grouped
 from rge.common.images import PictureIndex, load_image
 from rge.common.schema import Record, Target, picture_of
-from rge.config import Recipe
 from rge.data.collate import Batch, target_item
+from rge.data.config import DataConfig
 from rge.data.layout import measured, on_all_cores
 from rge.data.sources import MAX_REPORTED, RecordFile, Records, identity
 from rge.distributed import collectives as dist
 from rge.model.embedding_model import EmbeddingModel, eval_mode
 from rge.model.packing import Branch
 from rge.model.prompts import PromptBuilder
+from rge.rl.config import RLConfig
 from rge.rl.reference import without_pictures
 from rge.tables.names import resolved
 from rge.tables.rows import table_rows
@@ -38,11 +39,12 @@ LOOKED_AT = 1000
 class Pool:
     """Fixed candidates and their latest unit-norm embeddings, `state_PD`."""
 
-    def __init__(self, recipe: Recipe, embedder: EmbeddingModel):
-        self.embedder, self.every = embedder, recipe.rl.pool_every
-        self.micro_batch_size = recipe.train.micro_batch_size
-        self.builder = PromptBuilder(embedder.processor, recipe.data.profile, recipe.data.max_prompt_tokens)
-        self.targets = read_pool(pool_path(recipe))
+    def __init__(
+        self, path: Path, embedder: EmbeddingModel, data: DataConfig, *, every: int, micro_batch_size: int
+    ):
+        self.embedder, self.every, self.micro_batch_size = embedder, every, micro_batch_size
+        self.builder = PromptBuilder(embedder.processor, data.profile, data.max_prompt_tokens)
+        self.targets = read_pool(path)
         self.identity_P = torch.tensor([identity(target) for target in self.targets])
         self.age = 0
         self.state_PD: Tensor | None = None
@@ -96,11 +98,6 @@ class Pool:
             )
         self.age = state["age"]
         self.state_PD = None if state_PD is None else state_PD.to(self.embedder.device)
-
-
-def pool_path(recipe: Recipe) -> Path:
-    """Path of the pool."""
-    return Path(recipe.rl.candidates.removeprefix("pool:")).expanduser()
 
 
 def read_pool(path: Path) -> list[Target]:
@@ -172,15 +169,14 @@ def _fault(builder: PromptBuilder, target: Target) -> str | None:
     return None
 
 
-def check_pool(recipe: Recipe, sources: Mapping[str, Records], targets: Sequence[Target]) -> str | None:
+def check_pool(rl: RLConfig, sources: Mapping[str, Records], targets: Sequence[Target]) -> str | None:
     """A warning if some of training's queries have no right answer in the pool; UserError if none has.
 
     A stream's queries are unknown.
     """
-    path = pool_path(recipe)
     pool = {identity(target) for target in targets}
     sampled: list[Record] = []
-    for source in recipe.rl.sources:
+    for source in rl.sources:
         records = sources.get(source.key or "")
         if records is not None and records.size is not None:
             number = min(records.size, LOOKED_AT)
@@ -192,10 +188,10 @@ def check_pool(recipe: Recipe, sources: Mapping[str, Records], targets: Sequence
     example = f"{first.id} wants {first.positives[0].identity or first.positives[0].id}"
     if len(missing) == len(sampled):
         raise UserError(
-            f"rl.candidates: nothing among the {len(pool)} candidates of {path} answers any of {len(sampled)} queries "
+            f"rl.candidates: nothing among the {len(pool)} candidates of {rl.pool} answers any of {len(sampled)} queries "
             f"({example}): ids, or identities, must be those of the records' positives"
         )
     return (
-        f"warning: {len(missing)} of {len(sampled)} queries have no right answer in the pool {path} ({example}); "
+        f"warning: {len(missing)} of {len(sampled)} queries have no right answer in the pool {rl.pool} ({example}); "
         "they get no reward and count as unscored_groups"
     )

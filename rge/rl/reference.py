@@ -12,12 +12,13 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from rge.config import Recipe
 from rge.distributed import collectives as dist
 from rge.model.adapters import has_adapters, without_adapters
+from rge.model.config import LoraConfig
 from rge.model.embedding_model import EmbeddingModel, eval_mode
 from rge.model.packing import Branch
 from rge.model.prompts import Prompt
+from rge.rl.config import RLConfig
 from rge.rollout.generate import Rationale
 
 NOT_UNDER_ZERO3 = (
@@ -59,7 +60,9 @@ def without_pictures(embedder: EmbeddingModel) -> Iterator[None]:
         embedder.pictures = pictures
 
 
-def make_reference(recipe: Recipe, embedder: EmbeddingModel, accelerator: Accelerator) -> Reference:
+def make_reference(
+    rl: RLConfig, micro_batch_size: int, embedder: EmbeddingModel, accelerator: Accelerator
+) -> Reference:
     """The reference of a stage that is about to start, and has no `problems`."""
     if has_adapters(embedder.model):
         kept = embedder
@@ -68,26 +71,16 @@ def make_reference(recipe: Recipe, embedder: EmbeddingModel, accelerator: Accele
         if not dist.is_sharded(accelerator):  # sharded training computes with weights in model.dtype too
             _as_under_autocast(kept)
         kept = kept.eval().requires_grad_(False).to(accelerator.device)
-    return Reference(kept, recipe.rl.temperature, recipe.train.micro_batch_size)
+    return Reference(kept, rl.temperature, micro_batch_size)
 
 
-def is_used(recipe: Recipe) -> bool:
-    """Whether the stage rl has a reference."""
-    return bool(recipe.rl.beta and recipe.rl.alpha_rl)
-
-
-def has_copy(recipe: Recipe) -> bool:
-    """Whether that is a copy of the weights, and not the model without adapters."""
-    return is_used(recipe) and recipe.model.lora is None
-
-
-def problems(recipe: Recipe, zero3: bool) -> Iterator[str]:
-    """Why no reference can be kept."""
-    if "rl" not in recipe.stages() or not is_used(recipe):
+def problems(rl: RLConfig, lora: LoraConfig | None, *, zero3: bool) -> Iterator[str]:
+    """Why the stage rl cannot keep its reference."""
+    if not rl.has_reference:
         return
-    if zero3 and has_copy(recipe):
+    if zero3 and lora is None:
         yield NOT_UNDER_ZERO3
-    if recipe.model.lora is not None and recipe.model.lora.modules_to_save:
+    if lora is not None and lora.modules_to_save:
         yield (
             "rl.beta's reference is the model without adapters, and model.lora.modules_to_save trains modules that would change "
             "it: leave out one of them"

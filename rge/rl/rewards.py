@@ -22,7 +22,6 @@ from torch import Tensor
 
 from rge.common.errors import UserError
 from rge.common.registry import Registry, load_plugins
-from rge.config import Recipe
 from rge.rl.config import RewardConfig
 
 
@@ -110,9 +109,9 @@ def reward(
     return add
 
 
-def problems(recipe: Recipe) -> Iterator[str]:
+def problems(rewards: Sequence[RewardConfig]) -> Iterator[str]:
     """Problems with a recipe's rewards."""
-    for config in recipe.rl.rewards if "rl" in recipe.stages() else ():
+    for config in rewards:
         try:
             find_reward(config)
         except UserError as error:

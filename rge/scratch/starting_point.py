@@ -50,7 +50,7 @@ class Blueprint:
     def identity(self) -> dict[str, Any]:
         """The inputs for `rge.identity.run_identity`."""
         recipe = self.recipe
-        given = asdict(self.scratch) | {"seed": recipe.train.seed} | _pixels(recipe)
+        given = asdict(self.scratch) | {"seed": recipe.train.seed} | recipe.model.pixels
         given["muon_kernels"] = recipe.optim.muon_kernels
         read = {key: records and records.content for key, records in self.records.items()}
         if self.scratch.naming is not None:
@@ -65,10 +65,6 @@ def blueprint(recipe: Recipe, records: Mapping[str, Records]) -> Blueprint | Non
         return None
     keys = (source.key for source in tokenizer_sources(recipe) if source.key)
     return Blueprint(recipe, recipe.model.scratch, {key: records.get(key) for key in keys})
-
-
-def _pixels(recipe: Recipe) -> dict[str, int]:
-    return {"min_pixels": recipe.model.min_pixels, "max_pixels": recipe.model.max_pixels}
 
 
 def tokenizer_sources(recipe: Recipe) -> list[RecordsConfig]:
@@ -153,14 +149,16 @@ def processor_of(recipe: Recipe, records: Mapping[str, Records]) -> Any:
         config = plan.scratch
         tokenizer = scratch.make_tokenizer(plan.texts(), config.vocab_size, config.text)
         processor = scratch.make_processor(
-            tokenizer, **_pixels(recipe), vision=config.vision, text=config.text
+            tokenizer, **recipe.model.pixels, vision=config.vision, text=config.text
         )
     else:
         start = recipe.init and str(checkpoint_folder(Path(recipe.init)))
         path = start or (model.path if plan is None else folder)
         assert path is not None
         revision = model.revision if path == model.path else None
-        processor = load_processor(path, read_config(path, revision), revision=revision, **_pixels(recipe))
+        processor = load_processor(
+            path, read_config(path, revision), revision=revision, **recipe.model.pixels
+        )
         check_end_of_turn(path, processor.tokenizer)
     name_tokens(processor.tokenizer, [EMB_TOKEN, *think_tokens(model.think_tokens)])
     return processor
@@ -191,7 +189,7 @@ def _build(plan: Blueprint, folder: Path, accelerator: Accelerator) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
         scratch.build(
             temporary, plan.texts(), seed=recipe.train.seed, vocab_size=config.vocab_size, text=config.text,
-            vision=config.vision, **_pixels(recipe),
+            vision=config.vision, **recipe.model.pixels,
         )  # fmt: skip
     accelerator.wait_for_everyone()
     if config.naming is not None:

@@ -24,7 +24,7 @@ from rge.checkpoints.export import export, settings_of
 from rge.checkpoints.manifest import DONE, write_manifest
 from rge.checkpoints.settings import RGE_JSON
 from rge.common.files import DEMO_CHECKPOINT, POINTER_NOTE, raise_descriptor_limit
-from rge.config import Recipe, load_recipe, to_dict
+from rge.config import load_recipe, to_dict
 from rge.data import collate, layout
 from rge.data.collate import Collator, query_item, target_item
 from rge.data.mixture import Draw
@@ -633,7 +633,7 @@ def test_a_stage_that_was_deleted_after_a_later_one_had_finished_is_not_trained_
 def limits(hard: int, results) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
     raise_descriptor_limit()
-    results.send((resource.getrlimit(resource.RLIMIT_NOFILE)[0], list(machine.problems(Recipe("r")))))
+    results.send((resource.getrlimit(resource.RLIMIT_NOFILE)[0], list(machine.problems(4))))
 
 
 def test_the_limit_of_open_files_is_raised_as_far_as_it_goes_and_else_a_problem():

@@ -10,7 +10,6 @@ from rge.common.files import RECIPES
 from rge.config import Recipe, load_recipe, to_dict
 from rge.objective import Objective
 from rge.optim.config import StageConfig
-from rge.rl.pool import pool_path
 
 SHIPPED = sorted(RECIPES.glob("*.yaml"))
 
@@ -443,7 +442,7 @@ def test_a_home_folder_is_expanded(load, load_text, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     recipe = load("out=~/runs/{recipe}", "init=~/runs/x/joint/final", "rl.candidates=pool:~/pool")
     assert (recipe.out, recipe.init) == ("/home/me/runs/small", "/home/me/runs/x/joint/final")
-    assert str(pool_path(recipe)) == "/home/me/pool"
+    assert str(recipe.rl.pool) == "/home/me/pool"
     recipe = load_text("init: ~/x\n" + MINIMAL.replace("some/model", "~/models/y"))
     assert (recipe.init, recipe.model.path) == ("/home/me/x", "/home/me/models/y")
 

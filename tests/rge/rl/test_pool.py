@@ -200,7 +200,7 @@ def test_a_pool_without_the_right_answers_is_found_before_anything_runs(records,
         pq.write_table(pa.table({"id": ids, "text": ids}), corpus / "corpus.parquet")
         recipe = recipe_of(corpus)
         recipe.rl.sources = [source]
-        return check_pool(recipe, opened, read_pool(corpus))
+        return check_pool(recipe.rl, opened, read_pool(corpus))
 
     assert checked(["key", "x"]) is None
     with pytest.raises(

@@ -360,7 +360,7 @@ def test_a_reference_in_bfloat16_starts_without_divergence(lively_path, make_bat
         state=SimpleNamespace(deepspeed_plugin=None), distributed_type=DistributedType.NO,
         device=torch.device("cpu"), prepare=lambda *given: given,
     )  # fmt: skip
-    reference = make_reference(recipe, embedder, alone)
+    reference = make_reference(recipe.rl, recipe.train.micro_batch_size, embedder, alone)
     dist.prepare(alone, embedder, None, 0.0)
     batch = make_batch(PromptBuilder(embedder.processor))
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):

@@ -59,6 +59,7 @@ class Job:
     mode: Mode
     batch_size: int
     seeds: Sequence[int] | None
+    caps: Sequence[int] | None = None
 
 
 _Prepared = tuple[Job, list["Prompt"], float]
@@ -183,13 +184,18 @@ class Embedder:
         profile: str | None = None,
         temperature: float | None = None,
         min_new_tokens: int | None = None,
+        max_rationale_tokens: int | None = None,
     ) -> Self:
         """An embedder on the same model with other settings.
 
         `exact` computes every row's state alone, see `encode`; `profile` is the name of a prompt profile, see
-        `rge.common.prompt_profiles`; ``<emb>`` is suppressed before `min_new_tokens`.
+        `rge.common.prompt_profiles`; ``<emb>`` is suppressed before `min_new_tokens`, and follows after
+        `max_rationale_tokens` unless a call says otherwise.
         """
-        settings = self.settings.asking(temperature=temperature, min_new_tokens=min_new_tokens)
+        self.settings.check_cap(max_rationale_tokens)
+        settings = self.settings.asking(
+            temperature=temperature, min_new_tokens=min_new_tokens, max_rationale_tokens=max_rationale_tokens
+        )
         return self._set(settings.but(exact=exact, profile=profile))
 
     def _set(self, settings: Settings) -> Self:
@@ -238,6 +244,7 @@ class Embedder:
         images: Picture | Sequence[Any] | None = None,
         *,
         mode: Mode | None = None,
+        max_rationale_tokens: int | Sequence[int] | None = None,
         instruction: str | None = None,
         task: str | None = None,
         dimensions: int | None = None,
@@ -255,6 +262,8 @@ class Embedder:
                 picture is a path, a web address, a data URL, bytes or a PIL image.
             mode: ``reasoning``, ``direct`` (no rationale), ``latent`` (think tokens instead) or ``auto`` (the model decides per
                 query); the last two need a checkpoint trained for them, docs/modes.md. None: as trained.
+            max_rationale_tokens: the most tokens of a rationale, or one number per query, from 0 (as ``direct``) to
+                `max_new_tokens` of `from_pretrained`; ``<emb>`` follows a rationale that reaches it. None: all that are allowed.
             instruction: put before every question; '': none; None: that of `task`, or the most frequent one of training. One
                 that was not used in training causes a warning.
             task: name of a training task (``rge.json`` lists them) whose instruction to use.
@@ -280,7 +289,13 @@ class Embedder:
         self.check_dimensions(dimensions)
         mode = mode or self.query_mode
         encoded = self.encode(
-            items, side="query", mode=mode, batch_size=batch_size, seeds=seeds, progress=progress
+            items,
+            side="query",
+            mode=mode,
+            batch_size=batch_size,
+            seeds=seeds,
+            progress=progress,
+            max_rationale_tokens=max_rationale_tokens,
         )
         return self._shaped(encoded, single, dimensions, return_rationales, as_tensor)
 
@@ -385,6 +400,7 @@ class Embedder:
         seeds: Sequence[int] | None = None,
         on_progress: Callable[[int], object] | None = None,
         progress: bool | None = False,
+        max_rationale_tokens: int | Sequence[int] | None = None,
     ) -> Encoded:
         """Embed items. Except for rounding, a row does not depend on the other rows, the batch size or padding.
 
@@ -412,6 +428,7 @@ class Embedder:
             raise ValueError(f"batch_size must be >= 1, got {batch_size}")
         if seeds is not None and len(seeds) != num:
             raise ValueError(f"{len(seeds)} seeds for {num} items: give one per item")
+        caps = self._caps(max_rationale_tokens, num)
         encoded = Encoded(
             embeddings=np.empty((num, self.size), np.float32),
             rationales=[""] * num,
@@ -422,7 +439,14 @@ class Embedder:
         )
         windows = [slice(start, start + window) for start in range(0, num, window)]
         jobs = (
-            Job(items[rows], side, mode, batch_size, None if seeds is None else seeds[rows])
+            Job(
+                items[rows],
+                side,
+                mode,
+                batch_size,
+                None if seeds is None else seeds[rows],
+                None if caps is None else caps[rows],
+            )
             for rows in windows
         )
 
@@ -467,7 +491,8 @@ class Embedder:
     def _embed(self, prepared: _Prepared, on_progress: "OnProgress") -> Encoded:
         job, prompts, prepare_ms = prepared
         encoded = self._inference.embed(
-            prompts, self.settings, mode=job.mode, batch_size=job.batch_size, seeds=job.seeds, on_progress=on_progress
+            prompts, self.settings, mode=job.mode, batch_size=job.batch_size, seeds=job.seeds, caps=job.caps,
+            on_progress=on_progress,
         )  # fmt: skip
         return replace(encoded, embed_ms=encoded.embed_ms + prepare_ms)
 
@@ -483,9 +508,31 @@ class Embedder:
                 stacklevel=3,
             )
 
-    def encode_prompts(self, prompts: Sequence["Prompt"], *, mode: Mode, batch_size: int = 64) -> Encoded:
+    def encode_prompts(
+        self,
+        prompts: Sequence["Prompt"],
+        *,
+        mode: Mode,
+        batch_size: int = 64,
+        max_rationale_tokens: int | Sequence[int] | None = None,
+    ) -> Encoded:
         """Embed prompts made by `prompt`: a server makes them when requests arrive."""
-        return self._inference.embed(prompts, self.settings, mode=mode, batch_size=batch_size)
+        caps = self._caps(max_rationale_tokens, len(prompts))
+        return self._inference.embed(prompts, self.settings, mode=mode, batch_size=batch_size, caps=caps)
+
+    def _caps(self, given: int | Sequence[int] | None, num: int) -> list[int] | None:
+        """`max_rationale_tokens` of each of `num` items; None: the settings'."""
+        if given is None:
+            return None
+        caps = [*given] if isinstance(given, Sequence | np.ndarray) else [given] * num
+        caps = [int(cap) if isinstance(cap, np.integer) else cap for cap in caps]
+        if len(caps) != num:
+            raise ValueError(
+                f"max_rationale_tokens has {len(caps)} numbers for {num} items: give one per item"
+            )
+        for cap in dict.fromkeys(caps):
+            self.settings.check_cap(cap)
+        return caps
 
     def direct_probabilities(self, items: Iterable[Item], *, batch_size: int = 64) -> np.ndarray:
         """Probabilities (N,) of ``<emb>`` as the first token of each query, by which ``mode=auto`` decides."""

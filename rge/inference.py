@@ -176,14 +176,21 @@ class Inference:
         mode: Mode,
         batch_size: int = 64,
         seeds: Sequence[int] | None = None,
+        caps: Sequence[int] | None = None,
         on_progress: OnProgress = lambda count: None,
     ) -> Encoded:
         """Embed one or more prompts, see `rge.embedder.Embedder.encode`; `on_progress` is called with the number just finished.
+
+        `caps` has the most tokens of each row's rationale (None: the settings').
 
         UserError: the checkpoint was not trained for the mode; ValueError: sampling without seeds, or what vLLM cannot do.
         """
         settings.check_mode(mode)
         num, state_rows = len(prompts), 1 if settings.exact else batch_size
+        if caps is None and settings.generation.max_rationale_tokens is not None:
+            caps = [settings.generation.max_rationale_tokens] * num
+        if mode not in SILENT and caps is not None and not any(caps):
+            mode = "direct"
         with self._computing:
             if mode in SILENT:
                 given = [self.model.given[mode]] * num
@@ -191,7 +198,7 @@ class Inference:
                 return Encoded(
                     states, [""] * num, np.zeros(num, np.int64), ["prefilled"] * num, np.zeros(num), embed_ms
                 )  # fmt: skip
-            written = self._written(prompts, settings, mode, batch_size, seeds, on_progress)
+            written = self._written(prompts, settings, mode, batch_size, seeds, caps, on_progress)
             if settings.exact or self.engine is not None:
                 states, embed_ms = self._in_batches(prompts, [one.ids for one in written], state_rows)
             else:
@@ -203,7 +210,7 @@ class Inference:
             states,
             texts,
             np.array([len(one.ids) for one in written], np.int64),
-            ["forced" if one.forced else "emb" for one in written],
+            ["prefilled" if one.direct else "forced" if one.forced else "emb" for one in written],
             np.array([one.seconds * 1000 for one in written]),
             embed_ms,
         )
@@ -254,6 +261,7 @@ class Inference:
         mode: Mode,
         batch_size: int,
         seeds: Sequence[int] | None,
+        caps: Sequence[int] | None,
         on_progress: OnProgress,
     ) -> list[Rationale]:
         """Generated rationales; with their states, unless vLLM wrote them."""
@@ -266,7 +274,7 @@ class Inference:
                 raise UserError(
                     "engine=vllm supports neither forced rationales nor a threshold: use engine=own"
                 )
-            found = self.engine.generate(prompts, temperature=generation.temperature, seeds=seeds)
+            found = self.engine.generate(prompts, temperature=generation.temperature, seeds=seeds, caps=caps)
             on_progress(len(prompts))
             return found
 
@@ -280,6 +288,7 @@ class Inference:
                 direct_above=direct_above,
                 batch_size=at_once,
                 seeds=None if seeds is None else [seeds[row] for row in rows],
+                caps=None if caps is None else [caps[row] for row in rows],
                 **more,
             )
 

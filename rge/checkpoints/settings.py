@@ -51,6 +51,7 @@ class Generation(_Frozen):
     """Generation settings of rationales, see `rge.rollout.generate.generate`."""
 
     max_new_tokens: int
+    max_rationale_tokens: int | None = None  # fewer, from 0 (the direct state) on; None: `max_new_tokens`
     temperature: float = 0.0
     min_new_tokens: int = 0
     direct_above: float = DIRECT_ABOVE
@@ -103,6 +104,15 @@ class Settings(_Frozen):
     def asking(self, **generation: Any) -> Self:
         """A copy with other generation settings."""
         return self.but(generation=self.generation.but(**generation).content())
+
+    def check_cap(self, cap: int | None) -> None:
+        """Raise UserError for a rationale's cap below 0, or above that of generation."""
+        most = self.generation.max_new_tokens
+        if cap is not None and (isinstance(cap, bool) or not isinstance(cap, int) or not 0 <= cap <= most):
+            raise UserError(
+                f"max_rationale_tokens must be 0 to {most}, the most that this embedder writes, got {cap!r}; max_new_tokens= on "
+                "loading raises it"
+            )
 
     @property
     def decides_itself(self) -> bool:

@@ -165,7 +165,7 @@ class Rationale:
     """What the model wrote for one prompt."""
 
     ids: tuple[int, ...]  # without ``<emb>``; empty if the model directly wrote ``<emb>``
-    forced: bool  # the cap was reached and ``<emb>`` was appended
+    forced: bool  # its cap, above 0, was reached and ``<emb>`` was appended
     # Unit-norm state at ``<emb>``, float32, without gradient; None unless computed with the current weights.
     state_D: Tensor | None = field(repr=False)
     seconds: float  # wall time of its batch divided by the batch's rows
@@ -198,6 +198,7 @@ def generate(
     min_new_tokens: int = 0,
     given: Sequence[Sequence[int]] = (),
     direct_above: float | None = None,
+    caps: Sequence[int] | None = None,
 ) -> list[Rationale]:
     """Write rationales for every prompt.
 
@@ -222,6 +223,9 @@ def generate(
             prompt, from the same encoding.
         direct_above: write nothing if the probability of ``<emb>`` as first token is at least this, otherwise something; None:
             ``<emb>`` is an ordinary token.
+        caps: of each prompt's rationales, in tokens, from 0 (the direct state) to `max_new_tokens`; ``<emb>`` follows a
+            rationale that reaches its cap, as if all had been written with this one. They precede `min_new_tokens` and
+            `direct_above`. None: `max_new_tokens` for all.
 
     Returns:
         For each prompt in order, its `num_each` rationales followed by the `given` ones.
@@ -235,6 +239,7 @@ def generate(
         raise ValueError(f"given ids and <emb> must fit into max_new_tokens={max_new_tokens}")
     choice = _Choice(max_new_tokens, temperature, min_new_tokens, direct_above, margins)
     num_rows = num_each + len(given)
+    cap_of_row = None if caps is None else _caps_of_rows(caps, prompts, choice, num_each, len(given))
     results: dict[int, Rationale] = {}
     with eval_mode(embedder), _capturing(embedder) as captured:
         for chosen in by_length([*map(len, prompts)], max(1, batch_size // num_each)):
@@ -250,8 +255,16 @@ def generate(
                 with torch.no_grad():
                     known = encode_prompts(embedder, embedder, [prompts[index] for index in chosen])
                 known_at = [*range(len(chosen))]
+            capped = None if cap_of_row is None else [cap_of_row[row] for row in rows]
             writing = _Writing(
-                embedder, known, np.repeat(known_at, num_rows).tolist(), choice, own_seeds, read, captured
+                embedder,
+                known,
+                np.repeat(known_at, num_rows).tolist(),
+                choice,
+                own_seeds,
+                read,
+                capped,
+                captured,
             )
             if on_token is not None:
                 writing.on_token = lambda place, token, rows=rows: on_token(rows[place], token)
@@ -259,13 +272,27 @@ def generate(
             seconds = (time.perf_counter() - began) / len(rows)
             for row, (ids, forced, state_D, margin) in zip(rows, written, strict=True):
                 added = row % num_rows >= num_each
+                # No decision of the model's: nothing was to be written.
+                silent = not ids and (added or forced)
                 results[row] = Rationale(
-                    ids, forced, state_D, seconds, direct=added and not ids, given=added, margin=margin
+                    ids, forced and not silent, state_D, seconds, direct=silent, given=added, margin=margin
                 )
             del writing  # free its memory before the next batch allocates
             if on_progress is not None:
                 on_progress(len(chosen))
     return [results[row] for row in range(len(results))]
+
+
+def _caps_of_rows(
+    caps: Sequence[int], prompts: Sequence[Prompt], choice: "_Choice", num_each: int, num_given: int
+) -> list[int]:
+    """The cap of every row of a result: what is given is read whole."""
+    most = choice.max_new_tokens
+    if len(caps) != len(prompts):
+        raise ValueError(f"{len(caps)} caps for {len(prompts)} prompts: give one per prompt")
+    if wrong := [cap for cap in caps if not 0 <= cap <= most]:
+        raise ValueError(f"a cap must be 0 to max_new_tokens={most}, got {wrong[0]}")
+    return [cap for one in caps for cap in (*[one] * num_each, *[most] * num_given)]
 
 
 @dataclass(frozen=True)
@@ -310,6 +337,7 @@ class _Writing:
         choice: _Choice,
         seeds: Sequence[int | None] | None,
         given: Sequence[Sequence[int] | None] | None,
+        caps: Sequence[int] | None,
         captured: _Captured | None,
     ):
         self.embedder, self.choice = embedder, choice
@@ -334,8 +362,10 @@ class _Writing:
         uniform_RL = None if seeds is None else _uniform(seeds, R, max_new_tokens)
         given_RL = None if given is None else _given_ids(given, embedder.emb_id, R, max_new_tokens)
         barred = torch.tensor(embedder.suppressed_ids, dtype=torch.long)
-        rows, uniform_RL, given_RL, self.barred = moved(
-            (torch.tensor(places), uniform_RL, given_RL, barred), device
+        self.caps = caps or [max_new_tokens] * self.num_rows
+        cap_R = None if caps is None else torch.tensor([*caps, *[0] * (R - self.num_rows)])
+        rows, uniform_RL, given_RL, cap_R, self.barred = moved(
+            (torch.tensor(places), uniform_RL, given_RL, cap_R, barred), device
         )
 
         def put(name: str, value: Tensor) -> Tensor:
@@ -343,6 +373,7 @@ class _Writing:
 
         self.uniform_RL = None if uniform_RL is None else put("uniform", uniform_RL)
         self.given_RL = None if given_RL is None else put("given", given_RL)
+        self.cap_R = None if cap_R is None else put("cap", cap_R)
         self.rotations = {
             kind: (put(f"cosines {kind}", cos_BLd), put(f"sines {kind}", sin_BLd))
             for kind, (cos_BLd, sin_BLd) in _rotations(
@@ -373,9 +404,11 @@ class _Writing:
         least = [float("inf")] * self.num_rows if self.margin_R is None else self.margin_R[real].tolist()
         # The next rollout reuses this memory.
         state_RD = self.state_RD if self.captured is None else self.state_RD[real].clone()
-        for ids, state_D, margin in zip(self.written_RL[real].tolist(), state_RD, least, strict=True):
+        for ids, cap, state_D, margin in zip(
+            self.written_RL[real].tolist(), self.caps, state_RD, least, strict=True
+        ):
             length = ids.index(self.embedder.emb_id)
-            results.append((tuple(ids[:length]), length == self.choice.max_new_tokens, state_D, margin))
+            results.append((tuple(ids[:length]), length == cap, state_D, margin))
         return results
 
     def _write(self) -> None:
@@ -442,13 +475,16 @@ class _Writing:
             if self.given_RL is not None:
                 given_B = self.given_RL[self.row_B, self.step_1]
                 token_B = torch.where(given_B >= 0, given_B, token_B)
+            ends_B = self.done_B
+            if self.cap_R is not None:
+                ends_B = ends_B | (self.step_1 >= self.cap_R[self.row_B])
             if self.margin_R is not None:
                 margin_B = _margin(logit_BV, self.choice.temperature, uniform_B, token_B)
                 if lead_B is not None:
                     margin_B = margin_B.masked_fill(lead_B >= 0, float("inf")).minimum(lead_B.abs())
-                margin_B = torch.where(self.done_B, float("inf"), margin_B).minimum(self.margin_R[self.row_B])
+                margin_B = torch.where(ends_B, float("inf"), margin_B).minimum(self.margin_R[self.row_B])
                 self.margin_R.index_put_((self.row_B,), margin_B)
-            self.token_B.copy_(token_B.masked_fill(self.done_B, emb_id))
+            self.token_B.copy_(token_B.masked_fill(ends_B, emb_id))
             self.written_RL.index_put_((self.row_B, self.step_1), self.token_B)
         self.step_1 += 1
 
@@ -494,7 +530,8 @@ class _Writing:
 
     def _size(self) -> tuple:
         """Everything but memory that a captured step depends on."""
-        return len(self.row_B), self.capacity, self.choice, self.uniform_RL is None, self.given_RL is None
+        absent = [of_rows is None for of_rows in (self.uniform_RL, self.given_RL, self.cap_R)]
+        return len(self.row_B), self.capacity, self.choice, *absent
 
     def _run_captured(self) -> None:
         assert self.captured is not None

@@ -128,10 +128,12 @@ class VllmWriter:
         temperature: float = 0.0,
         seeds: Sequence[int] | None = None,
         num_each: int = 1,
+        caps: Sequence[int] | None = None,
     ) -> list[Rationale]:
         """Generate rationales with the current weights, which must be whole on this process (`dist.whole_model`).
 
-        As `rge.rollout.generate`, but the rationales have no states, and the same seed gives other tokens.
+        As `rge.rollout.generate`, but the rationales have no states, and the same seed gives other tokens. A cap is a limit of
+        its request; nothing is requested for a cap of 0.
 
         Raises:
             ValueError: sampling without seeds.
@@ -139,6 +141,8 @@ class VllmWriter:
         """
         if temperature > 0 and (seeds is None or len(seeds) != len(prompts) * num_each):
             raise ValueError("sampling (temperature > 0) needs one seed per rationale")
+        if caps is not None and 0 in caps:
+            return self._where_capped_above_0(prompts, temperature, seeds, num_each, caps)
         if not prompts:
             return []
         began = time.perf_counter()
@@ -158,9 +162,12 @@ class VllmWriter:
             "detokenize": False,
         }
         parameters = [settings] * len(requests)
+        if caps is not None:
+            parameters = [settings | {"max_tokens": cap} for cap in caps for _ in range(num_each)]
         if temperature > 0:
             # "logprobs": of the sampled token alone.
-            parameters = [settings | {"logprobs": 0, "seed": seed % 2**63} for seed in seeds or ()]
+            drawn = [{"logprobs": 0, "seed": seed % 2**63} for seed in seeds or ()]
+            parameters = [of_row | draw for of_row, draw in zip(parameters, drawn, strict=True)]
         outputs = self.engine.write(requests, parameters)
         seconds = (time.perf_counter() - began) / len(requests)
         rationales = []
@@ -175,6 +182,29 @@ class VllmWriter:
                 Rationale(ids if forced else ids[:-1], forced, None, seconds, log_probs=log_probs)
             )
         return rationales
+
+    def _where_capped_above_0(
+        self,
+        prompts: Sequence[Prompt],
+        temperature: float,
+        seeds: Sequence[int] | None,
+        num_each: int,
+        caps: Sequence[int],
+    ) -> list[Rationale]:
+        """`generate` for the other prompts; those with a cap of 0 get an empty rationale."""
+        rows = [row for row, cap in enumerate(caps) if cap]
+        places = [row * num_each + number for row in rows for number in range(num_each)]
+        found = [Rationale((), False, None, 0.0, direct=True)] * (len(prompts) * num_each)
+        written = self.generate(
+            [prompts[row] for row in rows],
+            temperature=temperature,
+            seeds=None if seeds is None else [seeds[place] for place in places],
+            num_each=num_each,
+            caps=[caps[row] for row in rows],
+        )
+        for place, one in zip(places, written, strict=True):
+            found[place] = one
+        return found
 
     def _request(self, prompt: Prompt, features: Tensor | None) -> dict[str, Any]:
         """A prompt as vLLM takes it: one placeholder per picture, and the pictures' features (placeholders, D)."""

@@ -171,6 +171,35 @@ def test_overrides_of_the_checkpoints_generation(encoder, items):
     assert short.settings.dtype == "float32"
 
 
+@pytest.mark.slow
+def test_a_caller_says_how_much_is_written(encoder, items):
+    """Row by row, as an embedder loaded with that cap; 0 is direct mode."""
+    caps = [(0, 1, 3, 12)[row % 4] for row in range(21)]
+    asked = {"side": "query", "mode": "reasoning"}
+    for embedder in (encoder, encoder.with_(exact=True)):
+        found = embedder.encode(items, max_rationale_tokens=caps, batch_size=2, **asked)
+        for cap in (1, 3, 12):
+            alone = Embedder.from_pretrained(encoder.checkpoint, max_new_tokens=cap)
+            rows = [row for row in range(21) if caps[row] == cap]
+            expected = alone.encode([items[row] for row in rows], **asked)
+            assert [found.rationales[row] for row in rows] == expected.rationales
+            assert [found.stop_reasons[row] for row in rows] == expected.stop_reasons
+            np.testing.assert_allclose(found.embeddings[rows], expected.embeddings, atol=1e-5)
+        direct, rows = encoder.encode(items, side="query", mode="direct"), np.flatnonzero(np.equal(caps, 0))
+        np.testing.assert_allclose(found.embeddings[rows], direct.embeddings[rows], atol=1e-5)
+        assert {found.stop_reasons[row] for row in rows} == {"prefilled"}
+    short = encoder.with_(max_rationale_tokens=1)  # of all its calls, unless one says otherwise
+    assert short.encode(items, **asked).num_rationale_tokens.max() == 1
+    assert short.encode(items, max_rationale_tokens=3, **asked).num_rationale_tokens.max() == 3
+    one = encoder.encode_query("a", max_rationale_tokens=np.int64(0))
+    assert np.array_equal(one, encoder.encode_query("a", mode="direct"))
+    for wrong in (-1, 13, True, 1.5):
+        with pytest.raises(UserError, match="max_rationale_tokens must be 0 to 12"):
+            encoder.encode_query("a", max_rationale_tokens=wrong)
+    with pytest.raises(ValueError, match="2 numbers for 1 items"):
+        encoder.encode_query("a", max_rationale_tokens=[1, 2])
+
+
 def test_bfloat16_embeds_about_the_same(encoder, items):
     exact = encoder.encode(items[:4], side="query", mode="direct")
     coarse = Embedder.from_pretrained(encoder.checkpoint, dtype="bfloat16").encode(

@@ -159,6 +159,26 @@ def test_two_steps_on_a_gpu(lively_path, backbone_of, make_batch, options, caplo
 
 
 @pytest.mark.slow
+def test_rows_with_caps_of_their_own_are_captured(lively, make_prompts):
+    """What plain steps write; a batch without caps in between does not get the caps of the one before."""
+    there = copy.deepcopy(lively)
+    prompts = make_prompts(PromptBuilder(lively.processor), 6)
+    every = [None, [0, 1, 5, 24, 12, 3], None, [24, 9, 0, 0, 2, 17]]
+
+    def write(embedder: EmbeddingModel) -> list:
+        settings = {"max_new_tokens": CAP, "batch_size": 6}
+        parts = [generate(embedder, prompts, caps=caps, **settings) for caps in every]
+        return [(one.ids, one.forced, one.direct) for part in parts for one in part]
+
+    expected = write(lively)
+    with FakeGpu(flash_in_float32=True) as gpu:
+        gpu.move(there)
+        gpu.phase = "rollout"
+        assert write(there) == expected
+        assert gpu.kernels["rollout", "graph"] > CAP
+
+
+@pytest.mark.slow
 def test_a_step_of_the_stage_rl_on_a_gpu(lively_path, backbone_of, make_batch, tmp_path):
     """Every reward, the advantages and all losses are those of the CPU: no mask is left on the host."""
     here = EmbeddingModel(backbone_of(lively_path)).train()

@@ -216,6 +216,46 @@ def test_emb_at_the_last_allowed_token_is_not_forced(lively, prompts):
     torch.testing.assert_close(cut.state_D, long[row].state_D, atol=1e-5, rtol=0)
 
 
+CAPS = [0, 1, 2, 5, CAP, 3, 0, 9] * 2
+
+
+@pytest.mark.parametrize("draw", [{}, {"temperature": 1.0, "seeds": range(32), "num_each": 2}])
+def test_each_row_of_a_batch_has_its_own_cap(lively, prompts, draw):
+    """As a batch written with that cap alone; a cap of 0 is the direct state, which nothing else precedes."""
+    num_each = draw.get("num_each", 1)
+    found = generate(
+        lively, prompts, max_new_tokens=CAP, batch_size=7, caps=CAPS, given=[()], margins=True, **draw
+    )
+    found = [found[row * (num_each + 1) : (row + 1) * (num_each + 1)] for row in range(16)]
+    for cap in sorted(set(CAPS) - {0}):
+        alone = generate(lively, prompts, max_new_tokens=cap, batch_size=16, **draw)
+        for row in (row for row in range(16) if CAPS[row] == cap):
+            expected = alone[row * num_each : (row + 1) * num_each]
+            assert written(found[row][:-1]) == written(expected)
+            for one, other in zip(found[row], expected, strict=False):
+                torch.testing.assert_close(one.state_D, other.state_D, atol=1e-5, rtol=0)
+    for *own, direct in (found[row] for row in range(16) if CAPS[row] == 0):
+        for one in own:
+            assert (one.ids, one.forced, one.direct, one.given, one.margin) == (
+                (),
+                False,
+                True,
+                False,
+                math.inf,
+            )
+            torch.testing.assert_close(one.state_D, direct.state_D)
+    for caps in ([1], [CAP + 1] * 16, [-1] * 16):
+        with pytest.raises(ValueError, match="caps? "):
+            generate(lively, prompts, max_new_tokens=CAP, batch_size=16, caps=caps)
+
+
+@pytest.mark.parametrize("settings", [{"min_new_tokens": 4}, {"direct_above": 0.0}, {"direct_above": 1.0}])
+def test_a_cap_precedes_what_else_decides_on_emb(lively, prompts, settings):
+    free = generate(lively, prompts, max_new_tokens=CAP, batch_size=16, **settings)
+    found = generate(lively, prompts, max_new_tokens=CAP, batch_size=16, caps=[3] * 16, **settings)
+    assert written(found) == [(one.ids[:3], len(one.ids) >= 3) for one in free]
+
+
 @pytest.mark.slow
 @every_family
 def test_text_only_batches_and_no_prompts(lively, make_prompts):

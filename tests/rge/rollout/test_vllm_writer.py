@@ -121,6 +121,20 @@ def test_what_is_asked_for_and_made_of_the_answer(lively, prompts, behind):
         vllm.generate(prompts, temperature=1.0, seeds=seeds)
 
 
+@pytest.mark.parametrize("num_each", [1, 2])
+def test_each_request_has_its_own_cap(lively, prompts, behind, num_each):
+    vllm, caps = behind(lively, prompts), [0, 1, 2, 3, CAP, 0] * 2
+    draw = {"temperature": 1.0, "seeds": range(12 * num_each), "num_each": num_each, "caps": caps}
+    found = vllm.generate(prompts, **draw)
+    ours = generate(lively, prompts, max_new_tokens=CAP, batch_size=12, **draw)
+    assert [(*pair, one.direct) for pair, one in zip(written(found), found, strict=True)] == [
+        (*pair, one.direct) for pair, one in zip(written(ours), ours, strict=True)
+    ]
+    vllm.engine.num_synced = 0
+    assert all(one.direct for one in vllm.generate(prompts, caps=[0] * 12))
+    assert vllm.engine.num_synced == 0
+
+
 def test_a_prompt_that_vllm_reads_otherwise_is_an_error(lively, prompts, behind):
     with pytest.raises(
         BackboneError, match=rf"vLLM made {len(prompts[0]) + 1} tokens of the prompt of 'item0'"

@@ -74,6 +74,8 @@ class RunOptions(ModelOptions, RewriteOptions, MeasureOptions):
 
     query_mode: tuple[str, ...] = ("reasoning",)
     """Any of reasoning (a query writes a rationale before it is embedded), direct, auto and latent (docs/modes.md)."""
+    max_rationale_tokens: Count | None = None
+    """Cap on each rationale in tokens, from 0 (direct), below the model's own, max_new_tokens; null: that one."""
     query_modality: tuple[str, ...] = ("both",)
     """both, text and/or image: the parts of a query that are used, for the shortcut ablations."""
     instruction: str | None = None
@@ -234,6 +236,7 @@ class Session:
         contents, content = process_group.once(read)
         wanted = replace(wanted, content=content)
         encoder = options.load(wanted.meta, wanted.path, load)
+        encoder = encoder.with_(max_rationale_tokens=options.max_rationale_tokens)
         for condition in conditions:
             encoder.settings.check_mode(condition.mode)
         self.audit = process_group.once(lambda: audit_run(wanted, options.train, encoder.settings))

@@ -70,6 +70,11 @@ class ThirdParty:
         self, *, exact: bool | None = None, profile: str | None = None, **generation: float | None
     ) -> Self:
         """An embedder with the same model and other settings, see `rge.embedder.Embedder.with_`."""
+        if generation.get("max_rationale_tokens") is not None:
+            raise UserError(
+                f"max_rationale_tokens: {self.settings.model or 'this model'} does not end a rationale by the request: give "
+                "max_new_tokens, or query_mode=direct"
+            )
         other = copy.copy(self)
         given = {key: value for key, value in generation.items() if value is not None}
         settings = self.settings.asking(**given)

@@ -111,6 +111,8 @@ class SearchOptions(PluginOptions):
     """Number of hits to show."""
     mode: Mode | None = None
     """Whether a rationale is written first; null: as in training."""
+    max_rationale_tokens: Count | None = None
+    """The most tokens of the rationale, from 0 (direct); null: the checkpoint's own."""
     instruction: str | None = None
     """Instruction before the question; null: the one that most training queries had; '' (quoted): none."""
     checkpoint: str | None = None

@@ -29,6 +29,7 @@ def main(words: list[str]) -> int:
         options.question,
         options.image,
         mode=options.mode,
+        max_rationale_tokens=options.max_rationale_tokens,
         instruction=options.instruction,
         dimensions=index.about["dimensions"],
         return_rationales=True,

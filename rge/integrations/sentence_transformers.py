@@ -33,10 +33,10 @@ class ReasoningEmbedder(InputModule):
     ``encode_query`` reasons if the checkpoint was trained to; ``encode_document`` and plain ``encode`` embed candidates.
     ``prompt=`` is the instruction of queries; default: the checkpoint's own, which its export stores as the library's prompt
     ``query``; ``""``: none. ``mode=`` overrides the mode of queries; ``"auto"`` and ``"latent"`` need a checkpoint trained for
-    them. The module is for inference: the library's trainer is refused.
+    them. ``max_rationale_tokens=`` is the most that a rationale has, from 0. The module is for inference: the library's trainer is refused.
     """
 
-    forward_kwargs = {"task", "mode"}  # the library's own convention
+    forward_kwargs = {"task", "mode", "max_rationale_tokens"}  # the library's own convention
 
     def __init__(self, embedder: Embedder):
         super().__init__()
@@ -114,7 +114,12 @@ class ReasoningEmbedder(InputModule):
         return {"parts": [_parts(value) for value in inputs], "prompt": prompt}
 
     def forward(
-        self, features: dict[str, Any], task: str | None = None, mode: Any = None, **_: Any
+        self,
+        features: dict[str, Any],
+        task: str | None = None,
+        mode: Any = None,
+        max_rationale_tokens: int | None = None,
+        **_: Any,
     ) -> dict[str, Any]:
         """Adds ``sentence_embedding`` (N, D) and ``rationales``.
 
@@ -148,6 +153,7 @@ class ReasoningEmbedder(InputModule):
             items,
             side="query" if task == "query" else "candidate",
             mode=mode or (self.embedder.query_mode if task == "query" else "direct"),
+            max_rationale_tokens=max_rationale_tokens,
         )
         device = next(self.model.parameters()).device
         vectors = torch.from_numpy(encoded.embeddings).to(device).as_subclass(_UnitRows)

@@ -22,7 +22,7 @@ import rge
 from rge.common.errors import UserError
 from rge.common.images import WEB, data_url
 from rge.common.modes import SILENT, Mode
-from rge.common.schema import Item
+from rge.common.schema import Encoded, Item
 from rge.embedder import Embedder
 from rge.index.store import ConditionError, Index
 from rge.model.prompts import Prompt
@@ -94,7 +94,7 @@ class Service:
         }  # fmt: skip
         self.held = MemoryBudget(options.max_waiting_mb << 20)
         self.batches = Batches(
-            lambda prompts, mode: embedder.encode_prompts(prompts, mode=mode, batch_size=len(prompts)),
+            self._embed,
             batch_size=options.batch_size,
             wait_s=options.batch_wait_ms / 1000,
             max_queue=options.max_queue,
@@ -130,6 +130,13 @@ class Service:
         self.bodies.stop()
 
     # ------------------------------------------------------------------------------------------------------------ work
+
+    def _embed(self, prompts: Sequence[Prompt], mode: Mode, caps: Sequence[int | None]) -> Encoded:
+        most = self.embedder.settings.generation.max_new_tokens
+        asked = None if all(cap is None for cap in caps) else [most if cap is None else cap for cap in caps]
+        return self.embedder.encode_prompts(
+            prompts, mode=mode, batch_size=len(prompts), max_rationale_tokens=asked
+        )
 
     def _count(self, mode: Mode, rows: int, seconds: float) -> None:
         self.metrics.batch_rows.labels(mode).observe(rows)
@@ -171,7 +178,7 @@ class Service:
                     loan.take(0 if prompt.pixels is None else prompt.pixels.nbytes)
                     prompts.append(prompt)
                     notes += _cut_notes(raw, prompt.num_cut_tokens, longest, may_cut)
-            results = await self.batches.answers(prompts, mode)
+            results = await self.batches.answers(prompts, mode, asked.max_rationale_tokens)
         if mode not in SILENT:
             for result in results:
                 self.metrics.tokens.observe(result.num_tokens)
@@ -198,7 +205,12 @@ class Service:
             self.embedder.settings.check_mode(mode)
         except UserError as error:
             raise BadInput(str(error), "mode") from None
-        return mode
+        try:
+            self.embedder.settings.check_cap(asked.max_rationale_tokens)
+        except UserError as error:
+            raise BadInput(str(error), "max_rationale_tokens") from None
+        writes = asked.max_rationale_tokens != 0 or mode in SILENT
+        return mode if writes else "direct"  # so that it need not wait for those that write
 
     async def _prepare(self, raw: Raw, side: Side, instruction: str | None, allowance: Allowance) -> Prompt:
         """The prompt of one input. A cancelled request ends between two of its inputs."""

@@ -40,6 +40,7 @@ class Result:
 class _Waiting:
     prompt: Prompt
     mode: Mode
+    cap: int | None
     since: float
     request: object  # one for all inputs of a request
     answer: "asyncio.Future[Result]" = field(default_factory=asyncio.Future)
@@ -49,7 +50,7 @@ class Batches:
     """The queue, used from the event loop only.
 
     Args:
-        embed: embeds prompts; called in the model's thread.
+        embed: embeds prompts, with the most tokens of each one's rationale (None: the model's); called in the model's thread.
         wait_s: how long a batch that is not full waits for more inputs.
         max_queue: maximum number of waiting inputs, including reserved ones.
         on_batch: called with mode, number of inputs and seconds of each batch.
@@ -57,7 +58,7 @@ class Batches:
 
     def __init__(
         self,
-        embed: Callable[[Sequence[Prompt], Mode], Encoded],
+        embed: Callable[[Sequence[Prompt], Mode, Sequence[int | None]], Encoded],
         *,
         batch_size: int,
         wait_s: float,
@@ -111,14 +112,16 @@ class Batches:
         finally:
             self._num_reserved -= count
 
-    async def answers(self, prompts: Sequence[Prompt], mode: Mode) -> list[Result]:
+    async def answers(self, prompts: Sequence[Prompt], mode: Mode, cap: int | None = None) -> list[Result]:
         """Queue a request's prompts, all of one mode, and wait for the results; cancelling removes them from the queue.
+
+        `cap` is the most tokens of a rationale; requests of different caps share a batch.
 
         Raises:
             Exception: the model's error for one of these inputs alone.
         """
         now, request = time.monotonic(), object()
-        rows = [_Waiting(prompt, mode, now, request) for prompt in prompts]
+        rows = [_Waiting(prompt, mode, cap, now, request) for prompt in prompts]
         self._waiting += rows
         self._arrived.set()
         if self._working is None or self._working.done():
@@ -149,11 +152,13 @@ class Batches:
                 self._has_company = len({row.request for row in (*batch, *self._waiting)}) > 1
             self._ended = time.monotonic()
 
-    def _run(self, prompts: Sequence[Prompt], mode: Mode) -> tuple[Encoded, float]:
+    def _run(
+        self, prompts: Sequence[Prompt], mode: Mode, caps: Sequence[int | None]
+    ) -> tuple[Encoded, float]:
         """Embed, in the model's thread; also returns the seconds it took, without those that the event loop was busy."""
         self._running_since = began = time.monotonic()
         try:
-            return self.embed(prompts, mode), time.monotonic() - began
+            return self.embed(prompts, mode, caps), time.monotonic() - began
         finally:
             self._running_since = None
 
@@ -172,8 +177,9 @@ class Batches:
     async def _embed(self, batch: list[_Waiting]) -> None:
         """Embed a batch, and answer the rows that are not cancelled in the meantime."""
         loop, mode, prompts = asyncio.get_running_loop(), batch[0].mode, [row.prompt for row in batch]
+        caps = [row.cap for row in batch]
         try:
-            result, seconds = await loop.run_in_executor(self._thread, self._run, prompts, mode)
+            result, seconds = await loop.run_in_executor(self._thread, self._run, prompts, mode, caps)
         except Exception as error:  # noqa: BLE001 - no input may end the queue
             if len(batch) > 1:
                 _log.warning("a batch of %d failed (%s: %s); retrying its inputs one by one", len(batch), type(error).__name__, error)  # fmt: skip
@@ -212,7 +218,7 @@ class Batches:
         if num_failures >= MAX_FAILURES and self.known_good is not None:
             with suppress(Exception):
                 result, _ = await asyncio.get_running_loop().run_in_executor(
-                    self._thread, self._run, [self.known_good], mode
+                    self._thread, self._run, [self.known_good], mode, [None]
                 )
                 if np.isfinite(result.embeddings).all():
                     num_failures = 0

@@ -87,6 +87,7 @@ class Asked(_Strict):
 
     model: Name | None = None
     mode: Mode | None = None
+    max_rationale_tokens: Annotated[int, Field(ge=0)] | None = None
     instruction: str | None = None
     user: Name | None = None
     """OpenAI's clients send it."""

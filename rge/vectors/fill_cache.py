@@ -48,6 +48,7 @@ class Embeds(Protocol):
         profile: str | None = ...,
         temperature: float | None = ...,
         min_new_tokens: int | None = ...,
+        max_rationale_tokens: int | None = ...,
     ) -> Self:
         """An embedder with the same model and other settings, see `rge.embedder.Embedder.with_`."""
 

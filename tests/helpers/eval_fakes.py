@@ -3,6 +3,7 @@
 import hashlib
 import io
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -115,10 +116,17 @@ class FakeEncoder(ThirdParty):
         x = np.random.default_rng(seed).standard_normal(DIM)
         return x / np.linalg.norm(x)
 
+    def with_(self, *, max_rationale_tokens=None, **settings):
+        other = super().with_(**settings)
+        other.settings = other.settings.asking(max_rationale_tokens=max_rationale_tokens)
+        return other
+
     def encode(self, items, *, side, mode, batch_size=64, seeds=None, on_progress=None):
         self.calls.append((side, mode, len(items)))
         self.seen += [item.id for item in items]
         rows, silent = [], []
+        cap = self.settings.generation.max_rationale_tokens
+        cap = math.inf if cap is None else cap
         for number, item in enumerate(items):
             free = self.decides and not self.settings.generation.min_new_tokens
             silent.append(mode == "reasoning" and free and int(item.id[1:]) % 3 == 0)
@@ -127,14 +135,15 @@ class FakeEncoder(ThirdParty):
                 item.instruction,
                 [hashlib.sha256(picture_bytes(ref)).digest() for ref in item.images],
             )
-            asked = "direct" if silent[-1] else mode
+            silent[-1] |= mode == "reasoning" and cap == 0
+            asked = "direct" if silent[-1] else mode if 3 + number % 5 < cap else f"{mode} to {cap}"
             extra = (asked, None if seeds is None else seeds[number]) if side == "query" else ()
             rows.append(self.vector(content, *extra))
         if on_progress is not None:
             on_progress(len(items))
         reasons = mode == "reasoning"
         num = len(items)
-        tokens = [0 if not reasons or silent[n] else 3 + n % 5 for n in range(num)]
+        tokens = [0 if not reasons or silent[n] else min(3 + n % 5, cap) for n in range(num)]
         return Encoded(
             embeddings=np.stack(rows).astype(np.float32),
             rationales=[f"because of {item.id}" if reasons else "" for item in items],

@@ -42,6 +42,7 @@ from rge.common.images import ImageError
 from rge.common.mmeb_prompts import RGE_QUERY
 from rge.common.options import parse_options
 from rge.common.schema import Item
+from rge.embedders.common import ThirdParty
 from rge.stats.intervals import NUM_RESAMPLES
 
 NAMES, METRICS = names_of(), names_of(negatives=True)
@@ -340,6 +341,20 @@ def test_another_cap_on_rationales_leaves_direct_embeddings_alone(set_dir, tmp_p
     encoder = FakeEncoder()
     run(options(set_dir, tmp_path / "b", max_new_tokens=99, **conditions), loader(encoder, max_new_tokens=99))
     assert {(side, mode) for side, mode, _ in encoder.calls} == {("query", "reasoning")}
+
+
+def test_a_run_may_cap_its_rationales(set_dir, tmp_path):
+    """With embeddings of its own, beside those of the whole rationales and with the same candidates."""
+    encoder, cache = FakeEncoder(), tmp_path / "cache"
+    for cap in (None, 3, 0):
+        out = tmp_path / str(cap)
+        run(RunOptions(checkpoint="fake", set=set_dir, out=out, cache=cache, max_rationale_tokens=cap, report=False), loader(encoder))  # fmt: skip
+        tokens = pd.read_parquet(out / "per_query.parquet")["rationale_tokens"]
+        assert tokens.max() == (7 if cap is None else cap)
+        decoding = json.loads((out / "results.json").read_text())["decoding"]
+        assert decoding.get("max_rationale_tokens") == cap
+    with pytest.raises(UserError, match="max_rationale_tokens"):
+        ThirdParty.with_(encoder, max_rationale_tokens=3)
 
 
 def test_several_evaluations_do_not_go_into_the_directory_of_one(set_dir, tmp_path):

@@ -718,6 +718,9 @@ def test_search_tells_the_rationale_and_the_hits(photos, capsys, demo, monkeypat
     for line, hit in zip(lines[2:], hits, strict=True):
         assert f"{hit.score:.4f}  {hit.id}" in line
         assert ("(gone)" in line) == (hit.id == "teal.png")
+    search(["gallery", question, "max_rationale_tokens=2", "k=1"])
+    short = demo.encode_query(question, max_rationale_tokens=2, return_rationales=True)[1]
+    assert capsys.readouterr().out.splitlines()[0] == short != rationale
     search(["gallery", "image=pho tos/red.png", "mode=direct", "k=2", "exact=true"])
     assert len(capsys.readouterr().out.splitlines()) == 2
     search(["gallery", question, "mode=direct", "where=year = 1900"])

@@ -181,6 +181,8 @@ def test_the_openai_client_gets_our_embeddings(client, embedder):
     ("extra", "expected"),
     [
         ({"mode": "direct"}, lambda embedder: embedder.encode_query(TEXTS, mode="direct")),
+        ({"max_rationale_tokens": 2}, lambda embedder: embedder.encode_query(TEXTS, max_rationale_tokens=2)),
+        ({"max_rationale_tokens": 0}, lambda embedder: embedder.encode_query(TEXTS, mode="direct")),
         ({"side": "document"}, lambda embedder: embedder.encode_document(TEXTS)),
         ({"side": "document", "mode": "reasoning"}, lambda embedder: embedder.encode_document(TEXTS, mode="reasoning")),
         ({"instruction": "name it"}, lambda embedder: embedder.encode_query(TEXTS, instruction="name it")),
@@ -214,12 +216,14 @@ def test_pictures_come_in_messages(ask, embedder, picture):
 
 @pytest.mark.slow
 def test_an_embedding_does_not_depend_on_what_comes_in_beside_it(url, service, embedder, picture):
-    """64 clients at once, of both modes and many lengths: micro-batches of whatever is there."""
+    """64 clients at once, of both modes, many lengths and caps: micro-batches of whatever is there."""
     bodies = []
     for number in range(64):
         text = " ".join(["egg", "key", "lock", "padlock"][: 1 + number % 4] * (1 + number % 7))
         pictures = [shown(picture(30 + number, 90 - number, number))] if number % 3 == 0 else []
         bodies.append({"messages": message(text, *pictures), "mode": ["reasoning", "direct"][number % 2]})
+        if number % 3:
+            bodies[-1]["max_rationale_tokens"] = number % 5
     sizes = []
     service.batches.on_batch = lambda mode, rows, seconds: sizes.append(rows)
 
@@ -230,7 +234,7 @@ def test_an_embedding_does_not_depend_on_what_comes_in_beside_it(url, service, e
     for answer, body in zip(asyncio.run(all_at_once()), bodies, strict=True):
         content = body["messages"][0]["content"]
         image = Image.open(io.BytesIO(base64.b64decode(content[0]["image_url"]["url"].split(",")[1]))) if len(content) > 1 else None  # fmt: skip
-        expected = embedder.encode_query(content[-1]["text"], image, mode=body["mode"])
+        expected = embedder.encode_query(content[-1]["text"], image, mode=body["mode"], max_rationale_tokens=body.get("max_rationale_tokens"))  # fmt: skip
         assert answer.status_code == 200
         assert_same(vectors(answer)[0], expected)
     assert sum(sizes) == 64
@@ -686,6 +690,8 @@ WRONG = {
     "too long": ({"input": "a" * 2001}, "2001 characters"),
     "mode": ({"input": "a", "mode": "deep"}, "mode"),
     "side": ({"input": "a", "side": "left"}, "side"),
+    "a cap that is none": ({"input": "a", "max_rationale_tokens": -1}, "max_rationale_tokens"),
+    "a cap above the model's": ({"input": "a", "max_rationale_tokens": 4097}, "max_rationale_tokens must be 0 to"),
     "misspelt": ({"input": "a", "dimension": 8}, "dimension: Extra inputs are not permitted"),
     "dimensions": ({"input": "a", "dimensions": 9}, "dimensions must be one of 8, 16, 32, got 9"),
     "no dimensions": ({"input": "a", "dimensions": 0}, "dimensions"),
@@ -974,10 +980,10 @@ class Gate:
         self.inner, self.open, self.batches = service.batches.embed, threading.Event(), []
         service.batches.embed = self
 
-    def __call__(self, prompts, mode):
+    def __call__(self, prompts, mode, caps):
         self.batches.append(len(prompts))
         assert self.open.wait(30)
-        return self.inner(prompts, mode)
+        return self.inner(prompts, mode, caps)
 
 
 def until(condition, seconds=20):
@@ -1134,11 +1140,11 @@ def test_a_model_that_cannot_answer_any_more_makes_the_server_unhealthy(embedder
     service = service_of(embedder)
     inner = service.batches.embed
 
-    def fails(prompts, mode):
+    def fails(prompts, mode, caps):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    def nothing(prompts, mode):
-        found = inner(prompts, mode)
+    def nothing(prompts, mode, caps):
+        found = inner(prompts, mode, caps)
         found.embeddings[:] = np.nan
         return found
 
@@ -1169,12 +1175,12 @@ def test_inputs_that_the_model_fails_on_do_not_make_the_server_unhealthy(embedde
     service = service_of(embedder)
     inner, modes, seen = service.batches.embed, [], set()
 
-    def fails_on_long(prompts, mode):
+    def fails_on_long(prompts, mode, caps):
         seen.add(service.batches.num_failures)
         modes.append(mode)
         if len(prompts[0]) > 60:
             raise MemoryError("out of memory")
-        return inner(prompts, mode)
+        return inner(prompts, mode, caps)
 
     service.batches.embed = fails_on_long
     with running(service) as url:
@@ -1222,10 +1228,10 @@ def test_one_input_that_the_model_fails_on_fails_alone(embedder):
     service = service_of(embedder)
     inner = service.batches.embed
 
-    def fails(prompts, mode):
+    def fails(prompts, mode, caps):
         if any(prompt.id == "input[1]" for prompt in prompts):
             raise RuntimeError("too long for this kernel")
-        found = inner(prompts, mode)
+        found = inner(prompts, mode, caps)
         for row, prompt in enumerate(prompts):
             if prompt.id == "input[2]":
                 found.embeddings[row] = np.nan
@@ -1309,7 +1315,7 @@ def test_a_batch_takes_the_oldest_and_those_nearest_to_it_in_length():
         def __len__(self):
             return self.size
 
-    batches = Batches(lambda prompts, mode: None, batch_size=3, wait_s=0, max_queue=9)
+    batches = Batches(lambda prompts, mode, caps: None, batch_size=3, wait_s=0, max_queue=9)
 
     async def fill():
         with batches.reserve(4), batches.reserve(5):
@@ -1341,7 +1347,7 @@ def test_a_batch_takes_the_oldest_and_those_nearest_to_it_in_length():
 def test_a_batch_that_fails_is_not_logged_as_the_request_that_woke_the_queue(caplog):
     """It may hold inputs of others, and that request may have been answered long ago."""
 
-    def fails(prompts, mode):
+    def fails(prompts, mode, caps):
         raise RuntimeError("out of memory")
 
     async def ask():

@@ -29,6 +29,7 @@ ONLY_IN = {
     "langchain_core": {"rge/integrations/langchain.py"},
     "llama_index": {"rge/integrations/llama_index.py"},
     "pypdfium2": {"rge/content/pdf.py"},
+    "av": {"rge/content/video.py"},
     "wandb": {"rge/logs.py"},
     "transformers": {
         "rge/model/backbone.py",

@@ -17,10 +17,7 @@ class OptimConfig:
     """The optimizer, the same for all stages."""
 
     name: Literal["adamw", "muon"] = "adamw"
-    """Muon for matrices with AdamW for the rest learns much faster from scratch; not under ZeRO."""
-    muon_kernels: bool = True
-    """Whether Muon also updates convolution kernels, as matrices of (out channels, everything else), as its author
-    does; Qwen's patch embedding is one. false: AdamW updates them."""
+    """Muon for matrices (convolution kernels too, as out channels x everything else) with AdamW for the rest learns much faster from scratch; not under ZeRO."""
     vision_lr_ratio: NotNegative = 1.0
     """Learning rate of the vision tower and its merger as a share of the stage's."""
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)

@@ -67,8 +67,7 @@ def make_optimizer(
         if parameter.requires_grad:
             # Weights sharded by ZeRO-3 on loading are vectors here, which would not be decayed.
             num_axes = len(getattr(parameter, "ds_shape", parameter.shape))
-            is_matrix = num_axes == 2 or (num_axes > 2 and config.muon_kernels)
-            by_muon = name == "muon" and is_matrix and id(parameter) not in by_token
+            by_muon = name == "muon" and num_axes >= 2 and id(parameter) not in by_token
             groups.setdefault((by_muon, id(parameter) in is_slow, num_axes >= 2), []).append(parameter)
     matrices: list[dict] = []
     others: list[dict] = []

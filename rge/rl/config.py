@@ -68,20 +68,12 @@ class RLConfig(StageConfig):
     """Weight, within the policy gradient, of the KL divergence (k3) from the checkpoint that the stage starts from; 0
     needs no reference model. With adapters the reference is the model without them; otherwise a frozen copy is kept in
     memory."""
-    use_bias_correction_kl: bool = True
-    """Multiply the KL estimate by the ratio, which corrects its gradient for rationales written with earlier weights."""
-    mask_truncated_completions: bool = False
-    """Exclude rationales that were cut off at the cap from the policy gradient. The <emb> appended there never counts."""
     num_iterations: AtLeastOne = 1
     """Optimizer updates per rollout; after the first, ratios differ from 1 and clipping begins."""
     vllm_importance_sampling_correction: bool = True
-    """Weight samples from vLLM by our probability divided by vLLM's."""
-    vllm_importance_sampling_mode: Literal["sequence_truncate", "sequence_mask"] = "sequence_mask"
-    """sequence_truncate clamps a rationale's ratio to the bounds; sequence_mask leaves the rationale out beyond them."""
+    """Weight a rationale from vLLM by its probability under our model divided by that under vLLM's."""
     vllm_importance_sampling_clip_max: NotNegative | None = 3.0
-    """Upper bound of the ratio; null: none."""
-    vllm_importance_sampling_clip_min: NotNegative | None = None
-    """Lower bound of the ratio; null: none."""
+    """A rationale whose ratio is higher is left out; null: none is."""
     patience: Count = 50
     """The stage ends with a message if no group's rewards differ for this many consecutive steps; 0: never."""
 

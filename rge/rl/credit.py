@@ -131,7 +131,7 @@ class Credit:
             group = rationales[number - number % self.num_each :][: self.num_each]
             if one.forced:
                 # The `<emb>` at the cap was appended, not sampled.
-                credit_L[start if rl.settings.mask_truncated_completions else end - 1 : end] = False
+                credit_L[end - 1] = False
             elif all(other.direct for other in group):
                 credit_L[start:end] = False  # a query without rationales, by rollout.direct_share
         self.owner_L, self.credit_L = owner_L.to(self.device), credit_L.to(self.device)

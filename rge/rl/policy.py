@@ -85,8 +85,8 @@ def policy_loss(
     `log_prob_L` are those of sampled tokens under the present weights, with gradient, `old_L` under the weights that wrote them,
     `reference_L` under the reference (if `rl.beta` is not 0). `credit_L` (bool) excludes a forced ``<emb>`` and rationales that
     are left out. `rationales` and `tokens` are numbers of all ranks and chunks, the first credited or not, the second credited;
-    no rationale has more tokens than `cap`. With ``use_bias_correction_kl``, k3 is multiplied by the ratio. `weight_L` are
-    `sampling_weights`.
+    no rationale has more tokens than `cap`. k3 is multiplied by the ratio, which corrects its gradient for rationales written
+    with earlier weights. `weight_L` are `sampling_weights`.
     """
     assert reference_L is not None or not settings.beta
     epsilon = settings.epsilon
@@ -103,7 +103,7 @@ def policy_loss(
     if reference_L is not None:
         gap_L = torch.where(credit_L, reference_L - log_prob_L, 0.0)
         kl_L = gap_L.exp() - gap_L - 1
-    penalty_L = settings.beta * (kl_L * ratio_L if settings.use_bias_correction_kl else kl_L)
+    penalty_L = settings.beta * kl_L * ratio_L
     share_L = torch.ones_like(mask_L)
     if settings.loss_type == "grpo":
         count_N = mask_L.new_zeros(len(advantage_N)).index_add(0, owner_L, mask_L).clamp(min=1.0)
@@ -125,21 +125,17 @@ def sampling_weights(
     num_rationales: int,
     settings: RLConfig,
 ) -> tuple[Tensor, Tensor]:
-    """Truncated importance sampling weights for a sampler that deviates from the model.
+    """Importance sampling weights for a sampler that deviates from the model.
 
-    Source: TRL's ``vllm_importance_sampling_mode`` (https://fengyao.notion.site/off-policy-rl). The ratio is pi / pi_sampler of
-    the whole rationale. Truncated, it is clamped to the bounds; masked, it is 0 outside. Differs: its logarithm is
-    first clamped to +-`MAX_LOG_RATIO`, since it is infinite for a token that the sampler considers impossible.
+    Source: TRL's ``vllm_importance_sampling_mode=sequence_mask`` (https://fengyao.notion.site/off-policy-rl). The weight is the ratio
+    pi / pi_sampler of the whole rationale, or 0 above the bound. Differs: its logarithm is first clamped to +-`MAX_LOG_RATIO`,
+    since it is infinite for a token that the sampler considers impossible.
 
     `sampler_L` are log probabilities under the sampler, NaN if unknown, which counts as equal; the others are `policy_loss`'s.
     Returns (L,) weights without gradient, and (L,) the unclamped ratios.
     """
-    low, high = settings.vllm_importance_sampling_clip_min, settings.vllm_importance_sampling_clip_max
-    most = MAX_LOG_RATIO
+    high, most = settings.vllm_importance_sampling_clip_max, MAX_LOG_RATIO
     gap_L = torch.where(credit_L, (old_L - sampler_L).nan_to_num(0.0, most, -most), 0.0).detach()
     gap_N = gap_L.new_zeros(num_rationales).index_add(0, owner_L, gap_L)
     ratio_L = gap_N[owner_L].clamp(-most, most).exp()
-    least, greatest = (-torch.inf if low is None else low), (torch.inf if high is None else high)
-    if settings.vllm_importance_sampling_mode == "sequence_truncate":
-        return ratio_L.clamp(least, greatest), ratio_L
-    return ratio_L.masked_fill((ratio_L < least) | (ratio_L > greatest), 0.0), ratio_L
+    return ratio_L.masked_fill(ratio_L > (torch.inf if high is None else high), 0.0), ratio_L

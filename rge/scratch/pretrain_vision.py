@@ -295,7 +295,6 @@ def teach(
     config: ScratchConfig,
     train: TrainConfig,
     *,
-    muon_kernels: bool = True,
     identity: Mapping[str, Any] | None = None,
 ) -> float:
     """Train a backbone in place to name pictures, with Muon, which needs a third of AdamW's steps here, and a cosine schedule.
@@ -317,7 +316,7 @@ def teach(
     steps, lr = config.naming_steps, config.naming_lr
     progress = _Progress(accelerator, namer, generator, folder, steps, train, identity)
     schedule = StageConfig(lr=lr, warmup_steps=50)
-    settings = OptimConfig(name="muon", betas=(0.9, 0.98), weight_decay=0.05, muon_kernels=muon_kernels)
+    settings = OptimConfig(name="muon", betas=(0.9, 0.98), weight_decay=0.05)
     share = config.naming_batch_size // dist.world_size()
     grid = grid.repeat(share, 1)
     first_write = round(config.naming_say_from * steps)

@@ -51,7 +51,6 @@ class Blueprint:
         """The inputs for `rge.identity.run_identity`."""
         recipe = self.recipe
         given = asdict(self.scratch) | {"seed": recipe.train.seed} | recipe.model.pixels
-        given["muon_kernels"] = recipe.optim.muon_kernels
         read = {key: records and records.content for key, records in self.records.items()}
         if self.scratch.naming is not None:
             file = find_shipped(self.scratch.naming)
@@ -218,7 +217,7 @@ def _teach_naming(
     stop_after_this_step_at_signals()
     accuracy = pretrain_vision.teach(
         model, accelerator, processor, pictures, labels, names, backbone.with_name("naming"), plan.scratch,
-        recipe.train, muon_kernels=recipe.optim.muon_kernels, identity=identity,
+        recipe.train, identity=identity,
     )  # fmt: skip
     if accelerator.is_main_process:
         model.cpu().save_pretrained(backbone)

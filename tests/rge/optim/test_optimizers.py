@@ -186,14 +186,12 @@ def test_muon_takes_a_kernel_as_the_matrix_that_it_multiplies_patches_by():
     torch.testing.assert_close(kernel.flatten(1), matrix)
 
 
-@pytest.mark.parametrize("kernels", [True, False])
-def test_kernels_go_to_muon_or_stay_with_adamw(kernels):
+def test_kernels_go_to_muon():
     net = Net()
-    optimizer = make_optimizer(net, OptimConfig(name="muon", muon_kernels=kernels), 0.1)
+    optimizer = make_optimizer(net, OptimConfig(name="muon"), 0.1)
     net.loss().backward()
     optimizer.step()
-    assert ("momentum_buffer" in optimizer.state[net.conv.weight]) == kernels
-    assert ("exp_avg" in optimizer.state[net.conv.weight]) != kernels
+    assert "momentum_buffer" in optimizer.state[net.conv.weight]
     assert "exp_avg" in optimizer.state[net.embed.weight]  # a table of vectors is no matrix of a layer
 
 
@@ -202,12 +200,12 @@ def test_muon_moves_matrices_along_an_orthogonal_update_and_the_rest_as_adamw_do
     for name in ("adamw", "muon"):
         net = Net()
         before = copy.deepcopy(net.state_dict())
-        config = OptimConfig(name=name, betas=(0.9, 0.99), muon_kernels=False)
+        config = OptimConfig(name=name, betas=(0.9, 0.99))
         optimizer = make_optimizer(net, config, 0.1)
         net.loss().backward()
         optimizer.step()
         updates[name] = {key: net.state_dict()[key] - before[key] for key in before}
-    for key in ("embed.weight", "conv.weight", "norm.weight", "linear.bias"):
+    for key in ("embed.weight", "norm.weight", "linear.bias"):
         assert torch.equal(updates["muon"][key], updates["adamw"][key])
     # The normalised input makes the gradient's rank 3 of 4.
     muon, adamw = (torch.linalg.svdvals(updates[name]["linear.weight"]) for name in ("muon", "adamw"))

@@ -15,7 +15,6 @@ from rge.rl.policy import advantages, policy_loss, sampling_weights, standard_de
 LENGTHS = [5, 1, 7, 3, 7, 2]
 CAP = 7
 LOSS_TYPES, SCALES = ("grpo", "dr_grpo", "dapo"), ("group", "batch", "none")
-CORRECTIONS = ("sequence_truncate", "sequence_mask")
 
 
 @pytest.fixture
@@ -66,13 +65,13 @@ def trl_loss(case, mask, **settings):
         "beta": 0.0, "epsilon_low": 0.2, "epsilon_high": 0.28, "loss_type": "grpo", "importance_sampling_level": "token",
         "off_policy_mask_threshold": None, "top_entropy_quantile": 1.0, "aux_loss_enabled": False, "use_vllm": False,
         "vllm_importance_sampling_correction": True, "max_completion_length": CAP, "_entropy_bonus_enabled": False,
-        "current_gradient_accumulation_steps": 1, "correct": True,
+        "current_gradient_accumulation_steps": 1,
     } | settings  # fmt: skip
     self = SimpleNamespace(
         **given,
         model=SimpleNamespace(training=True),
         accelerator=NoProcesses(),
-        args=SimpleNamespace(delta=None, use_bias_correction_kl=given["correct"], steps_per_generation=1),
+        args=SimpleNamespace(delta=None, use_bias_correction_kl=True, steps_per_generation=1),
         _metrics={"train": defaultdict(list)},
         _get_per_token_logps_and_entropies=lambda *_, **__: (values, padded(case.entropy), None),
     )
@@ -90,20 +89,15 @@ def trl_loss(case, mask, **settings):
     if given["use_vllm"]:
         # `_generate_and_score_completions`, of which this is the part that makes the ratio.
         gap = (padded(case.old) - padded(case.sampler)) * mask
-        ratio, (low, high) = gap.sum(-1, keepdim=True).exp(), given["bounds"]
-        if given["mode"].endswith("truncate"):
-            ratio = ratio.clamp(min=low, max=high)
-        else:
-            ratio = ratio.masked_fill((ratio < (low or -math.inf)) | (ratio > high), 0.0)
-        inputs["importance_sampling_ratio"] = ratio
+        ratio = gap.sum(-1, keepdim=True).exp()
+        inputs["importance_sampling_ratio"] = ratio.masked_fill(ratio > given["most"], 0.0)
     loss = GRPOTrainer._compute_loss(self, None, inputs)
     loss.backward()
     return float(loss.detach()), now.grad
 
 
-def corrects(mode: str, low: float | None, high: float | None) -> RLConfig:
-    prefix = "vllm_importance_sampling"
-    return RLConfig(**{f"{prefix}_mode": mode, f"{prefix}_clip_min": low, f"{prefix}_clip_max": high})
+def corrects(most: float | None) -> RLConfig:
+    return RLConfig(vllm_importance_sampling_clip_max=most)
 
 
 def our_loss(case, credit, loss_type, *, reference_L=None, weight_L=None, **more):
@@ -118,44 +112,37 @@ def our_loss(case, credit, loss_type, *, reference_L=None, weight_L=None, **more
 
 
 @pytest.mark.parametrize("cut_off", [False, True])
-@pytest.mark.parametrize(("beta", "correct"), [(0.0, True), (0.3, True), (0.3, False)])
+@pytest.mark.parametrize("beta", [0.0, 0.3])
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_losses_and_gradients_are_trls(case, loss_type, beta, correct, cut_off):
+def test_losses_and_gradients_are_trls(case, loss_type, beta, cut_off):
     credit = torch.ones(len(case.owner), dtype=torch.bool)
     if cut_off:  # the third rationale was cut off and is left out
         credit[case.owner == 2] = False
     mask = padded(credit.double())
-    loss, gradient = trl_loss(case, mask, beta=beta, correct=correct, loss_type=loss_type)
-    more = {"beta": beta, "reference_L": case.reference, "use_bias_correction_kl": correct}
-    ours, found, terms = our_loss(case, credit, loss_type, **more)
+    loss, gradient = trl_loss(case, mask, beta=beta, loss_type=loss_type)
+    ours, found, terms = our_loss(case, credit, loss_type, beta=beta, reference_L=case.reference)
     assert ours == pytest.approx(loss, rel=1e-9, abs=1e-12)
     assert float((found - gradient).norm()) < 1e-9 * float(gradient.norm())
     # The clip takes some gradients and leaves others, else this would prove little.
     assert 0 < int(terms.clipped) < int(credit.sum())
 
 
-@pytest.mark.parametrize("bounds", [(None, 3.0), (0.5, 1.5)])
-@pytest.mark.parametrize("mode", CORRECTIONS)
-def test_the_correction_for_another_sampler_is_trls(case, mode, bounds):
+@pytest.mark.parametrize("most", [3.0, 1.0])
+def test_the_correction_for_another_sampler_is_trls(case, most):
     credit = torch.ones(len(case.owner), dtype=torch.bool)
-    loss, gradient = trl_loss(
-        case, padded(credit.double()), use_vllm=True, mode=mode, bounds=bounds, loss_type="dapo"
-    )
-    low, high = bounds
-    weight, ratio = sampling_weights(
-        case.old, case.sampler, case.owner, credit, len(LENGTHS), corrects(mode, low, high)
-    )
+    loss, gradient = trl_loss(case, padded(credit.double()), use_vllm=True, most=most, loss_type="dapo")
+    weight, ratio = sampling_weights(case.old, case.sampler, case.owner, credit, len(LENGTHS), corrects(most))
     ours, found, _ = our_loss(case, credit, "dapo", weight_L=weight)
     assert ours == pytest.approx(loss, rel=1e-9)
     assert float((found - gradient).norm()) < 1e-9 * float(gradient.norm())
-    assert (weight != ratio).any() or bounds == (None, 3.0)
+    assert (weight != ratio).any() or most == 3.0
 
 
 def test_a_token_without_a_probability_of_the_sampler_counts_as_equal(case):
     sampler, equal = case.sampler.clone(), case.sampler.clone()
     sampler[3], equal[3] = math.nan, case.old[3]
     credit = torch.ones(len(case.owner), dtype=torch.bool)
-    settings = corrects("sequence_truncate", None, 3.0)
+    settings = corrects(3.0)
     weight, expected = (
         sampling_weights(case.old, one, case.owner, credit, len(LENGTHS), settings)[0]
         for one in (sampler, equal)
@@ -164,24 +151,20 @@ def test_a_token_without_a_probability_of_the_sampler_counts_as_equal(case):
     torch.testing.assert_close(weight, expected)
 
 
-@pytest.mark.parametrize("mode", CORRECTIONS)
 @pytest.mark.parametrize("said", [-math.inf, -200.0, 200.0])
-def test_a_sampler_that_is_far_off_leaves_numbers(case, mode, said):
+def test_a_sampler_that_is_far_off_leaves_numbers(case, said):
     """In float32, where e to the 89 is infinite, and without an upper bound."""
     old, sampler = case.old.float(), case.sampler.float()
     sampler[[3, 4]] = said
     credit = torch.ones(len(case.owner), dtype=torch.bool)
-    weight, ratio = sampling_weights(
-        old, sampler, case.owner, credit, len(LENGTHS), corrects(mode, None, None)
-    )
+    weight, ratio = sampling_weights(old, sampler, case.owner, credit, len(LENGTHS), corrects(None))
     for values in (weight, ratio):
         assert values.isfinite().all()
         assert values.sum().isfinite()
     far = ratio[3] > 1e6 if said < 0 else ratio[3] < 1e-6
     assert far
-    bounded, _ = sampling_weights(old, sampler, case.owner, credit, len(LENGTHS), corrects(mode, 0.1, 3.0))
-    expected = 0.0 if mode.endswith("mask") else (3.0 if said < 0 else 0.1)
-    assert float(bounded[3]) == pytest.approx(expected)
+    bounded, _ = sampling_weights(old, sampler, case.owner, credit, len(LENGTHS), corrects(3.0))
+    assert float(bounded[3]) == (0.0 if said < 0 else pytest.approx(float(ratio[3])))
 
 
 def test_clipped_tokens_are_counted(case):

@@ -394,17 +394,12 @@ def test_suppressed_tokens_take_no_share(lively, make_batch, sample, take):
     assert worst_gradient_error(same, gradient)[0] == 0
 
 
-def test_cut_off_rationales_may_be_left_out(lively, make_batch, sample, take):
+def test_a_cut_off_rationales_words_count_and_its_emb_does_not(lively, make_batch, sample, take):
     batch = make_batch(PromptBuilder(lively.processor))
     rationales = sample(lively, batch)
-    plain, _, credit = take(lively, batch, rationales, recipe_of())
-    masked, _, without = take(lively, batch, rationales, recipe_of(mask_truncated_completions=True))
-    tokens = sum(len(one.ids) for one in rationales if one.forced)
-    assert tokens > 0
-    # Without the mask a forced rationale's words count and its `<emb>` does not.
+    _, _, credit = take(lively, batch, rationales, recipe_of())
+    assert any(one.forced for one in rationales)
     assert credit.total_tokens == sum(len(one.ids) + (not one.forced) for one in rationales)
-    assert without.total_tokens == credit.total_tokens - tokens
-    assert masked["loss_rl"] != plain["loss_rl"]
 
 
 def test_the_direct_state_joins_the_group_where_a_reward_asks_for_it(lively64, make_batch, sample, take):

@@ -17,7 +17,7 @@ from data_prep.rmir.pictures.download import Lost, fetch, is_address, local_path
 from rge.common.errors import UserError
 from rge.common.files import relative, replacing
 from rge.common.options import Quoting, parse_options
-from rge.common.schema import ImageRef, are_bytes, picture_of
+from rge.common.parts import ImageRef, are_bytes, picture_of
 from rge.data.sources import json_line
 from rge.tables.names import resolved
 from rge.tables.rows import TABLES, TableFormat, table_rows

@@ -214,7 +214,7 @@ class _Records:
         """Of all records with a text."""
         for source in self.sources:
             for record in records_of(source):
-                if text := (record.query.text or "").strip():
+                if text := (record.query.words or "").strip():
                     yield record.instruction or "", text
 
     def write(self, found: Mapping[Question, list[str]]) -> None:
@@ -222,7 +222,7 @@ class _Records:
         for source in self.sources:
             with replacing(source.out) as out, out.open("w", encoding="utf-8") as lines:
                 for record in records_of(source):
-                    text = (record.query.text or "").strip()
+                    text = (record.query.words or "").strip()
                     more = found.get((record.instruction or "", text), ())
                     paraphrases = list(dict.fromkeys((*record.query.paraphrases, *more)))
                     query = record.query.model_copy(update={"paraphrases": paraphrases})

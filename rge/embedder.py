@@ -31,8 +31,9 @@ from rge.common.errors import UserError, not_one_of
 from rge.common.files import checkpoint_folder
 from rge.common.images import WEB, load_image, names_picture
 from rge.common.modes import Mode
+from rge.common.parts import ImageRef, content_of
 from rge.common.prompt_profiles import PROFILES
-from rge.common.schema import Encoded, ImageRef, Item
+from rge.common.schema import Encoded, Item
 from rge.distributed.workers import Work, Workers
 from rge.web.client import fetch_picture
 
@@ -484,7 +485,7 @@ class Embedder:
         return job, prompts, (time.perf_counter() - began) * 1000 / len(prompts)
 
     def _prompts(self, items: Sequence[Item], side: "Side") -> list["Prompt"]:
-        prompts = [self.prompt(item, side, [*map(_decoded, item.images)]) for item in items]
+        prompts = [self.prompt(item, side) for item in items]
         self.warn_of_truncation(prompts)
         return prompts
 
@@ -496,9 +497,14 @@ class Embedder:
         )  # fmt: skip
         return replace(encoded, embed_ms=encoded.embed_ms + prepare_ms)
 
-    def prompt(self, item: Item, side: "Side", images: Iterable[Image.Image]) -> "Prompt":
-        """The prompt of an item with its decoded pictures, for `encode_prompts`; see `rge.model.prompts.PromptBuilder.build`."""
-        return self._inference.prompt(item, side, images)
+    def prompt(
+        self, item: Item, side: "Side", load: Callable[[ImageRef], Image.Image] | None = None
+    ) -> "Prompt":
+        """The prompt of an item, for `encode_prompts`; see `rge.model.prompts.PromptBuilder.build`.
+
+        `load` decodes a picture; None: also fetches web addresses.
+        """
+        return self._inference.prompt(item, side, load or _decoded)
 
     def warn_of_truncation(self, prompts: Sequence["Prompt"]) -> None:
         """Warn about texts that were too long for the checkpoint's prompts."""
@@ -636,7 +642,7 @@ def _items(texts: Any, images: Any, instruction: str | None = None) -> tuple[boo
         if text is not None:
             check_text(text)
     items = [
-        Item(str(row), text, _pictures(pictures), instruction)
+        Item(str(row), content_of(text, _pictures(pictures)), instruction)
         for row, (text, pictures) in enumerate(zip(texts, images, strict=True))
     ]
     return single, items

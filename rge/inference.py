@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -20,6 +20,7 @@ from torch import Tensor
 from rge.checkpoints.settings import CheckpointSettings, Settings
 from rge.common.errors import UserError
 from rge.common.modes import SILENT, Mode
+from rge.common.parts import ImageRef
 from rge.common.prompt_profiles import Profile
 from rge.common.schema import Encoded, Item
 from rge.distributed.cpu_threads import limit_threads
@@ -161,9 +162,9 @@ class Inference:
         """Number of components of an embedding."""
         return self.model.model.config.get_text_config().hidden_size
 
-    def prompt(self, item: Item, side: Side, images: Iterable[Image.Image]) -> Prompt:
+    def prompt(self, item: Item, side: Side, load: Callable[[ImageRef], Image.Image]) -> Prompt:
         """The prompt of an item, see `rge.model.prompts.PromptBuilder.build`; safe to call from several threads."""
-        scaled = self.builder.scaled(item.id, images)
+        scaled = self.builder.scaled(item, load)
         with self._tokenizing:
             return self.builder.build_scaled(item, side, scaled)
 

@@ -1,11 +1,13 @@
 """Turn facts into training records: questions about a picture, text-only questions, and naming."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from data_prep.demo.families import TRAINING, Family
 from data_prep.demo.splits import VALID_QUERIES, Splits, choose, stable_hash
 from data_prep.demo.tables import Concept, Fact, Question, Tables
-from rge.common.schema import ImageRef, Positive, QueryPart, Record, Target
+from rge.common.parts import ImageRef
+from rge.common.schema import Positive, QueryPart, Record, Target
 
 INSTRUCTION = "Answer with a picture."
 NAMING_INSTRUCTION = "Find the same thing."
@@ -94,7 +96,7 @@ def reference(concept: Concept, family: Family) -> str:
 def _record(tables: Tables, fact: Fact, variant: str, query: QueryPart) -> Record:
     avoid = next((family for family in TRAINING if family.name == variant), None)
 
-    def target(key: str) -> dict[str, str]:
+    def target(key: str) -> dict[str, Any]:
         return _drawing(tables, tables.concepts[key], *fact.pair, variant, avoid=avoid)
 
     return Record(
@@ -115,7 +117,7 @@ def _wrong(fact: Fact, variant: str) -> Sequence[str]:
     return fact.wrong if stable_hash("wrong", *fact.pair, variant) % 2 else fact.near_misses
 
 
-def _drawing(tables: Tables, concept: Concept, *words: str, avoid: Family | None) -> dict[str, str]:
+def _drawing(tables: Tables, concept: Concept, *words: str, avoid: Family | None) -> dict[str, Any]:
     families = [family for family in tables.families(concept.key) if family != avoid]
     family = choose(families, "drawing", concept.key, *words)
     return {

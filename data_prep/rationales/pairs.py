@@ -17,7 +17,8 @@ from rge.calls.request import Picture, Request
 from rge.common.errors import UserError
 from rge.common.files import relative
 from rge.common.images import ImageError, PictureIndex, picture_bytes
-from rge.common.schema import ImageRef, Positive, Record, Target
+from rge.common.parts import ImageRef
+from rge.common.schema import Positive, Record, Target
 from rge.data.sources import RecordFile
 
 WINDOW = 1000
@@ -54,7 +55,7 @@ class Pair:
     @property
     def known(self) -> str:
         """Instruction and text of the query."""
-        return f"{self.record.instruction or ''} {self.record.query.text or ''}".strip()
+        return f"{self.record.instruction or ''} {self.record.query.words or ''}".strip()
 
     @property
     def good(self) -> list[Candidate]:
@@ -96,9 +97,9 @@ class Source:
 
     def caption(self, target: Target) -> str | None:
         """Caption of a target's picture, looked up by the target's id or the picture's path."""
-        if (caption := self.captions.get(target.id)) is not None or target.image is None:
+        if (caption := self.captions.get(target.id)) is not None or not target.pictures:
             return caption
-        image = str(target.image)
+        image = str(target.pictures[0])
         return self.captions.get(image) or self.captions.get(os.path.relpath(image, self.records.path.parent))
 
 
@@ -174,8 +175,8 @@ def request_for(
         record,
         positive,
         task_of(pair, options),
-        list(map(picture, record.query.images)),
-        picture(positive.image) if positive.image else None,
+        list(map(picture, record.query.pictures)),
+        picture(positive.pictures[0]) if positive.pictures else None,
         max_words=options.max_words,
         rewrite=rewrite,
     )

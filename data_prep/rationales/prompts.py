@@ -38,14 +38,14 @@ def task_of(record: Record, positive: Positive) -> str:
     def says(*words: str) -> bool:
         return any(word in instruction for word in words)
 
-    has_text = bool((record.query.text or "").strip())
+    has_text = bool((record.query.words or "").strip())
     if says("locate", "region", "portion of the image", "object in the image"):
         return "grounding"
-    if says("classif", "category", "identify") and positive.text:
+    if says("classif", "category", "identify") and positive.words:
         return "classification"
-    if not record.query.images:
-        return "text_to_image" if positive.image else "text_retrieval"
-    if not positive.image:
+    if not record.query.pictures:
+        return "text_to_image" if positive.pictures else "text_retrieval"
+    if not positive.pictures:
         return "vqa" if has_text else "image_to_text"
     if not has_text:
         return "image_to_image"
@@ -90,14 +90,14 @@ def bare_question(record: Record) -> tuple[str, str]:
     """What a record asks and its query's text, of MMEB without the instruction to embed them, which the writer might obey."""
     name = set_of(record.source)
     if name is None:
-        return record.instruction or "", record.query.text or ""
-    return bare_query(name, record.instruction, record.query.text)
+        return record.instruction or "", record.query.words or ""
+    return bare_query(name, record.instruction, record.query.words)
 
 
 def bare_text(record: Record, target: Target) -> str | None:
     """A target's text without MMEB's fixed wording around it, which reveals nothing; None if nothing is left."""
     name = set_of(record.source)
-    return target.text if name is None else content(name, target.text)
+    return target.words if name is None else content(name, target.words)
 
 
 def read(reply: Reply) -> str:

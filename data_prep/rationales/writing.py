@@ -245,7 +245,7 @@ def _judge(checkpoint: str) -> "GainJudge":
 def _leaks_of_words(source: Source, pair: Pair, rationale: str) -> dict[str, float]:
     record, positive = pair.record, pair.positive
     leaks = {"text": text_leak(rationale, prompts.bare_text(record, positive))}
-    if positive.image:
+    if positive.pictures:
         leaks["caption"] = caption_leak(rationale, source.caption(positive), pair.known)
     return {name: leak for name, leak in leaks.items() if leak is not None}
 
@@ -254,10 +254,10 @@ def _measure_by_sight(
     pairs: Sequence[Pair], new: Sequence[tuple[Pair, Candidate]], by_sight: ImageEncoder
 ) -> None:
     shown = {
-        target.id: str(target.image)
+        target.id: str(target.pictures[0])
         for pair in pairs
         for target in (*pair.record.positives, *pair.record.negatives)
-        if target.image is not None
+        if target.pictures
     }
     asked = [(pair.positive.id, candidate.text or "", pair.known) for pair, candidate in new]
     for (_, candidate), leak in zip(new, picture_leaks(by_sight, shown, asked), strict=True):

@@ -32,7 +32,8 @@ from data_prep.rmir.results.export import credits_changed
 from data_prep.rmir.run import ITERATIONS, Run, reasons
 from rge.common.errors import UserError
 from rge.common.files import replacing, write_bytes
-from rge.common.schema import ImageRef, safe_id
+from rge.common.parts import ImageRef
+from rge.common.schema import safe_id
 from rge.tables.pictures import find, would_find
 
 Rows = list[dict[str, Any]]

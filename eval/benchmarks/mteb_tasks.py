@@ -118,14 +118,14 @@ def _instructions(wanted: RetrievalSet) -> set[str]:
 
 def _kinds(items: Any) -> str:
     """MTEB's category letters for the modalities that any item has."""
-    kinds = {kind for item in items for kind in "i" * bool(item.images) + "t" * bool(item.text)}
+    kinds = {kind for item in items for kind in "i" * bool(item.pictures) + "t" * bool(item.text)}
     return "".join(sorted(kinds))
 
 
 def _table(wanted: RetrievalSet, side: str, kinds: str, *, named: bool) -> Dataset:
     """An MTEB table, cached on disk by the set's content, since a pool's pictures may exceed the memory."""
     items = wanted.queries if side == "queries" else wanted.corpus_items()
-    several = "i" in kinds and any(len(item.images) > 1 for item in items)
+    several = "i" in kinds and any(len(item.pictures) > 1 for item in items)
     features: dict[str, Any] = {"id": Value("string")}
     if "t" in kinds:
         features["text"] = Value("string")
@@ -151,7 +151,7 @@ def _cell(item: Item, name: str, several: bool) -> Any:
         return item.id
     if name != "image":
         return getattr(item, name) or ""
-    pictures = [{"bytes": picture_bytes(ref), "path": None} for ref in item.images]
+    pictures = [{"bytes": picture_bytes(ref), "path": None} for ref in item.pictures]
     return pictures if several else pictures[0] if pictures else None
 
 

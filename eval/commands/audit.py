@@ -34,8 +34,9 @@ from rge.checkpoints.settings import Settings
 from rge.common.errors import UserError
 from rge.common.files import find_shipped
 from rge.common.images import ImageError, picture_bytes
+from rge.common.parts import ImageRef, picture_of
 from rge.common.registry import PluginOptions
-from rge.common.schema import ImageRef, Item, picture_of
+from rge.common.schema import Item
 from rge.data.sources import as_list, parsed_fields, with_defaults, without_nulls
 from rge.stats.intervals import cluster_bootstrap, figures, index_of
 from rge.tables.errors import TableError, reading
@@ -203,14 +204,14 @@ def audit_training(wanted: RetrievalSet, files: Sequence[Path], *, lenient: bool
     positive = {row for rows, _ in wanted.positives for row in rows.tolist()}
     names_of: dict[int, set[str]] = {}  # of right candidates, by row
     for row, item in zip(wanted.file_order_C.tolist(), wanted.corpus_items(), strict=True):
-        if item.images:
+        if item.pictures:
             names = _names(item) | further.get(item.id, set())
             flags_of["candidate_images"].append(not names.isdisjoint(everywhere))
             if row in positive:
                 flags_of["positive_images"].append(not names.isdisjoint(seen.targets))
                 names_of[row] = names
     for query, ids, (rows, _) in zip(wanted.queries, picture_ids(wanted), wanted.positives, strict=True):
-        if query.images and (names := _names(query, own_id=False)):
+        if query.pictures and (names := _names(query, own_id=False)):
             names.update(filter(None, map(_id, ids)))
             names = names.union(*(further.get(name, ()) for name in ids))
             targets = set().union(*(names_of.get(row, ()) for row in rows.tolist()))
@@ -297,7 +298,7 @@ def _is_valid(record: dict[str, Any], path: Path, number: int) -> bool:
 
 def _names(item: Item, *, own_id: bool = True) -> set[str]:
     """Names of a picture, from its bytes, its file's name and the id of its item."""
-    ids = {*map(_digest, item.images), *(_name(ref) for ref in item.images if isinstance(ref, str))}
+    ids = {*map(_digest, item.pictures), *(_name(ref) for ref in item.pictures if isinstance(ref, str))}
     return set(filter(None, ids | {_id(item.id) if own_id else None}))
 
 

@@ -100,7 +100,7 @@ def _table(wanted: RetrievalSet, candidates: Counter[str]) -> pd.DataFrame:
             "queries": np.ones(num),
             "right": [len(rows) for rows, _ in wanted.positives],
             "wrong": [len(rows) for rows in wanted.negatives] if wanted.negatives else np.nan,
-            "pictures": [len(query.images) for query in wanted.queries],
+            "pictures": [len(query.pictures) for query in wanted.queries],
             "words": [_num_words(query) for query in wanted.queries],
         }
     )
@@ -139,9 +139,9 @@ def _count(items: Iterable[Item], side: str, bad: list[str]) -> Counter[str]:
     """Open all pictures and count words, and items with pictures and with text; unreadable items are added to `bad`."""
     counts = Counter[str]()
     for item in items:
-        counts.update(pictures=bool(item.images), text=bool(item.text), words=_num_words(item))
+        counts.update(pictures=bool(item.pictures), text=bool(item.text), words=_num_words(item))
         try:
-            for ref in item.images:
+            for ref in item.pictures:
                 load_image(ref)
         except ImageError as error:
             bad.append(f"{side} {item.id!r}: {error}")

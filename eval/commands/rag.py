@@ -236,7 +236,9 @@ def _answers(
         counts["no reference answer, left out"] = without
 
     def shown(item: Item) -> list[Part]:
-        return [Picture(ref, sha, side) for ref, sha in zip(item.images, picture_digests(item), strict=True)]
+        return [
+            Picture(ref, sha, side) for ref, sha in zip(item.pictures, picture_digests(item), strict=True)
+        ]
 
     rows = {row for place in asked for row in ranking.rows_QW[place].tolist() if row >= 0}
     with CandidatesOf(wanted, rows) as pool:

@@ -148,7 +148,7 @@ def _check(options: LabelOptions, wanted: RetrievalSet, columns: Sequence[str]) 
 def _labels(options: LabelOptions, wanted: RetrievalSet, caller: Caller, kind: str) -> dict[str, list[str]]:
     """A label per query for every column of a kind."""
     need_pictures, words = kind == "essentiality", KINDS[kind]
-    asked = [place for place, query in enumerate(wanted.queries) if query.images or not need_pictures]
+    asked = [place for place, query in enumerate(wanted.queries) if query.pictures or not need_pictures]
     found = {column: [NO_PICTURE] * len(wanted.queries) for column in words}
     right = [rows.tolist() for rows, _ in wanted.positives]
     references = reference_answers(wanted)
@@ -185,7 +185,7 @@ def _image_types(options: LabelOptions, wanted: RetrievalSet, caller: Caller) ->
 
 def _shown(options: LabelOptions, item: Item) -> list[Part]:
     side = options.model.max_side_px
-    return [Picture(ref, sha, side) for ref, sha in zip(item.images, picture_digests(item), strict=True)]
+    return [Picture(ref, sha, side) for ref, sha in zip(item.pictures, picture_digests(item), strict=True)]
 
 
 def _request(kind: str, parts: Sequence[Part]) -> Request:

@@ -61,8 +61,9 @@ def _to_describe(
     pictures: dict[str, set[str]] = defaultdict(set)
     for record in (*records, *described):
         for target in (*record.positives, *record.negatives):
-            if isinstance(target.image, str):
-                pictures[_identity(target)].add(_relative_to(target.image, out))
+            for ref in target.pictures:
+                if isinstance(ref, str):
+                    pictures[_identity(target)].add(_relative_to(ref, out))
     for identity, text in sorted(description_of.items()):
         for ref in sorted(pictures[identity]):
             yield identity, QueryPart(text=QUESTION, images=[ref]), text

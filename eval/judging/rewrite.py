@@ -23,6 +23,7 @@ from rge.calls.wire.replies import Refused, Reply, ReplyError, Truncated
 from rge.common.commands import progress_bar
 from rge.common.errors import UserError
 from rge.common.options import one_of
+from rge.common.parts import Content, TextPart, content_of, with_text
 from rge.common.schema import Item
 from rge.vectors.contents import content_digest, picture_digests
 
@@ -106,7 +107,7 @@ class Rewriter:
         """
         keys = [
             value_key("rewrite", FORMAT, MAX_TOKENS, self._asked(), content_digest(query))
-            if query.images or self.kind != "caption"
+            if query.pictures or self.kind != "caption"
             else None
             for query in queries
         ]
@@ -148,7 +149,7 @@ class Rewriter:
         text = [query.text] if query.text and self.kind != "caption" else []
         if query.instruction and self.kind == ALONE:  # it may say what to find
             text.insert(0, query.instruction)
-        pictures = map(Picture, query.images, picture_digests(query))
+        pictures = map(Picture, query.pictures, picture_digests(query))
         return Request(self.model, (*text, *pictures, request), system, max_tokens=MAX_TOKENS)
 
 
@@ -196,13 +197,14 @@ def rewritten(wanted: RetrievalSet, rewriter: Rewriter) -> RetrievalSet:
     """
     written = rewriter.texts(wanted.queries)
     replaces = rewriter.kind in REPLACING
-    gone: dict[str, Any] = {"images": (), "parts": ()} if rewriter.kind == ALONE else {}
+
+    def shown(query: Item, text: str) -> Content:
+        if rewriter.kind == ALONE:
+            return content_of(text if replaces else "\n".join(filter(None, (query.text, text))))
+        return with_text(query.content, text) if replaces else (*query.content, TextPart(text))
+
     queries = [
-        replace(
-            query, text=text if replaces else "\n".join(part for part in (query.text, text) if part), **gone
-        )
-        if text
-        else query
+        replace(query, content=shown(query, text)) if text else query
         for query, text in zip(wanted.queries, written, strict=True)
     ]
     meta = wanted.meta

@@ -21,7 +21,7 @@ from eval.pages.wording import slice_order, tag
 from eval.sets.retrieval_set import UNCATEGORISED, RetrievalSet, given_rationales
 from rge.common.errors import UserError
 from rge.common.images import ImageError, load_image, open_picture, picture_bytes
-from rge.common.schema import ImageRef
+from rge.common.parts import ImageRef
 
 MAX_SIDE_PX = 360  # longest side of an embedded picture, the size of the enlarged view
 MAX_PICTURE_BYTES = 16_384  # larger files are re-encoded even if their sides are short enough
@@ -155,7 +155,9 @@ class SetView:
         values = {column: str(row[column]) for column in columns}
         facets = {f"f{place}": value for place, value in enumerate(values.values())}
         return {
-            "pictures": [self._gallery.add(ref, f"query {item.id!r} of {self._path}") for ref in item.images],
+            "pictures": [
+                self._gallery.add(ref, f"query {item.id!r} of {self._path}") for ref in item.pictures
+            ],
             "text": item.text,
             "num_positives": len(self._right[query]),
             "data": {"query": query, **facets, "outcome": outcome_of(as_rank(row[RANK_COLUMN])), **data},
@@ -188,7 +190,7 @@ class SetView:
     def _candidate(self, name: str) -> dict[str, Any]:
         item = self._corpus[name]
         owner = f"candidate {name!r} of {self._path}"
-        picture = self._gallery.add(item.images[0], owner) if item.images else None
+        picture = self._gallery.add(item.pictures[0], owner) if item.pictures else None
         alt = item.text or self._names.get(name, name)
         return {"id": name, "picture": picture, "text": item.text, "alt": alt}
 

@@ -11,7 +11,8 @@ import numpy as np
 from eval.sets.retrieval_set import Modality, RetrievalSet
 from rge.common.commands import progress_bar
 from rge.common.images import ImageError
-from rge.common.schema import ImageRef, Item
+from rge.common.parts import ImageRef, with_pictures
+from rge.common.schema import Item
 from rge.vectors.contents import content_digest, picture_digests
 
 
@@ -52,7 +53,7 @@ def query_contents(
     """Content hashes of the queries in each modality; ``pictures``: see `Contents`."""
     return {
         modality: [
-            content_digest(item, of_item if item.images else ())
+            content_digest(item, of_item if item.pictures else ())
             for item, of_item in zip(wanted.query_items(modality), pictures, strict=True)
         ]
         for modality in modalities
@@ -77,12 +78,12 @@ class CandidatesOf:
                 continue
             self.digests[row] = content_digest(item)
             places: list[tuple[int, int] | None] = []
-            for ref in item.images:
+            for ref in item.pictures:
                 places.append((end, len(ref)) if isinstance(ref, bytes) else None)
                 if isinstance(ref, bytes):
                     end += self._room.write(ref)
-            refs = tuple("" if isinstance(ref, bytes) else ref for ref in item.images)
-            self._items[row] = replace(item, images=refs), places
+            refs = ("" if isinstance(ref, bytes) else ref for ref in item.pictures)
+            self._items[row] = replace(item, content=with_pictures(item.content, refs)), places
 
     def __enter__(self) -> "CandidatesOf":
         return self
@@ -93,7 +94,8 @@ class CandidatesOf:
     def __getitem__(self, row: int) -> Item:
         """The candidate of a row."""
         item, places = self._items[row]
-        return replace(item, images=tuple(map(self._picture, item.images, places)))
+        refs = map(self._picture, item.pictures, places)
+        return replace(item, content=with_pictures(item.content, refs))
 
     def _picture(self, ref: ImageRef, place: tuple[int, int] | None) -> ImageRef:
         if place is None:

@@ -26,6 +26,7 @@ from pydantic import BaseModel, ValidationError
 from eval.sets.tables import SetError, Table, items_of, optional_rows
 from rge.common.errors import UserError
 from rge.common.files import find_shipped
+from rge.common.parts import content_of
 from rge.common.schema import Item
 from rge.identity.set_fingerprint import set_fingerprint
 
@@ -123,10 +124,10 @@ class RetrievalSet:
         if modality == "both":
             return self.queries
         if modality == "text":
-            kept = [Item(id=q.id, text=q.text, instruction=q.instruction) for q in self.queries]
+            kept = [Item(q.id, content_of(q.text), q.instruction) for q in self.queries]
         else:
-            kept = [Item(id=q.id, images=q.images) for q in self.queries]
-        if empty := [item.id for item in kept if not item.text and not item.images]:
+            kept = [Item(q.id, content_of(None, q.pictures)) for q in self.queries]
+        if empty := [item.id for item in kept if not item.text and not item.pictures]:
             raise SetError(
                 f"{self.path}: {len(empty)} of {len(kept)} queries have no {modality}, so query_modality={modality} "
                 f"would leave them empty: {some(empty)}"

@@ -10,7 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rge.common.errors import UserError
-from rge.common.schema import ImageRef, Item
+from rge.common.parts import ImageRef, content_of
+from rge.common.schema import Item
 from rge.tables.rows import is_text
 
 READ_ROWS = 64
@@ -82,11 +83,12 @@ def items_of(table: Table) -> Iterator[Item]:
         for row in batch.to_pylist():
             item = Item(
                 id=row["id"],
-                text=row.get("text") or None,
-                images=_pictures(table.path, row["id"], row.get("image")),
+                content=content_of(
+                    row.get("text") or None, _pictures(table.path, row["id"], row.get("image"))
+                ),
                 instruction=row.get("instruction") or None,
             )
-            if not item.text and not item.images:
+            if not item.text and not item.pictures:
                 raise SetError(f"{table.path}: {item.id!r} has neither text nor image")
             yield item
 

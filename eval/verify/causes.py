@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 
 from eval.verify.plain import Departure, PlainModel, with_instruction
+from rge.common.parts import content_of, is_short
 from rge.common.schema import Item
 from rge.inference import Side
 
@@ -72,7 +73,7 @@ def departures(
             repr(default) if default else "",
             Departure(item=lambda item, _: (replace(item, instruction=default), "query")),
         )
-    if any(item.images for item in items):
+    if any(item.pictures for item in items):
         for factor in SIZES:
             detail = _tokens(plain, items, side, factor)
             if detail:
@@ -179,9 +180,9 @@ def _swapped(picture: Image.Image) -> Image.Image:
 
 
 def _text_first(item: Item, side: Side) -> tuple[Item, Side]:
-    if not (item.text or "").strip() or not item.images or item.parts:
+    if not (item.text or "").strip() or not item.pictures or not is_short(item.content):
         return item, side
-    return replace(item, parts=(item.text, *[None] * len(item.images))), side
+    return replace(item, content=(*content_of(item.text), *content_of(None, item.pictures))), side
 
 
 def _cut(length: int) -> Callable[[list[int], Any], list[int]]:
@@ -191,7 +192,7 @@ def _cut(length: int) -> Callable[[list[int], Any], list[int]]:
 
 def _tokens(plain: PlainModel, items: Sequence[Item], side: Side, factor: float) -> str:
     """How many tokens a picture takes with these limits, if that differs."""
-    item = next(item for item in items if item.images)
+    item = next(item for item in items if item.pictures)
     image = plain.embedder.builder
     ours, theirs = (
         int((plain.prompt(item, side, Departure(pixels=one)).input_ids == image._image_id).sum())
@@ -199,4 +200,4 @@ def _tokens(plain: PlainModel, items: Sequence[Item], side: Side, factor: float)
     )
     if ours == theirs:
         return ""
-    return f"{theirs / len(item.images):g} tokens a picture instead of {ours / len(item.images):g}"
+    return f"{theirs / len(item.pictures):g} tokens a picture instead of {ours / len(item.pictures):g}"

@@ -81,8 +81,7 @@ class PlainModel:
     def prompt(self, item: Item, side: Side, how: Departure = Departure()) -> Prompt:
         """An item's prompt, by the recipe or departing from it."""
         item, side = how.item(item, side)
-        pictures = [how.picture(load_image(image)) for image in item.images]
-        return self.builder(how.pixels).build(item, side, pictures)
+        return self.builder(how.pixels).build(item, side, lambda ref: how.picture(load_image(ref)))
 
     @torch.no_grad()
     def embed(

@@ -18,7 +18,8 @@ from eval.verify.plain import Departure, PlainModel
 from rge.common.errors import UserError
 from rge.common.images import load_image
 from rge.common.modes import Mode
-from rge.common.schema import Encoded, ImageRef, Item
+from rge.common.parts import ImageRef
+from rge.common.schema import Encoded, Item
 from rge.embedder import Embedder
 from rge.inference import Side
 from rge.model.backbone import load_plain
@@ -195,7 +196,7 @@ def _sentence_transformers(embedder: Embedder, _: PlainModel) -> Iterator[Route]
         # One call for each item, since the library's prompt is that of all inputs.
         vectors = np.empty((len(view.items), embedder.size), np.float32)
         for row, item in enumerate(view.items):
-            content: dict[str, Any] = {"image": list(item.images)} if item.images else {}
+            content: dict[str, Any] = {"image": list(item.pictures)} if item.pictures else {}
             if item.text:
                 content["text"] = item.text
             if view.side == "query":
@@ -255,7 +256,7 @@ class Server:
                 body["instruction"] = item.instruction or ""
             text = item.text
         parts: list[dict[str, Any]] = [
-            {"type": "image_url", "image_url": {"url": _as_png(image)}} for image in item.images
+            {"type": "image_url", "image_url": {"url": _as_png(image)}} for image in item.pictures
         ]
         if text:
             parts.append({"type": "text", "text": text})

@@ -5,7 +5,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from rge.common.schema import ImageRef
+from rge.common.parts import ImageRef
 
 
 @dataclass(frozen=True, slots=True)

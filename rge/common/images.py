@@ -24,7 +24,7 @@ from PIL.ImageFile import ImageFile
 
 from rge.common.errors import UserError
 from rge.common.files import POINTER_NOTE, is_pointer
-from rge.common.schema import ImageRef, data_url_content, picture_of
+from rge.common.parts import ImageRef, data_url_content, picture_of
 
 WEB = ("http://", "https://")
 FETCH_S, FETCH_BYTES = 30, 64 << 20

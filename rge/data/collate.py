@@ -11,6 +11,7 @@ from PIL import Image
 from torch import Tensor
 
 from rge.common.images import ImageError, load_image
+from rge.common.parts import ImageRef
 from rge.common.schema import Item, Record, Target
 from rge.config import Recipe
 from rge.data.augment import AUGMENTATIONS
@@ -88,8 +89,7 @@ def unflatten(head: dict[str, Any], pixels: Tensor) -> Batch:
 
 def query_items(record: Record) -> list[Item]:
     """A record's query as items to embed: one for each of its wordings, its text first."""
-    images = tuple(record.query.images)
-    return [Item(record.id, text, images, record.instruction) for text in record.query.wordings]
+    return [Item(record.id, content, record.instruction) for content in record.query.wordings]
 
 
 def query_item(record: Record) -> Item:
@@ -99,14 +99,14 @@ def query_item(record: Record) -> Item:
 
 def target_item(target: Target) -> Item:
     """A record's target as an item to embed."""
-    return Item(target.id, target.text, (target.image,) if target.image else ())
+    return Item(target.id, target.parts)
 
 
 def check_targets(record: Record) -> None:
     """Refuse (ValueError) a negative with the content of one of the record's positives: its label would push the answer away."""
     for negative in record.negatives:
         for positive in record.positives:
-            if (negative.text, negative.image) == (positive.text, positive.image):
+            if negative.parts == positive.parts:
                 raise ValueError(
                     f"negative {negative.id!r} has the same content as positive {positive.id!r}, and no answer is both wrong and "
                     "right: remove one of them"
@@ -216,12 +216,17 @@ class Collator:
         return self._prompt(target_item(target), "candidate", generator), identity(target)
 
     def _prompt(self, item: Item, side: str, generator: np.random.Generator) -> Prompt:
-        images: list[Image.Image] | None = None
-        if self.augment is not None and item.images:
-            images = [self.augment(load_image(ref), int(generator.integers(2**63))) for ref in item.images]
-            if not all(isinstance(image, Image.Image) for image in images):
-                raise RecordError(f"data.augment={self.settings.augment} must return a picture, got {images}")
-        return self.builder.build(item, side, images)
+        def load(ref: ImageRef) -> Image.Image:
+            image = load_image(ref)
+            if self.augment is not None:
+                image = self.augment(image, int(generator.integers(2**63)))
+                if not isinstance(image, Image.Image):
+                    raise RecordError(
+                        f"data.augment={self.settings.augment} must return a picture, got {image!r}"
+                    )
+            return image
+
+        return self.builder.build(item, side, load)
 
 
 def _batch_of(rows: Sequence[_Row], bad: list[BadRecord], *, by_length: bool) -> Batch:

@@ -21,7 +21,8 @@ import numpy as np
 
 from rge.common.commands import progress_bar
 from rge.common.images import picture_bytes, picture_size
-from rge.common.schema import ImageRef, Item, Record, Target
+from rge.common.parts import Content, ImageRef, is_short, pictures_of, text_of
+from rge.common.schema import Item, Record, Target
 from rge.config import Recipe
 from rge.data.collate import check_targets, query_items, target_item
 from rge.data.sources import Records, identity, number_of, on_disk
@@ -153,8 +154,7 @@ def _sizes(
 
 def measured(builder: PromptBuilder, item: Item, side: str) -> Measured:
     """The size of an item's prompt, from the headers of its pictures; errors as of `PromptBuilder.build`."""
-    sizes = [picture_size(ref) if isinstance(ref, bytes) else _size_of_file(ref) for ref in item.images]
-    return builder.measure(item, side, sizes)
+    return builder.measure(item, side, _size_of)
 
 
 def _measured(record: Record, builder: PromptBuilder, need_oracle: bool, need_candidates: bool) -> list[int]:
@@ -167,15 +167,13 @@ def _measured(record: Record, builder: PromptBuilder, need_oracle: bool, need_ca
     candidates = [measure(target_item(target), "candidate") for target in targets]
     oracles = [target.rationale or "" for target in record.positives if need_oracle]
     rationales = [len(builder.rationale_ids(oracle, record.id)) for oracle in oracles]
-    asks, *reworded = (
-        _content(text, record.query.images, record.instruction or "") for text in record.query.wordings
-    )
+    asks, *reworded = (_content(content, record.instruction or "") for content in record.query.wordings)
     return [
         query.num_tokens,
         query.num_picture_tokens,
         max((one.num_tokens for one in candidates), default=0),
         max((one.num_picture_tokens for one in candidates), default=0),
-        max(len(record.query.images), *(1 for target in targets if target.image), 0),
+        max(len(record.query.pictures), *(len(target.pictures) for target in targets)),
         max(rationales, default=0),
         sum(one.num_cut_tokens > 0 for one in (query, *candidates)),
         1 + len(candidates),
@@ -191,12 +189,14 @@ def _measured(record: Record, builder: PromptBuilder, need_oracle: bool, need_ca
 
 def _names(target: Target) -> tuple[int, int, int]:
     """A row of `Layout.targets_T3`."""
-    content = _content(target.text, [] if target.image is None else [target.image])
-    return identity(target), content, int(target.identity is not None)
+    return identity(target), _content(target.parts), int(target.identity is not None)
 
 
-def _content(text: str | None, images: Sequence[ImageRef], *more: str) -> int:
-    return number_of("\0".join([*more, text or "", *map(_picture_name, images)]))
+def _content(content: Content, *more: str) -> int:
+    order = () if is_short(content) else (str([type(part).__name__ for part in content]),)
+    return number_of(
+        "\0".join([*more, *order, text_of(content) or "", *map(_picture_name, pictures_of(content))])
+    )
 
 
 def _picture_name(ref: ImageRef) -> str:
@@ -233,6 +233,10 @@ def clashes(laid: Sequence[tuple[Records, Layout]]) -> list[str]:
                 f"{record.id!r}: logs cannot tell them apart"
             )
     return lines
+
+
+def _size_of(ref: ImageRef) -> tuple[int, int]:
+    return _size_of_file(ref) if isinstance(ref, str) else picture_size(ref)
 
 
 _size_of_file = lru_cache(maxsize=1 << 16)(picture_size)

@@ -20,8 +20,9 @@ from rge.common.commands import progress_bar
 from rge.common.errors import UserError, grouped, shortened
 from rge.common.files import POINTER_NOTE, find_shipped, is_pointer, write_text
 from rge.common.images import PictureIndex
+from rge.common.parts import PRESENT, ImageRef, are_bytes, picture_of, place_of, refs_of, text_of
 from rge.common.prompt_profiles import EMB_TOKEN, PROFILES
-from rge.common.schema import PRESENT, Record, Target, are_bytes, picture_of
+from rge.common.schema import QueryPart, Record, Target
 from rge.data.config import OTHER_FILES
 from rge.tables.names import resolved
 
@@ -367,7 +368,7 @@ def _id_of(target: Mapping[str, Any]) -> str:
 def problems_of(error: ValidationError) -> list[str]:
     """Format errors, field by field."""
     return [
-        f"{'.'.join(shortened(str(part)) for part in issue['loc']) or 'record'}: {issue['msg']}"
+        f"{place_of(issue['loc']) or 'record'}: {issue['msg']}"
         for issue in error.errors(include_url=False, include_input=False)
     ]
 
@@ -381,10 +382,7 @@ def faults_of(
         for place, positive in enumerate(record.positives):
             found.append((f"positives.{place}.rationale", _rationale_fault(positive.rationale or "")))
     if pictures is not None:
-        refs = [(f"query.images.{place}", ref) for place, ref in enumerate(record.query.images)]
-        for side, targets in (("positives", record.positives), ("negatives", record.negatives)):
-            refs += [(f"{side}.{place}.image", it.image) for place, it in enumerate(targets) if it.image]
-        for name, ref in refs:
+        for name, ref in files_of(record):
             if isinstance(ref, str) and ref != PRESENT:
                 found.append((name, pictures.fault(resolved(ref, str(folder or ""), pictures.has))))
     return [f"{name}: {fault} (record {record.id!r})" for name, fault in found if fault]
@@ -399,11 +397,23 @@ def check_wording(record: Record, source: str, profile: str) -> None:
         )
 
 
+def files_of(record: Record, *, queries: bool = True) -> Iterator[tuple[str, ImageRef]]:
+    """Pictures and other files of a record, each with its place in the record."""
+    shown: list[tuple[str, QueryPart | Target]] = [("query", record.query)] if queries else []
+    for side, targets in (("positives", record.positives), ("negatives", record.negatives)):
+        shown += [(f"{side}.{number}", target) for number, target in enumerate(targets)]
+    for place, one in shown:
+        short = "images.{}" if isinstance(one, QueryPart) else "image"
+        for number, part in enumerate(one.parts):
+            where = f"content.{number}" if one.content else short.format(number)
+            yield from ((f"{place}.{where}", ref) for ref in refs_of(part))
+
+
 def texts_of(record: Record) -> list[str]:
     """All non-empty texts of a record."""
-    texts = [record.instruction, *record.query.wordings]
+    texts = [record.instruction, *map(text_of, record.query.wordings)]
     for target in (*record.positives, *record.negatives):
-        texts += [target.text, getattr(target, "rationale", None)]
+        texts += [target.words, getattr(target, "rationale", None)]
     return [text for text in texts if text]
 
 

@@ -29,8 +29,17 @@ from rge.common.commands import progress_bar
 from rge.common.errors import UserError, grouped
 from rge.common.files import find_shipped, replacing
 from rge.common.images import ImageError, PictureIndex, load_image
-from rge.common.schema import ImageRef
-from rge.data.sources import MAX_REPORTED, BadRecord, Checks, RecordFile, Records, number_of, on_disk
+from rge.common.parts import ImageRef
+from rge.data.sources import (
+    MAX_REPORTED,
+    BadRecord,
+    Checks,
+    RecordFile,
+    Records,
+    files_of,
+    number_of,
+    on_disk,
+)
 from rge.identity.run_identity import version_of
 
 T = TypeVar("T")
@@ -225,8 +234,7 @@ def _shown(
 ) -> Iterator[tuple[ImageRef, str]]:
     """Pictures of this kind (names or bytes) with the ids of their records."""
     for record in map(file.__getitem__, range(len(file))[:first]):
-        targets = [it.image for it in (*record.positives, *record.negatives) if it.image]
-        for ref in (*(record.query.images if queries else ()), *targets):
+        for _, ref in files_of(record, queries=queries):
             if isinstance(ref, kind):
                 yield ref, record.id
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from rge.common.parts import content_of
 from rge.common.schema import Item
 from rge.data.collate import query_item, target_item
 from rge.data.config import RecordsConfig
@@ -49,7 +50,7 @@ def read_pairs(path: str | Path, limit: int, seed: int = 0) -> Pairs:
     except (KeyError, TypeError) as error:  # a column is missing or of another type
         raise RecordError(invalid) from error
     items = (*pairs.queries, *pairs.candidates)
-    if not (pairs.queries and pairs.candidates and all(item.text or item.images for item in items)):
+    if not (pairs.queries and pairs.candidates and all(item.text or item.is_visual for item in items)):
         raise RecordError(invalid)
     return pairs
 
@@ -124,7 +125,7 @@ def _item(row: dict[str, Any], folder: Path) -> Item:
     images = row.get("image")
     cells = map(picture_cell, images if isinstance(images, list) else [images])
     pictures = [cell if isinstance(cell, bytes) else str(folder / cell) for cell in cells if cell]
-    return Item(row["id"], row.get("text"), tuple(pictures), row.get("instruction"))
+    return Item(row["id"], content_of(row.get("text"), pictures), row.get("instruction"))
 
 
 def interval(

@@ -62,7 +62,7 @@ class TwoTowers(DirectEncoder[Content]):
 
     def prepare(self, item: Item, side: str) -> tuple[int, Content]:
         """Text and decoded pictures; sorted by the text's length in characters."""
-        text, images = user_text(item, side, self.wording), [load_image(ref) for ref in item.images]
+        text, images = user_text(item, side, self.wording), [load_image(ref) for ref in item.pictures]
         if not text and not images:
             raise UserError(f"item {item.id!r} has neither text nor images")
         return len(text), (text, images)

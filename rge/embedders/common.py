@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rge.checkpoints.settings import Settings
 from rge.common.errors import UserError
+from rge.common.parts import TextPart
 from rge.common.prompt_profiles import PROFILES, Profile
 from rge.common.schema import Encoded, Item
 from rge.embedders.registry import Facts
@@ -195,8 +196,13 @@ class Prompted:
             part.replace("{instruction}", item.instruction or "")
             for part in self.template.partition("{text}")
         )
-        parts = tuple(part for part in (before, *item.parts, after) if part != "") if item.parts else ()
-        return replace(item, text=f"{before}{item.text or ''}{after}", instruction=None, parts=parts)
+        texts = {place: part.text for place, part in enumerate(item.content) if isinstance(part, TextPart)}
+        texts = texts or {len(item.content): ""}
+        texts[min(texts)] = before + texts[min(texts)]
+        texts[max(texts)] += after
+        content = [*item.content, *[TextPart("")] * (max(texts) == len(item.content))]
+        shown = (TextPart(texts[place]) if place in texts else part for place, part in enumerate(content))
+        return replace(item, content=tuple(shown), instruction=None)
 
 
 def direct(load: Callable[..., T]) -> Callable[..., T]:

@@ -56,9 +56,9 @@ class Endpoint(DirectEncoder[Content]):
     def prepare(self, item: Item, side: str) -> tuple[int, Content]:
         """Text and encoded pictures; sorted by the text's length in characters."""
         text = user_text(item, side, self.wording)
-        if not text and not item.images:
+        if not text and not item.pictures:
             raise UserError(f"item {item.id!r} has neither text nor images")
-        pictures = zip(item.images, picture_digests(item), strict=True)
+        pictures = zip(item.pictures, picture_digests(item), strict=True)
         urls = [data_url(Picture(ref, digest, self.config.max_side_px)) for ref, digest in pictures]
         return len(text), (valid_unicode(text), urls)
 

@@ -123,7 +123,7 @@ class OwnCode(DirectEncoder[Shown]):
 
     def prepare(self, item: Item, side: str) -> tuple[int, Shown]:
         """Text and picture; a UserError if there are several pictures, or nothing. Sorted by the text's length in characters."""
-        text, pictures = user_text(item, side, self.wording), item.images
+        text, pictures = user_text(item, side, self.wording), item.pictures
         if len(pictures) > 1:
             raise UserError(
                 f"{side} {item.id!r} has {len(pictures)} pictures, but {self.settings.model} reads only one"

@@ -24,7 +24,7 @@ from rge.embedders.common import VLM2VEC, DirectEncoder, check_family, direct, l
 from rge.embedders.registry import Facts
 from rge.model.adapter_files import PREFIX, merge_saved
 from rge.model.families import normalised
-from rge.model.prompts import Prompt, PromptBuilder
+from rge.model.prompts import Layout, Prompt, PromptBuilder
 
 MAX_PROMPT_TOKENS = 8192
 
@@ -32,8 +32,12 @@ MAX_PROMPT_TOKENS = 8192
 class RawBuilder(PromptBuilder):
     """VLM2Vec's prompts: no chat template, no tokens around pictures."""
 
-    def _render(self, text: str, num_images: int) -> str:
-        return self.processor.image_token * num_images + "\n" * bool(num_images) + text
+    def _render(self, layout: Layout) -> str:
+        rendered = ""
+        for previous, piece in zip(("", *layout), layout, strict=False):
+            is_new_line = bool(rendered) and (piece is None) != (previous is None)
+            rendered += "\n" * is_new_line + (self.processor.image_token if piece is None else piece)
+        return rendered
 
 
 PROMPTING: dict[str, tuple[type[PromptBuilder], Profile, bool]] = {

@@ -23,8 +23,9 @@ from rge.checkpoints.settings import Settings
 from rge.common.errors import UserError
 from rge.common.images import open_picture, picture_bytes
 from rge.common.mmeb_prompts import PLACEHOLDER
+from rge.common.parts import ImageRef
 from rge.common.prompt_profiles import EMB_TOKEN, PROFILES
-from rge.common.schema import Encoded, ImageRef, Item
+from rge.common.schema import Encoded, Item
 from rge.embedder import Embedder
 from rge.embedders.common import ThirdParty, hash_of_files, loading, place, settings_of, whole
 from rge.embedders.registry import Facts
@@ -142,18 +143,18 @@ class Released(ThirdParty):
         if self.verbatim:
             text = item.text or ""
         else:
-            places = PLACEHOLDER * len(item.images) + "\n" * bool(item.images)
+            places = PLACEHOLDER * len(item.pictures) + "\n" * bool(item.pictures)
             text = places + user_text(item, side, PROFILES["rge"])
         text = text if text.endswith("\n") else text + "\n"
-        text = text.replace(PLACEHOLDER, PICTURE if item.images else "")
+        text = text.replace(PLACEHOLDER, PICTURE if item.pictures else "")
         return rendered_turn(self.processor, [{"type": "text", "text": text}])
 
     def inputs(self, item: Item, side: str, mode: str) -> dict[str, Tensor]:
         """Token ids and pixels, one row; a UserError if the numbers of placeholders and pictures differ."""
         text = self.prompt(item, side) + (EMB_TOKEN if mode == "direct" else "")
-        if (places := text.count(PICTURE)) != len(item.images):
-            raise UserError(f"{side} {item.id!r} has {len(item.images)} pictures but {places} placeholders")
-        pictures = [small_sides(opened(ref)).convert("RGB") for ref in item.images]
+        if (places := text.count(PICTURE)) != len(item.pictures):
+            raise UserError(f"{side} {item.id!r} has {len(item.pictures)} pictures but {places} placeholders")
+        pictures = [small_sides(opened(ref)).convert("RGB") for ref in item.pictures]
         fields = self.processor(text=[text], images=pictures or None, return_tensors="pt")
         return {key: value.to(self.model.device) for key, value in fields.items()}
 

@@ -48,7 +48,7 @@ class Sentences(DirectEncoder[Shown]):
 
     def prepare(self, item: Item, side: str) -> tuple[int, Shown]:
         """Text, picture or both; a UserError if the model does not accept them. Sorted by the text's length in characters."""
-        text, pictures = user_text(item, side, self.wording), item.images
+        text, pictures = user_text(item, side, self.wording), item.pictures
         if side == "candidate" and text and IMAGE not in self.reads:
             pictures = ()
         where, name = f"{side} {item.id!r}", self.settings.model

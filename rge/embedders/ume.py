@@ -19,7 +19,7 @@ from rge.embedders.registry import Facts
 from rge.inference import Inference
 from rge.model.backbone import load_backbone
 from rge.model.embedding_model import EmbeddingModel
-from rge.model.prompts import PromptBuilder
+from rge.model.prompts import Layout, PromptBuilder
 
 GEN, DISC = "<gen_emb>", "<disc_emb>"
 INSTRUCTION = (
@@ -39,10 +39,12 @@ WRITTEN = ("<think>", "</think>", "<answer>", "</answer>")
 class UmeBuilder(PromptBuilder):
     """Its prompts: pictures, text, ``<disc_emb>``, and in generative mode the instruction."""
 
-    def _render(self, text: str, num_images: int) -> str:
+    def _render(self, layout: Layout) -> str:
         generative = self.emb_id == self.tokenizer.convert_tokens_to_ids(GEN)
-        content = [{"type": "image"} for _ in range(num_images)]
-        content.append({"type": "text", "text": f"{text}\n{DISC}\n{INSTRUCTION if generative else ''}"})
+        content = [
+            {"type": "image"} if piece is None else {"type": "text", "text": f"{piece}\n"} for piece in layout
+        ]
+        content.append({"type": "text", "text": f"{DISC}\n{INSTRUCTION if generative else ''}"})
         rendered = self._turn(content)
         # in direct mode <disc_emb> itself is appended as the embedding token
         return rendered if generative else rendered.partition(DISC)[0]

@@ -17,6 +17,7 @@ from pydantic import BaseModel, Field
 from rge.common.errors import UserError
 from rge.common.files import find_shipped
 from rge.common.images import WEB, load_image, picture_bytes
+from rge.common.parts import content_of
 from rge.common.schema import Item
 from rge.embedder import Embedder
 from rge.index.reading import Reader
@@ -171,10 +172,10 @@ class Explorer:
         instruction = (
             self.embedder.default_instruction if instruction is None else instruction.strip() or None
         )
-        item = Item("query", question.strip() or None, images, instruction)  # type: ignore[arg-type]
-        if not images and item.text is None:
+        item = Item("query", content_of(question.strip() or None, images), instruction)
+        if not item.content:
             raise ValueError("ask a question, give a picture, or both")
-        return self.embedder.prompt(item, "query", images)
+        return self.embedder.prompt(item, "query")
 
     def _ids(self, rationale: str) -> list[int]:
         if not rationale.strip():

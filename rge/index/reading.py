@@ -13,6 +13,7 @@ import numpy as np
 from rge.common.errors import UserError
 from rge.common.images import load_image
 from rge.common.modes import Mode
+from rge.common.parts import content_of
 from rge.common.schema import Item, check_finite
 from rge.embedder import Embedder
 from rge.index.sources import Content, Entry, Unreadable, load
@@ -123,8 +124,8 @@ class Reader:
             if content.data is not None:
                 images = [load_image(content.data, max_file_pixels=self.max_file_pixels)]
             text = content.text if content.data is None or self.captions else None
-            item = Item(entry.id, text, tuple(images), self.instruction)  # type: ignore[arg-type]
-            prompt = self.embedder.prompt(item, "query" if self.side == "query" else "candidate", images)
+            item = Item(entry.id, content_of(text, images), self.instruction)
+            prompt = self.embedder.prompt(item, "query" if self.side == "query" else "candidate")
         except ValueError as error:
             message = str(error).replace(f"<{len(content.data or b'')} bytes>", str(entry.image))
             raise UserError(message) from error

@@ -20,6 +20,7 @@ from mteb.types import PromptType
 
 from rge.checkpoints.export import checkpoint_hash
 from rge.checkpoints.settings import read_settings
+from rge.common.parts import content_of
 from rge.common.schema import Item
 from rge.embedder import WINDOW_BATCHES, Embedder, local_folder
 from rge.model.adapter_files import base_of
@@ -150,4 +151,4 @@ def _items(batch: dict[str, Any], fallback: str | None, *, is_query: bool) -> It
         text, pictures = (None if column is None else column[row] for column in (texts, images))
         several = pictures if isinstance(pictures, list) else [] if pictures is None else [pictures]
         instruction = (own[row] or None) if own is not None else fallback
-        yield Item(str(row), text, tuple(several), instruction)
+        yield Item(str(row), content_of(text, several), instruction)

@@ -23,6 +23,7 @@ from torch import Tensor
 from rge.checkpoints.export import export
 from rge.checkpoints.settings import RGE_JSON
 from rge.common.errors import UserError, not_one_of
+from rge.common.parts import ImagePart, TextPart, is_short
 from rge.common.schema import Item
 from rge.embedder import Embedder, check_text, picture_ref
 
@@ -143,7 +144,7 @@ class ReasoningEmbedder(InputModule):
             if warning:
                 warnings.warn(warning, stacklevel=2)
         items = [_item(str(row), parts, instruction) for row, parts in enumerate(features["parts"])]
-        if any(item.parts for item in items):
+        if not all(is_short(item.content) for item in items):
             warnings.warn(
                 "a text before a picture is kept there, and this checkpoint was trained with pictures first: "
                 "{'image': ..., 'text': ...}",
@@ -175,13 +176,8 @@ class _UnitRows(Tensor):
 
 
 def _item(name: str, parts: Sequence[tuple[str, Any]], instruction: str | None) -> Item:
-    texts = [part for kind, part in parts if kind == "text"]
-    images = tuple(part for kind, part in parts if kind == "image")
-    kinds = [kind for kind, _ in parts]
-    order: tuple[str | None, ...] = ()
-    if kinds != sorted(kinds):  # not "image" before "text"
-        order = tuple(part if kind == "text" else None for kind, part in parts)
-    return Item(name, "\n".join(texts) or None, images, instruction, order)
+    content = (TextPart(part) if kind == "text" else ImagePart(part) for kind, part in parts)
+    return Item(name, tuple(content), instruction)
 
 
 def _parts(value: Any) -> list[tuple[str, Any]]:

@@ -14,6 +14,7 @@ from typing import Literal
 from rge.calls.store import AnswerStore, value_key
 from rge.common.commands import progress_bar
 from rge.common.errors import UserError
+from rge.common.parts import TextPart, content_of
 from rge.common.schema import Item
 from rge.judging.scorer import SCORERS, Judge, LocalModel, Score, Scorer, local_software
 
@@ -23,10 +24,6 @@ ANSWER_SHOWS = "What does the answer show?"
 """Question after a rationale."""
 DESCRIPTION_TOKENS = 64
 MAX_PROMPT_TOKENS = 8192
-
-
-def _with(text: str | None, question: str) -> str:
-    return "\n".join(filter(None, (text, question)))
 
 
 @SCORERS.register("description")
@@ -49,7 +46,9 @@ class DescriptionJudge(Scorer):
         self, queries: Sequence[Item], rationales: Mapping[str, str], answers: AnswerStore
     ) -> list[Item]:
         """Descriptions of the right answers, see `describe`."""
-        return self.describe([Item(q.id, text=rationales.get(q.id) or q.text) for q in queries], answers)
+        return self.describe(
+            [Item(q.id, content_of(rationales.get(q.id) or q.text)) for q in queries], answers
+        )
 
     def score(self, pairs: Sequence[tuple[Item, Item]]) -> list[Score]:
         """Log-likelihoods of (description, candidate) pairs, in nats; each candidate's prompt is encoded once."""
@@ -65,7 +64,7 @@ class DescriptionJudge(Scorer):
         scores = [0.0] * len(pairs)
         for places in of_candidate.values():
             candidate = pairs[places[0]][1]
-            item = replace(candidate, text=_with(candidate.text, QUESTION), instruction=None)
+            item = replace(candidate, content=(*candidate.content, TextPart(QUESTION)), instruction=None)
             prompt = self.model.builder.build(item, "query")
             for start in range(0, len(places), self._batch_size):
                 part = places[start : start + self._batch_size]
@@ -95,7 +94,7 @@ class DescriptionJudge(Scorer):
         known = answers.get_values(keys)
         todo = {key: item for key, item in zip(keys, texts, strict=True) if key not in known}
         prompts = [
-            self.model.builder.build(Item(item.id, _with(item.text, ANSWER_SHOWS)), "query")
+            self.model.builder.build(Item(item.id, (*item.content, TextPart(ANSWER_SHOWS))), "query")
             for item in todo.values()
         ]
         with progress_bar(total=len(prompts), desc="describing", unit="answer", disable=not prompts) as bar:
@@ -112,4 +111,7 @@ class DescriptionJudge(Scorer):
                 f"the judge wrote {known[keys[0]][0]!r} and never ended with <emb>: it must be trained to describe the "
                 "right answer (rge eval records descriptions=FILE)"
             )
-        return [Item(item.id, text=known[key][0] or item.text) for key, item in zip(keys, texts, strict=True)]
+        return [
+            Item(item.id, content_of(known[key][0] or item.text))
+            for key, item in zip(keys, texts, strict=True)
+        ]

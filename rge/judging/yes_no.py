@@ -24,6 +24,7 @@ from rge.calls.wire.bodies import served_model
 from rge.calls.wire.replies import as_dict, dict_items, parse
 from rge.common.errors import UserError
 from rge.common.images import picture_bytes
+from rge.common.parts import TextPart
 from rge.common.schema import Item
 from rge.judging.scorer import SCORERS, Judge, LocalModel, Score, Scorer, need_answers
 
@@ -47,7 +48,11 @@ def yes_no(judge: Judge) -> Scorer:
 
 def _words(query: Item) -> Item:
     """The query with its instruction as part of its text."""
-    return replace(query, text="\n".join(filter(None, (query.instruction, query.text))), instruction=None)
+    content = [*query.content]
+    if query.instruction:
+        texts = (place for place, part in enumerate(content) if isinstance(part, TextPart))
+        content.insert(next(texts, len(content)), TextPart(query.instruction))
+    return replace(query, content=tuple(content), instruction=None)
 
 
 class LocalYesNo(Scorer):
@@ -204,7 +209,7 @@ class EndpointYesNo(Scorer):
 
 
 def _pictures(item: Item, max_side_px: int) -> list[Picture]:
-    data = ((ref, picture_bytes(ref)) for ref in item.images)
+    data = ((ref, picture_bytes(ref)) for ref in item.pictures)
     return [Picture(ref, hashlib.sha256(content).hexdigest(), max_side_px) for ref, content in data]
 
 

@@ -1,12 +1,12 @@
 """Turn an item into token ids and resized pixels; the only place where prompts are built.
 
-The default profile writes the prompts of the released RGE checkpoint (pictures first, then a newline, the text and a
-newline inside one user turn). The chat template, the expansion of picture placeholders and all token ids come from
+A prompt shows an item's content in its order, inside one user turn. Of pictures and then a text, the default profile makes the prompts
+of the released RGE checkpoint: pictures, a newline, the text and a newline. The chat template, the expansion of picture placeholders and all token ids come from
 the backbone's own processor.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -18,7 +18,8 @@ from PIL import Image
 from torch import Tensor
 
 from rge.common.errors import UserError, shortened
-from rge.common.images import ImageError, load_image
+from rge.common.images import ImageError, load_image, picture_size
+from rge.common.parts import ImagePart, ImageRef, TextPart, with_text
 from rge.common.prompt_profiles import EMB_TOKEN, PROFILES, Profile
 from rge.common.schema import Item
 from rge.model.families import family_of_processor
@@ -68,10 +69,20 @@ class Measured:
 
 
 P = TypeVar("P", Prompt, Measured)
+V = TypeVar("V")
+
+Size = tuple[int, int]
+"""Width and height in pixels."""
+
+Pieces = list[str | V]
+"""An item's content in order: texts, and its pictures as pixels or as sizes."""
+
+Layout = tuple[str | None, ...]
+"""The texts of a prompt with their wording, and None in the place of each picture."""
 
 
 def user_text(item: Item, side: str, profile: Profile) -> str:
-    """The worded text of the user turn after the pictures, without surrounding newlines."""
+    """The worded text of the user turn, without surrounding newlines; several texts as one."""
     text = (item.text or "").strip()
     if side == "query":
         if item.instruction:
@@ -79,7 +90,7 @@ def user_text(item: Item, side: str, profile: Profile) -> str:
         return profile.query_without_instruction.format(text=text).strip()
     if side != "candidate":
         raise ValueError(f"side must be query or candidate, got {side!r}")
-    if not item.images:
+    if not item.is_visual:
         return profile.candidate_text.format(text=text).strip()
     if not text:
         return profile.candidate_image.strip()
@@ -152,9 +163,10 @@ class PromptBuilder:
             raise UserError(
                 f"{of} has no chat template: add its family's as chat_template.jinja to its folder"
             )
-        images = self.scaled("of the check", [Image.new("RGB", (64, 64))] * 2)
+        square = Image.new("RGB", (64, 64))
+        images = [self.family.scaled(square, self.processor.image_processor)] * 2
         try:
-            renders = [self._render("a text", 2), self._render("another", 2)]
+            renders = [self._render((None, None, text)) for text in ("a text", "another")]
             num_placeholders = int(
                 (self._processed("of the check", renders[0], images)[0] == self._image_id).sum()
             )
@@ -169,69 +181,115 @@ class PromptBuilder:
                 f"{shortened(repr(renders[0]))}. Use its family's, which reads a list of contents"
             )
 
-    def build(self, item: Item, side: str, images: Iterable[Image.Image] | None = None) -> Prompt:
-        """Token ids and pictures of one prompt.
+    def build(self, item: Item, side: str, load: Callable[[ImageRef], Image.Image] = load_image) -> Prompt:
+        """Token ids and pictures of one prompt; `load` decodes a picture.
 
-        A prompt over `max_tokens` loses only the end of the user's text: cutting the ids would remove the assistant header,
-        or a picture's placeholders. `images` are decoded pictures to use instead of loading ``item.images``, e.g. augmented ones.
+        A prompt over `max_tokens` loses only the end of the item's last text: cutting the ids would remove the assistant header, or a
+        picture's placeholders.
 
         Raises:
-            UserError: an empty item, or one that is too long even without its text. Interleaved text and
-                pictures (`Item.parts`) are never cut.
+            UserError: an empty item, or one that is too long even without its last text.
             ImageError: a picture cannot be read.
         """
-        images = map(load_image, item.images) if images is None else images
-        return self.build_scaled(item, side, self.scaled(item.id, images))
+        return self.build_scaled(item, side, self.scaled(item, load))
 
-    def scaled(self, name: str, images: Iterable[Image.Image]) -> list[Image.Image]:
-        """An item's pictures for `build_scaled`. Of an iterator that decodes them, one at a time is held at its full size."""
-        scale = partial(self.family.scaled, image_processor=self.processor.image_processor)
-        with _of_pictures(name):
-            # A comprehension would keep each picture until the next one is decoded.
-            return list(map(scale, images))
+    def scaled(self, item: Item, load: Callable[[ImageRef], Image.Image] = load_image) -> Pieces[Image.Image]:
+        """An item's content for `build_scaled`. One picture at a time is held at its full size."""
 
-    def build_scaled(self, item: Item, side: str, images: Sequence[Image.Image]) -> Prompt:
+        def scaled(ref: ImageRef) -> Image.Image:
+            image = load(ref)
+            with _of_pictures(item.id):
+                return self.family.scaled(image, self.processor.image_processor)
+
+        return self._pieces(item, scaled)
+
+    def build_scaled(self, item: Item, side: str, pieces: Pieces[Image.Image]) -> Prompt:
         """`build`, after `scaled`."""
-        if item.parts:
-            return self._interleaved(item, side, images)
+        images = [piece for piece in pieces if not isinstance(piece, str)]
         sizes = [image.size for image in images]
-        return self._fitted(item, side, sizes, partial(self._encode, item.id, images))
+        return self._fitted(item, side, pieces, sizes, partial(self._encode, item.id, images))
 
-    def measure(self, item: Item, side: str, sizes: Sequence[tuple[int, int]]) -> Measured:
-        """The size of `build`'s prompt of an item that is not interleaved, with these widths and heights; errors as there."""
+    def measure(self, item: Item, side: str, size_of: Callable[[ImageRef], Size] = picture_size) -> Measured:
+        """The size of `build`'s prompt; `size_of` gives a picture's width and height. Errors as there."""
+        pieces = self._pieces(item, size_of)
+        sizes = [piece for piece in pieces if not isinstance(piece, str)]
         with _of_pictures(item.id):
             for_pictures = sum(map(self._tokens_of_picture, sizes))
 
-        def counted(text: str, num_cut: int) -> Measured:
-            num_tokens = self._tokens_of_text(text, len(sizes)) - len(sizes) + for_pictures
+        def counted(layout: Layout, num_cut: int) -> Measured:
+            num_tokens = self._tokens_of_text(layout) - len(sizes) + for_pictures
             return Measured(num_tokens, for_pictures, num_cut)
 
-        return self._fitted(item, side, sizes, counted)
+        return self._fitted(item, side, pieces, sizes, counted)
+
+    def _pieces(self, item: Item, shown: Callable[[ImageRef], V]) -> Pieces[V]:
+        """An item's content in order, blank texts left out and adjacent ones joined; `shown` is called for one picture after the other."""
+        pieces: Pieces[V] = []
+        for part in item.content:
+            if isinstance(part, ImagePart):
+                pieces.append(shown(part.image))
+            elif not isinstance(part, TextPart):
+                raise UserError(f"item {item.id!r} has a part that cannot be embedded: {type(part).__name__}")
+            elif text := part.text.strip():
+                if pieces and isinstance(pieces[-1], str):
+                    text = f"{pieces.pop()}\n{text}"
+                pieces.append(text)
+        return pieces
 
     def _fitted(
-        self, item: Item, side: str, sizes: Sequence[tuple[int, int]], encode: Callable[[str, int], P]
+        self,
+        item: Item,
+        side: str,
+        pieces: Pieces[Any],
+        sizes: Sequence[Size],
+        encode: Callable[[Layout, int], P],
     ) -> P:
-        """A prompt within `max_tokens`: `encode` gets less text, and how many of its tokens are missing, until it fits."""
-        text = self._plain(user_text(item, side, self.profile))
+        """A prompt within `max_tokens`: `encode` gets less of the last text, and how many of its tokens are missing, until it fits."""
+        layout, last, after = self._laid_out(item, side, pieces)
         # A benchmark's candidate may be empty; its wording alone is embedded. A query's instruction asks nothing.
-        own = (item.text or "").strip() if side == "query" else text
-        if not sizes and not own:
+        has_own = len(sizes) < len(pieces) if side == "query" else bool(layout[last])
+        if not sizes and not has_own:
             raise UserError(f"item {item.id!r} has neither text nor images")
-        prompt = encode(text, 0)
+        prompt = encode(layout, 0)
         if len(prompt) <= self.max_tokens:  # first, since the rest takes time
             return prompt
-        after = self._around(item, side)[1] if (item.text or "").strip() else ""
+
+        around: tuple[Layout, Layout] = layout[:last], layout[last + 1 :]
 
         def shorter(part: str, num_cut: int) -> P:
-            return encode(part + after, num_cut)
+            return encode((*around[0], part + after, *around[1]), num_cut)
 
         def too_long() -> UserError:
+            rest = "pictures and template" if len(layout) - len(sizes) == 1 else "other parts and template"
             return UserError(
-                f"item {item.id!r}: pictures and template alone exceed max_prompt_tokens={self.max_tokens} "
+                f"item {item.id!r}: {rest} alone exceed max_prompt_tokens={self.max_tokens} "
                 f"({self._pictures(sizes)}); {MAKE_ROOM}"
             )
 
-        return self._shortened(prompt, text.removesuffix(after), shorter, self.max_tokens, too_long)
+        text = str(layout[last]).removesuffix(after)
+        return self._shortened(prompt, text, shorter, self.max_tokens, too_long)
+
+    def _laid_out(self, item: Item, side: str, pieces: Pieces[Any]) -> tuple[Layout, int, str]:
+        """The layout of a prompt, the place of its last text, and the wording at that text's end.
+
+        The wording surrounds the whole text: it begins before the first piece and ends after the last. Without a text, it stands at
+        the end.
+        """
+        layout = [piece if isinstance(piece, str) else None for piece in pieces]
+        places = [place for place, piece in enumerate(layout) if piece is not None]
+        if not places:
+            wording = self._plain(user_text(item, side, self.profile))
+            return (*layout, wording), len(layout), ""
+        first, last = places[0], places[-1]
+        marked = replace(item, content=with_text(item.content, _TEXT))
+        before, _, after = user_text(marked, side, self.profile).rpartition(_TEXT)
+        layout[first] = before + str(layout[first])
+        layout[last] = str(layout[last]) + after
+        return (
+            tuple(None if piece is None else self._plain(piece) for piece in layout),
+            last,
+            self._plain(after),
+        )
 
     def _shortened(
         self,
@@ -259,33 +317,6 @@ class PromptBuilder:
         plural = "s" * (len(sizes) != 1)
         return f"{len(sizes)} picture{plural}, {sum(map(self._tokens_of_picture, sizes))} tokens"
 
-    def _around(self, item: Item, side: str) -> tuple[str, str]:
-        """The wording before and after an item's text."""
-        wording = self._plain(user_text(replace(item, text=_TEXT), side, self.profile))
-        before, _, after = wording.rpartition(_TEXT)
-        return before, after
-
-    def _interleaved(self, item: Item, side: str, images: Sequence[Image.Image]) -> Prompt:
-        pieces = [None if part is None else self._plain(part.strip()) for part in item.parts]
-        texts = [place for place, piece in enumerate(pieces) if piece is not None]
-        # The wording surrounds the whole text: it begins before the first piece and ends after the last.
-        before, after = self._around(item, side)
-        pieces[texts[0]] = before + str(pieces[texts[0]])
-        pieces[texts[-1]] = str(pieces[texts[-1]]) + after
-        content = []
-        for before_it, piece in zip(["", *pieces], pieces, strict=False):
-            newline = "\n" if before_it is None else ""
-            text = {"type": "text", "text": f"{newline}{piece}\n"}
-            content.append({"type": "image"} if piece is None else text)
-        prompt = self._prompt(item.id, *self._processed(item.id, self._turn(content), images), 0)
-        if len(prompt) > self.max_tokens:
-            raise UserError(
-                f"item {item.id!r} has {len(prompt)} tokens, more than max_prompt_tokens={self.max_tokens}: shorten it, or "
-                "put its pictures first, then the end of the text is cut "
-                f"({self._pictures([image.size for image in images])}); or {MAKE_ROOM}"
-            )
-        return prompt
-
     def build_pairs(
         self, first: Item, seconds: Sequence[Item], *, wording: tuple[str, str, str]
     ) -> tuple[Prompt, list[Prompt]]:
@@ -303,7 +334,7 @@ class PromptBuilder:
         """
         before, between, after = wording
         beginning = f"{before}{self._plain((first.text or '').strip())}{between}"
-        images = self.scaled(first.id, map(load_image, first.images))
+        images = self._pictures_first(first)
         shown = [{"type": "image"}] * len(images)
         opening = {"type": "text", "text": f"\n{beginning}" if images else beginning}
         marked = {"type": "text", "text": opening["text"] + _TEXT}
@@ -312,7 +343,7 @@ class PromptBuilder:
         head = self._prompt(first.id, head_ids, fields, 0)
         rests = []
         for second in seconds:
-            own = self.scaled(second.id, map(load_image, second.images))
+            own = self._pictures_first(second)
 
             def rest(
                 text: str, num_cut: int, second: Item = second, own: Sequence[Image.Image] = own
@@ -339,6 +370,9 @@ class PromptBuilder:
             most = self.max_tokens - len(head)
             rests.append(self._shortened(rest(text, 0), text, rest, most, too_long))
         return head, rests
+
+    def _pictures_first(self, item: Item) -> list[Image.Image]:
+        return [piece for piece in self.scaled(item) if not isinstance(piece, str)]
 
     def _continued(
         self, head: Prompt, name: str, rendered: str, images: Sequence[Image.Image], num_cut: int
@@ -376,25 +410,28 @@ class PromptBuilder:
         """Text of generated ids, special tokens left out."""
         return self.tokenizer.decode(ids, skip_special_tokens=True).strip()
 
-    def _render(self, text: str, num_images: int) -> str:
+    def _render(self, layout: Layout) -> str:
         """The prompt as a string with one placeholder per picture; other models' adapters override it."""
-        content = [{"type": "image"} for _ in range(num_images)]
-        content.append({"type": "text", "text": f"\n{text}\n" if num_images else f"{text}\n"})
+        content = []
+        for previous, piece in zip(("", *layout), layout, strict=False):
+            newline = "\n" if previous is None else ""
+            text = {"type": "text", "text": f"{newline}{piece}\n"}
+            content.append({"type": "image"} if piece is None else text)
         return self._turn(content)
 
-    def _count_tokens(self, text: str, num_images: int) -> int:
+    def _count_tokens(self, layout: Layout) -> int:
         """Tokens of a prompt in which each picture is one placeholder with the processor's text around it."""
         mark = self.family.picture_mark(self.processor)
-        rendered = self._render(text, num_images).replace(self.processor.image_token, mark)
+        rendered = self._render(layout).replace(self.processor.image_token, mark)
         return len(self.tokenizer(rendered).input_ids)
 
     def _turn(self, content: list[dict[str, str]]) -> str:
         return rendered_turn(self.processor, content)
 
-    def _encode(self, name: str, images: Sequence[Image.Image], text: str, num_cut: int) -> Prompt:
-        # Rendering and tokenising depend only on the text and the pictures' sizes. Candidates without a text, and
+    def _encode(self, name: str, images: Sequence[Image.Image], layout: Layout, num_cut: int) -> Prompt:
+        # Rendering and tokenising depend only on the texts and the pictures' sizes. Candidates without a text, and
         # small sets, repeat them; then only the pictures are processed.
-        key = (text, *(image.size for image in images))
+        key = (layout, *(image.size for image in images))
         if known := self._known.get(key):
             input_ids, grid = known
             pictures: Mapping[str, Tensor] = {}
@@ -404,7 +441,7 @@ class PromptBuilder:
                     pictures = self.processor.image_processor(**given)
             if not images or (grid is not None and torch.equal(pictures["image_grid_thw"], grid)):
                 return self._prompt(name, input_ids, pictures, num_cut)
-        input_ids, fields = self._processed(name, self._render(text, len(images)), images)
+        input_ids, fields = self._processed(name, self._render(layout), images)
         if len(self._known) >= KNOWN_PROMPTS:
             self._known.clear()
         if not images or "image_grid_thw" in fields:

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from rge.common.errors import UserError, grouped
 from rge.common.images import PictureIndex, load_image
-from rge.common.schema import Record, Target, picture_of
+from rge.common.parts import picture_of, refs_of
+from rge.common.schema import Record, Target
 from rge.data.collate import Batch, target_item
 from rge.data.config import DataConfig
 from rge.data.layout import measured, on_all_cores
@@ -155,15 +156,17 @@ def unusable(
 
 
 def _missing(pictures: PictureIndex, target: Target) -> str | None:
-    fault = pictures.fault(target.image) if isinstance(target.image, str) else None
-    return fault and f"candidate {target.id!r}: {fault}"
+    for ref in (ref for part in target.parts for ref in refs_of(part)):
+        if isinstance(ref, str) and (fault := pictures.fault(ref)):
+            return f"candidate {target.id!r}: {fault}"
+    return None
 
 
 def _fault(builder: PromptBuilder, target: Target) -> str | None:
     try:
         measured(builder, target_item(target), "candidate")
-        if target.image is not None:
-            load_image(target.image)
+        for ref in target.pictures:
+            load_image(ref)
     except ValueError as error:
         return f"candidate {target.id!r}: {error}"
     return None

@@ -49,7 +49,7 @@ def naming_pictures(path: str | Path, side_px: int, on_bad: str = "stop") -> tup
     records = RecordFile(path, need_rationale=True, on_bad=on_bad)
     named: dict[str, str] = {}
     for record in map(records.__getitem__, range(len(records))):
-        for image in record.query.images:
+        for image in record.query.pictures:
             named.setdefault(str(image), record.positives[0].rationale or "")
     arrays: dict[str, np.ndarray] = {}
     for image in named:

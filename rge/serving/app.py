@@ -22,6 +22,7 @@ import rge
 from rge.common.errors import UserError
 from rge.common.images import WEB, data_url
 from rge.common.modes import SILENT, Mode
+from rge.common.parts import content_of
 from rge.common.schema import Encoded, Item
 from rge.embedder import Embedder
 from rge.index.store import ConditionError, Index
@@ -117,7 +118,7 @@ class Service:
 
     def start(self) -> None:
         """Warm up, so that a broken set-up fails at startup and the first client does not wait; a `UserError` for some limits."""
-        prompt = self.embedder.prompt(Item("start", "a key"), "query", [])
+        prompt = self.embedder.prompt(Item("start", content_of("a key")), "query")
         for mode in ("direct", "reasoning"):
             self.embedder.encode_prompts([prompt], mode=mode)
         self.batches.known_good = prompt

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from PIL import Image
 
 from rge.common.images import WEB, ImageError, decode_data_url, load_image, names_picture, upload_header
+from rge.common.parts import Content, pictures_of, text_of
 from rge.common.schema import Item
 from rge.embedder import Embedder
 from rge.model.prompts import Prompt
@@ -30,11 +31,20 @@ _DATA = re.compile(r"data:image/[\w.+-]{1,40};base64,", re.ASCII | re.IGNORECASE
 
 @dataclass(frozen=True)
 class Raw:
-    """An input as received: its text, and data URLs or addresses of its pictures."""
+    """An input as received; pictures are data URLs or addresses."""
 
     param: str
-    text: str | None
-    pictures: tuple[str, ...] = ()
+    content: Content
+
+    @property
+    def text(self) -> str | None:
+        """Its texts, joined by a newline; None without any."""
+        return text_of(self.content)
+
+    @property
+    def pictures(self) -> tuple[str, ...]:
+        """Data URLs and addresses of its pictures."""
+        return tuple(map(str, pictures_of(self.content)))
 
 
 def check_limits(inputs: Sequence[Raw], instruction: str | None, options: ServeOptions) -> None:
@@ -134,8 +144,10 @@ def make_prompt(
     try:
         with held.loan() as loan:
             images = _images(embedder, pictures, max_mp, loan)
-            item = Item(raw.param, raw.text, tuple(pictures), instruction)
-            return embedder.prompt(item, "candidate" if side == "document" else "query", images)
+            item = Item(raw.param, raw.content, instruction)
+            return embedder.prompt(
+                item, "candidate" if side == "document" else "query", lambda _: next(images)
+            )
     except ImageError as error:
         raise BadInput(str(error), f"{raw.param}.image_url") from None
     except ValueError as error:

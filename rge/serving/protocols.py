@@ -13,6 +13,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from rge.common.modes import Mode
+from rge.common.parts import ImagePart, TextPart, content_of
 from rge.serving.inputs import Raw
 
 T = TypeVar("T")
@@ -67,15 +68,15 @@ class _JinaPart(_Strict):
 
 
 def _raw(param: str, item: str | Message | _Content | _JinaPart) -> Raw:
-    """Pictures are placed before the text, as in training."""
     if isinstance(item, _JinaPart):
-        return Raw(param, item.text, () if item.image is None else (item.image,))
+        return Raw(param, content_of(item.text, [] if item.image is None else [item.image]))
     content = item if isinstance(item, str) else item.content
     if isinstance(content, str):
-        return Raw(param, content)
-    texts = [part.text for part in content if isinstance(part, _Text)]
-    pictures = [part.image_url.url for part in content if isinstance(part, _Picture)]
-    return Raw(param, "\n".join(texts) or None, tuple(pictures))
+        return Raw(param, content_of(content))
+    parts = (
+        TextPart(part.text) if isinstance(part, _Text) else ImagePart(part.image_url.url) for part in content
+    )
+    return Raw(param, tuple(parts))
 
 
 def _numbered(name: str, items: Iterable[str | Message | _Content | _JinaPart]) -> list[Raw]:
@@ -126,7 +127,7 @@ class _OpenAiAsked(Asked):
     def inputs(self) -> list[Raw]:
         """The texts, the conversation, or a batch of conversations in vLLM's form."""
         if isinstance(self.input, str):
-            return [Raw("input", self.input)]
+            return [Raw("input", content_of(self.input))]
         if self.messages is None:
             return _numbered("input", self.input or [])
         if isinstance(self.messages[0], Message):
@@ -233,7 +234,7 @@ class CohereAsked(Asked):
         if self.texts is not None:
             return _numbered("texts", self.texts)
         if self.images is not None:
-            return [Raw(f"images[{row}]", None, (url,)) for row, url in enumerate(self.images)]
+            return [Raw(f"images[{row}]", content_of(None, [url])) for row, url in enumerate(self.images)]
         return _numbered("inputs", self.inputs_ or [])
 
 
@@ -276,7 +277,7 @@ class TeiAsked(Asked):
     def inputs(self) -> list[Raw]:
         """The texts."""
         return (
-            [Raw("inputs", self.inputs_)]
+            [Raw("inputs", content_of(self.inputs_))]
             if isinstance(self.inputs_, str)
             else _numbered("inputs", self.inputs_)
         )

@@ -124,7 +124,7 @@ def _named(error: ImageError, batch: Sequence[Item], side: Side) -> UserError:
     """The error with the id of the first item that causes it, since a set's pictures are mostly bytes without a name."""
     for item in batch:
         try:
-            list(map(load_image, item.images))
+            list(map(load_image, item.pictures))
         except ImageError as of_item:
             return UserError(
                 f"{side} {item.id!r}: {of_item} (rge eval check set=DIR lists all such pictures)"

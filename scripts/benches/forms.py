@@ -28,6 +28,7 @@ from transformers import GenerationConfig
 from benches.harness import Rows, count_flops, in_turns, make_batch, medians, random_backbone, random_picture
 from rge.common.errors import UserError
 from rge.common.options import one_of
+from rge.common.parts import content_of
 from rge.common.schema import Item
 from rge.config import load_recipe
 from rge.data.collate import Batch, StepBatches, chunks_of
@@ -142,16 +143,18 @@ def long_setting(options: Sizes, sizes: dict | None = None) -> Setting:
     queries, candidates = [], []
     for row in range(options.batch):
         image = random_picture(rng, side_px)
-        base = len(builder.build(Item(f"q{row}", " key", ()), "query", [image]))
+        base = len(builder.build(Item(f"q{row}", content_of(" key", [image])), "query"))
         # Ragged, as real prompts are: the longest has `prompt_tokens`, the others up to 4 % less.
         wanted = options.prompt_tokens - (row % 4) * options.prompt_tokens // 100
         if wanted < base:
             raise UserError(
                 f"prompt_tokens={options.prompt_tokens} is too few: picture and template take {base}"
             )
-        queries.append(builder.build(Item(f"q{row}", " key" * (wanted - base + 1), ()), "query", [image]))
+        queries.append(
+            builder.build(Item(f"q{row}", content_of(" key" * (wanted - base + 1), [image])), "query")
+        )
         picture = random_picture(rng, options.candidate_side_px)
-        candidates.append(builder.build(Item(f"c{row}", None, ()), "candidate", [picture]))
+        candidates.append(builder.build(Item(f"c{row}", content_of(None, [picture])), "candidate"))
 
     def lengths() -> list[int]:
         drawn = np.exp(rng.normal(np.log(0.6 * options.rationale_tokens), 0.35, options.batch))

@@ -133,6 +133,7 @@ def random_batch(
     texts: tuple[int, int] = (2, 12),
 ) -> "Batch":
     """Queries and their candidates, all with a picture and a text repeated so often (the last excluded); random oracle rationales."""
+    from rge.common.parts import content_of
     from rge.common.schema import Item
     from rge.model.prompts import PromptBuilder
 
@@ -140,7 +141,7 @@ def random_batch(
 
     def prompt(side: str, name: str) -> "Prompt":
         text = "what opens this " * int(chance.integers(*texts))
-        return builder.build(Item(name, text), side, [random_picture(chance, side_px)])
+        return builder.build(Item(name, content_of(text, [random_picture(chance, side_px)])), side)
 
     queries = [prompt("query", f"q{row}") for row in range(num)]
     found = [[prompt("candidate", f"c{row}.{place}") for place in range(candidates)] for row in range(num)]

@@ -71,7 +71,7 @@ def measure(options: Options) -> Rows:
 
     def loop(row: int) -> np.ndarray:
         item = items[row]
-        return embedder.encode_query(item.text, list(item.images), instruction=item.instruction or "")
+        return embedder.encode_query(item.text, list(item.pictures), instruction=item.instruction or "")
 
     loop(0)
     rows: Rows = {}
@@ -130,7 +130,7 @@ def _in_turns(
 
 def _body(item: Any) -> bytes:
     parts: list[dict[str, Any]] = []
-    for ref in item.images:
+    for ref in item.pictures:
         data = base64.b64encode(picture_bytes(ref)).decode()
         parts.append({"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}})
     parts.append({"type": "text", "text": item.text or ""})

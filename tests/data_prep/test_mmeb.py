@@ -15,6 +15,7 @@ from data_prep.rationales.prompts import bare_text, task_of
 from rge.calls.local_server import LocalServer, chat
 from rge.common.errors import UserError
 from rge.common.mmeb_prompts import RGE_CANDIDATE, RGE_PREFIX, RGE_QUERY, SETS, canonical, split_instruction
+from rge.common.parts import content_of
 from rge.common.prompt_profiles import PROFILES
 from rge.common.schema import Item
 from rge.data.sources import RecordFile
@@ -142,7 +143,9 @@ def test_a_text_is_not_changed_by_being_split(name):
         "y",
     ):
         instruction, rest = split_instruction(name, text)
-        joined = user_text(Item("1", rest or None, (), instruction), "query", PROFILES["plain"])
+        joined = user_text(
+            Item("1", content_of(rest or None), instruction=instruction), "query", PROFILES["plain"]
+        )
         assert joined == text
     assert split_instruction(name, f"{wording} rest of it")[0] is not None
 

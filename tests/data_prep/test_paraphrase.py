@@ -95,7 +95,7 @@ def test_a_set_asks_each_question_in_all_wordings_and_reports_how_much_they_matt
         assert str([ours[row * 7 + 3] for row in range(5)]) == str(theirs[:5])
     pictures = [with_content(one) and one.queries for one in (old, new)]
     assert len(list((out / "query_pictures").iterdir())) == 3  # two queries share one each
-    assert pictures[1][0].images == pictures[1][6].images
+    assert pictures[1][0].pictures == pictures[1][6].pictures
     assert pq.read_table(out / "queries.parquet")["paraphrase"].to_pylist()[5:8] == ["q00", "q00", "q01"]
     options = RunOptions(checkpoint="fake", set=out, out=tmp_path / "eval", report=False)
     run(options, loader(FakeEncoder()))

@@ -133,7 +133,7 @@ class FakeEncoder(ThirdParty):
             content = (
                 item.text,
                 item.instruction,
-                [hashlib.sha256(picture_bytes(ref)).digest() for ref in item.images],
+                [hashlib.sha256(picture_bytes(ref)).digest() for ref in item.pictures],
             )
             silent[-1] |= mode == "reasoning" and cap == 0
             asked = "direct" if silent[-1] else mode if 3 + number % 5 < cap else f"{mode} to {cap}"

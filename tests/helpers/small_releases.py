@@ -66,7 +66,7 @@ def read(num: int) -> Demo:
     """The first ``num`` questions that have a wrong answer judged, and every candidate."""
     wanted = load_set(DATA)
     key = {name: hashlib.sha256(name.encode()).hexdigest()[:16] for name in wanted.corpus_ids}
-    pictures = {key[item.id]: jpeg(picture_bytes(item.images[0])) for item in wanted.corpus_items()}
+    pictures = {key[item.id]: jpeg(picture_bytes(item.pictures[0])) for item in wanted.corpus_items()}
     about = pd.read_parquet(DATA / "corpus.parquet").set_index("id")
     shown = next((about[name] for name in NAMES if name in about), about.index.to_series())
     names = {key[name]: str(text).replace("_", " ") for name, text in shown.items()}
@@ -77,7 +77,7 @@ def read(num: int) -> Demo:
         wrong = [name for name in wrong if name not in right]
         if not wrong or len(questions) == num:
             continue
-        data = picture_bytes(item.images[0])
+        data = picture_bytes(item.pictures[0])
         own = hashlib.sha256(data).hexdigest()[:16]
         pictures.setdefault(own, jpeg(data))
         category = wanted.columns["category"][row]

@@ -2,11 +2,12 @@
 
 import resource
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
 
+from rge.common.parts import content_of
 from rge.common.schema import Item, Target
 from rge.data.collate import Batch
 from rge.data.sources import identity
@@ -23,7 +24,7 @@ def make_items():
     def make(count: int, seed: int = 0) -> list[Item]:
         chance = np.random.default_rng(seed)
         return [
-            Item(f"item{number}", " ".join(chance.choice(WORDS, size=chance.integers(1, 12))))
+            Item(f"item{number}", content_of(" ".join(chance.choice(WORDS, size=chance.integers(1, 12)))))
             for number in range(count)
         ]
 
@@ -39,7 +40,8 @@ def make_prompts(picture, make_items):
         for number, item in enumerate(make_items(count, seed)):
             shapes = [[(40, 90)], [], [(120, 30), (60, 60)], [(84, 84)]][number % 4]
             images = [picture(w + 5 * number, h, seed * 100 + number) for w, h in shapes] if pictures else []
-            prompts.append(builder.build(item, side, images))
+            item = replace(item, content=content_of(item.text, images))
+            prompts.append(builder.build(item, side))
         return prompts
 
     return make
@@ -93,7 +95,7 @@ def make_batch(make_prompts, picture):
                     else []
                 )
                 batch.candidates.append(
-                    builder.build(Item(name, f"{name} {WORDS[number]}"), "candidate", images)
+                    builder.build(Item(name, content_of(f"{name} {WORDS[number]}", images)), "candidate")
                 )
                 batch.candidate_identity.append(identity(_target(name, known_as.get(name))))
         return batch

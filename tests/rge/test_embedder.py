@@ -28,6 +28,7 @@ from rge.checkpoints.export import export, settings_of
 from rge.checkpoints.settings import CheckpointError
 from rge.common.errors import UserError
 from rge.common.images import ImageError
+from rge.common.parts import content_of
 from rge.common.schema import Item
 from rge.distributed.cpu_threads import limit_threads
 from rge.embedder import Embedder, _items
@@ -54,7 +55,9 @@ def items(make_items, picture, tmp_path):
         for place in range(number % 3):
             paths.append(str(tmp_path / f"{number}_{place}.png"))
             picture(30 + 7 * number, 100 - 3 * number, number).save(paths[-1])
-        found.append(Item(item.id, item.text, tuple(paths), "find it" if number % 2 else None))
+        found.append(
+            Item(item.id, content_of(item.text, tuple(paths)), instruction="find it" if number % 2 else None)
+        )
     return found
 
 
@@ -137,14 +140,14 @@ def test_progress_adds_up(encoder, items, mode):
 def test_overrides_of_the_checkpoints_prompts(encoder, picture):
     """An item too long for the checkpoint names the keys that make room for it; what is not given stays as it was."""
     pictures = [picture(200, 200, seed) for seed in range(9)]
-    (prompt,) = encoder._prompts([Item("0", None, tuple(pictures))], "candidate")
+    (prompt,) = encoder._prompts([Item("0", content_of(None, tuple(pictures)))], "candidate")
     load = partial(Embedder.from_pretrained, encoder.checkpoint, max_prompt_tokens=120)
     with pytest.raises(
         UserError, match=r"'0': .* exceed max_prompt_tokens=120 \(9 pictures, 81 tokens\); raise"
     ):
         load().encode_document(images=[pictures])
     smaller = load(max_pixels=784)
-    (scaled,) = smaller._prompts([Item("0", None, tuple(pictures))], "candidate")
+    (scaled,) = smaller._prompts([Item("0", content_of(None, tuple(pictures)))], "candidate")
     assert (len(scaled), int(scaled.type_ids.sum())) == (len(prompt) - 72, 9)
     before, after = encoder.settings.content(), smaller.settings.content()
     changed = {"max_prompt_tokens": 120, "pixels": {"min": 784, "max": 784}}
@@ -216,9 +219,11 @@ def test_errors(encoder, items, tmp_path):
     with pytest.raises(ValueError, match="side must be query or candidate, got 'doc'"):
         encoder.encode(items, side="doc", mode="direct")
     with pytest.raises(ImageError, match=r"gone\.png cannot be read"):
-        encoder.encode([Item("x", "egg", (str(tmp_path / "gone.png"),))], side="query", mode="direct")
+        encoder.encode(
+            [Item("x", content_of("egg", (str(tmp_path / "gone.png"),)))], side="query", mode="direct"
+        )
     with pytest.raises(ValueError, match="item 'x' has neither text nor images"):
-        encoder.encode([Item("x", " ")], side="query", mode="direct")
+        encoder.encode([Item("x", content_of(" "))], side="query", mode="direct")
 
 
 INSTRUCTIONS = {"default": "find it", "known": ["find it", "name it"], "by_task": {"naming": "name it"}}
@@ -235,9 +240,9 @@ def described(encoder):
 
 def test_a_query_is_asked_as_in_training(described):
     def rows(instruction):
-        return described.encode([Item("0", "a", (), instruction)], side="query", mode="reasoning").embeddings[
-            0
-        ]
+        return described.encode(
+            [Item("0", content_of("a"), instruction=instruction)], side="query", mode="reasoning"
+        ).embeddings[0]
 
     assert np.array_equal(described.encode_query("a"), rows("find it"))
     assert np.array_equal(described.encode_query("a", task="naming"), rows("name it"))
@@ -257,7 +262,7 @@ def test_an_older_export_that_knows_no_instruction_says_so(encoder):
     with pytest.warns(UserWarning, match="does not say with which instructions it was trained"):
         found = encoder.encode_query("a")
     assert np.array_equal(
-        found, encoder.encode([Item("0", "a")], side="query", mode="reasoning").embeddings[0]
+        found, encoder.encode([Item("0", content_of("a"))], side="query", mode="reasoning").embeddings[0]
     )
 
 
@@ -275,7 +280,7 @@ def test_pictures_in_every_form_are_one_picture(described, picture, tmp_path):
     assert np.array_equal(described.encode_document(images=[image])[0], expected)
     assert np.array_equal(described.encode_document(images=iter([image]))[0], expected)
     reference = described.encode(
-        [Item("0", "both", (str(path), str(path)))], side="candidate", mode="direct"
+        [Item("0", content_of("both", (str(path), str(path))))], side="candidate", mode="direct"
     ).embeddings[0]
     np.testing.assert_allclose(many[2], reference, atol=1e-5)
 
@@ -368,7 +373,7 @@ def test_pictures_as_tables_hold_them(described):
         described.encode_document(None, {"bytes": b"x", "path": "a.png"})
     paths = np.array(["x.png", "y.png"], dtype=object)  # a list in Parquet, read by pandas
     _, [item] = _items(["a"], [paths])
-    assert item.images == ("x.png", "y.png")
+    assert item.pictures == ("x.png", "y.png")
 
 
 @pytest.mark.parametrize(
@@ -409,8 +414,8 @@ def test_a_pickled_embedder_embeds_the_same(described):
     for one in (described, described.with_(profile="plain")):
         again = pickle.loads(pickle.dumps(one))  # noqa: S301 - our own
         assert np.array_equal(again.encode_query(texts), one.encode_query(texts))
-        assert again.builder.measure(Item("0", "a"), "query", []) == one.builder.measure(
-            Item("0", "a"), "query", []
+        assert again.builder.measure(Item("0", content_of("a")), "query") == one.builder.measure(
+            Item("0", content_of("a")), "query"
         )
 
 
@@ -605,7 +610,11 @@ def test_eight_bits_hold_the_text_models_matrices(described):
 
 def test_prompts_that_are_cut_are_counted_aloud(encoder, items):
     encoder.builder.max_tokens = 60
-    long = [Item("long", "egg " * 90), Item("short", "egg"), Item("longer", "egg " * 99)]
+    long = [
+        Item("long", content_of("egg " * 90)),
+        Item("short", content_of("egg")),
+        Item("longer", content_of("egg " * 99)),
+    ]
     with pytest.warns(
         UserWarning, match="2 of 3 prompts had more than 60 tokens and lost the end of their text"
     ):
@@ -651,7 +660,7 @@ def test_two_threads_that_fork_while_they_compute_do_not_wait_for_each_other(des
                 os._exit(0 if np.allclose(found, expected, atol=1e-5) else 1)
             codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
-        mine.encode([Item("a", "a key")], side="candidate", mode="direct", on_progress=fork)
+        mine.encode([Item("a", content_of("a key"))], side="candidate", mode="direct", on_progress=fork)
 
     pairs = ((described, other), (other, described))
     threads = [threading.Thread(target=fork_inside, args=pair, daemon=True) for pair in pairs]
@@ -688,7 +697,10 @@ def test_threads_get_what_one_thread_gets(described, picture):
 def test_a_model_holds_nothing_of_a_call(described):
     """Two forwards of one model, one in the middle of the other: without `Embedder`, so without its lock."""
     model, builder = described.model, described.builder
-    prompts = [builder.build(Item(text, text), "query") for text in ("egg", "a much longer text than an egg")]
+    prompts = [
+        builder.build(Item(text, content_of(text)), "query")
+        for text in ("egg", "a much longer text than an egg")
+    ]
 
     def state(prompt):
         with torch.no_grad():

@@ -20,7 +20,7 @@ from stock import (
 from rge import Embedder
 from rge.checkpoints.export import export, settings_of
 from rge.common.errors import RecipeError, UserError
-from rge.common.images import load_image
+from rge.common.parts import content_of
 from rge.common.prompt_profiles import think_tokens
 from rge.common.schema import Item
 from rge.config import load_recipe
@@ -373,7 +373,7 @@ def test_a_checkpoint_that_was_not_trained_to_decide_is_not_asked_to():
     embedder.settings.recipe["loss"]["adaptive"] = {"share": 0.5}
     _, words = embedder.encode_query("What opens a lock?", mode="reasoning", return_rationales=True)
     assert words  # asked for words, it writes some
-    item = Item("0", "What opens a lock?", instruction=embedder.default_instruction)
+    item = Item("0", content_of("What opens a lock?"), instruction=embedder.default_instruction)
     (likely,) = embedder.direct_probabilities([item])
     for above, is_silent in ((likely * 0.999, True), (likely * 1.001, False)):
         embedder.settings = embedder.settings.asking(direct_above=float(above))
@@ -402,7 +402,7 @@ def silent(lively_path, backbone_of, tmp_path):
 
 def test_latent_mode_is_the_state_after_think_tokens(silent, make_items):
     items = make_items(5)
-    prompts = [silent.prompt(item, "query", [*map(load_image, item.images)]) for item in items]
+    prompts = [silent.prompt(item, "query") for item in items]
     after = [[*silent.model.given["latent"], silent.model.emb_id]] * len(prompts)
     hidden, _, starts = stock_forward(silent.model, prompts, after, "right")
     expected = torch.stack(list(state_at_end(hidden, starts, prompts, after))).detach().numpy()

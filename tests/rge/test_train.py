@@ -23,6 +23,7 @@ from ports import free_port
 from safetensors.torch import load_file
 
 from rge.checkpoints.settings import read_settings
+from rge.common.parts import content_of
 from rge.common.schema import Item
 from rge.embedder import Embedder
 
@@ -183,7 +184,7 @@ def test_both_stages_train_and_leave_checkpoints(whole, home):
     assert any(line["rationale_age_mean"] > 0 for line in joint)
     assert any(line["direct_rate"] > 0 for line in joint)
     found = Embedder.from_pretrained(whole / "joint/final").encode(
-        [Item("1", "what opens this")], side="query", mode="reasoning"
+        [Item("1", content_of("what opens this"))], side="query", mode="reasoning"
     )
     assert found.embeddings.shape == (1, 32)
 
@@ -614,7 +615,7 @@ def test_adapters_alone_go_from_stage_to_stage_on_one_base(home, tmp_path):
     assert not any(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     assert read_settings(joint).identity["start"]["base"] == one.sha256
     found = Embedder.from_pretrained(joint).encode(
-        [Item("1", "what opens this")], side="query", mode="reasoning"
+        [Item("1", content_of("what opens this"))], side="query", mode="reasoning"
     )
     assert found.embeddings.shape == (1, 32)
     other = run(home, tmp_path, *options, "export.adapters_only=false")

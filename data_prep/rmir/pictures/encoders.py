@@ -14,7 +14,8 @@ from PIL import Image
 from data_prep.rmir.config import WITHOUT_MODEL, EncoderConfig
 from rge.common.errors import UserError
 from rge.common.images import load_image
-from rge.common.schema import ImageRef, Item, check_finite
+from rge.common.parts import ImageRef, content_of
+from rge.common.schema import Item, check_finite
 
 if TYPE_CHECKING:
     from rge.embedder import Embedder  # imports torch
@@ -128,11 +129,11 @@ class CheckpointEncoder:
 
     def pictures(self, refs: Sequence[ImageRef]) -> np.ndarray:
         """(N, D) float32, unit norm."""
-        return self._encode([Item(str(number), images=(ref,)) for number, ref in enumerate(refs)])
+        return self._encode([Item(str(number), content_of(None, [ref])) for number, ref in enumerate(refs)])
 
     def texts(self, texts: Sequence[str], *, query: bool = False) -> np.ndarray:
         """(N, D) float32, unit norm."""
-        return self._encode([Item(str(number), text=text) for number, text in enumerate(texts)])
+        return self._encode([Item(str(number), content_of(text)) for number, text in enumerate(texts)])
 
     def _encode(self, items: list[Item]) -> np.ndarray:
         encoded = self.encoder.encode(items, side="candidate", mode="direct", batch_size=self.batch_size)

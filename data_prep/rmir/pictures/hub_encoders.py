@@ -11,7 +11,8 @@ from transformers import AutoModel, AutoProcessor, AutoTokenizer
 
 from rge.common.errors import UserError
 from rge.common.images import load_image
-from rge.common.schema import ImageRef, check_finite
+from rge.common.parts import ImageRef
+from rge.common.schema import check_finite
 
 T = TypeVar("T")
 MAX_TEXT_TOKENS = 64

@@ -17,8 +17,8 @@ from data_prep.rmir.results import report
 from data_prep.rmir.run import Run
 from rge.common.errors import UserError
 from rge.common.images import ImageError, known_bytes
-from rge.common.picture_metadata import without_metadata
 from rge.common.schema import Positive, QueryPart, Record, Target, safe_id
+from rge.content.picture_metadata import without_metadata
 from rge.data.sources import write_jsonl
 from rge.identity.set_fingerprint import set_fingerprint
 
@@ -150,7 +150,7 @@ class _Export:
         rationale = query["reasoning"] if export.rationale == "generator" else None
         negatives = [key for key in self.rejected.get(name, ()) if key not in self.in_test]
 
-        def target(key: str) -> dict[str, str]:
+        def target(key: str) -> dict[str, Any]:
             return {"id": safe_id(key), "image": self._file(key)}
 
         return Record(

@@ -14,7 +14,7 @@ from PIL import Image
 
 from rge.calls.request import Picture, Request
 from rge.common.images import known_bytes, load_image, open_picture
-from rge.common.picture_metadata import without_metadata
+from rge.content.picture_metadata import without_metadata
 
 EncodedPictures = Mapping[Picture, str]
 """Each picture of a request as a ``data:`` URL."""

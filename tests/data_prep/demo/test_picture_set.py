@@ -227,7 +227,7 @@ def test_validation_looks_at_no_held_out_family(splits, records, libraries):
     assert len(retrieval_set.queries) == 2 * NUM_VALID
     items = [*retrieval_set.queries, *retrieval_set.corpus_items()]
     drawings = {digest(data) for data, _, _ in libraries.values()}
-    assert all(digest(picture_bytes(item.images[0])) in drawings for item in items)
+    assert all(digest(picture_bytes(item.pictures[0])) in drawings for item in items)
     ids = {record.id for record in records["relations"]}
     assert not any(
         f"{question}.{source}.{VALID_QUERIES.name}" in ids for question, source in splits.valid_seen

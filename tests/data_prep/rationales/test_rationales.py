@@ -21,6 +21,7 @@ from data_prep.rmir.config import EncoderConfig
 from rge.calls.local_server import Answer, LocalServer, chat
 from rge.calls.model_config import ModelConfig
 from rge.common.errors import UserError
+from rge.common.parts import content_of
 from rge.common.schema import Item, Positive, QueryPart, Record
 from rge.data.sources import RecordFile
 from rge.model.packing import Branch
@@ -378,10 +379,10 @@ def test_gains_of_an_embedder_are_those_of_separate_forwards(records, checkpoint
     assert [len(gain) for gain in found] == [2, 0, 1]
     encoder = judge.encoder
     targets = encoder.encode(
-        [Item("1", "a red fire engine"), Item("2", "a key", (str(folder / "images/a.png"),))],
+        [Item("1", content_of("a red fire engine")), Item("2", content_of("a key", (str(folder / "images/a.png"),)))],
         side="candidate", mode="direct",
     ).embeddings  # fmt: skip
-    prompt = encoder.builder.build(Item("q", "good", (str(folder / "images/a.png"),)), "query")
+    prompt = encoder.builder.build(Item("q", content_of("good", (str(folder / "images/a.png"),))), "query")
     states = []
     for text in [None, *texts[0]]:
         ids = encoder.builder.rationale_ids(text, "q") if text else [encoder.model.emb_id]

@@ -244,7 +244,7 @@ def test_in_words_a_text_says_what_each_picture_shows(tmp_path, folder, chosen, 
         )
     pictured, spoken = (load_set(root / "test" / "hidden_3") for root in (folder, out))
     assert [query.id for query in spoken.queries] == [query.id for query in pictured.queries]
-    assert all(not query.images for query in spoken.queries)
+    assert all(not query.pictures for query in spoken.queries)
     assert "image" not in pq.read_schema(out / "test/hidden_3/corpus.parquet").names
 
 

@@ -97,7 +97,7 @@ def test_task_1(src, tmp_path):
     assert wanted.corpus_ids == sorted(DOCS)
     assert pairs(wanted, [rows for rows, _ in wanted.positives]) == [[DOCS[1]], [DOCS[0], DOCS[3]]]
     assert pairs(wanted, wanted.negatives) == [[DOCS[0]], []]  # one outside the corpus cannot be retrieved
-    assert all(not query.images for query in wanted.queries)
+    assert all(not query.pictures for query in wanted.queries)
 
 
 @pytest.mark.parametrize(
@@ -105,8 +105,8 @@ def test_task_1(src, tmp_path):
 )
 def test_picture_policies(src, tmp_path, policy, sizes):
     wanted = imported(src, tmp_path / "o", task="2", image_policy=policy)
-    assert [Image.open(io.BytesIO(data)).size for data in wanted.queries[0].images] == sizes
-    assert len(wanted.queries[1].images) == 1
+    assert [Image.open(io.BytesIO(data)).size for data in wanted.queries[0].pictures] == sizes
+    assert len(wanted.queries[1].pictures) == 1
     assert wanted.meta["image_policy"] == policy
 
 
@@ -292,7 +292,7 @@ def test_pictures_of_queries_that_cannot_be_opened_are_left_out(src, tmp_path, p
     rows.append({"path": "b.gif", "bytes": two_frames()})
     table(other, "examples_images", "biology", rows)
     wanted = imported(other, tmp_path / "o", image_policy=policy)
-    assert [len(query.images) for query in wanted.queries] == [1, 0]
+    assert [len(query.pictures) for query in wanted.queries] == [1, 0]
     assert wanted.meta["query_pictures_left_out"] == ["q1: c.svg", "q2: gone.svg"]
     (note,) = wanted.meta["notes"]
     assert note.startswith("2 pictures of queries cannot be opened and were left out; 1 queries have")

@@ -112,8 +112,8 @@ def test_candidates_of_each_query(suite):
     assert wanted.meta["prompts"] == "plain"
     images = load_set(suite / "MSCOCO_t2i")
     item = next(iter(images.corpus_items()))
-    assert (item.text, len(item.images)) == ("Represent the given image", 1)
-    assert images.queries[0].images == ()
+    assert (item.text, len(item.pictures)) == ("Represent the given image", 1)
+    assert images.queries[0].pictures == ()
 
 
 def test_instruction_profiles(release, tmp_path):

@@ -57,7 +57,7 @@ def test_texts_are_put_together_as_released(release, tmp_path):
         candidates = list(found.corpus_items())
         texts = sorted(item.text or "" for item in candidates)
         assert texts == sorted(map(worded, one["candidates"])), one["set"]
-        shown = [bool(query.images), bool(candidates[0].images)]
+        shown = [bool(query.pictures), bool(candidates[0].pictures)]
         assert shown == one["pictures"], one["set"]
         assert found.meta["prompts"] == "plain"
 

@@ -64,13 +64,13 @@ def test_items_show_what_their_modality_says(release, tmp_path):
     for task in INSTRUCTIONS:
         found = load_set(tmp_path / "out" / task)
         queries = found.query_items("both")
-        assert [(item.id, item.text, len(item.images)) for item in queries] == [
+        assert [(item.id, item.text, len(item.pictures)) for item in queries] == [
             (f"{task}%201", "what <image 1> and <image 2>", 1),
             ("2", "which", 0),
         ]
         assert {item.instruction for item in queries} == {INSTRUCTIONS[task]}
-        assert queries[0].images == (picture(1),)  # not `vision`, and not the numbered ones
-        documents = {item.id: (item.text, item.images) for item in found.corpus_items()}
+        assert queries[0].pictures == (picture(1),)  # not `vision`, and not the numbered ones
+        documents = {item.id: (item.text, item.pictures) for item in found.corpus_items()}
         assert documents["a"] == ("a text", ())
         assert documents["b"] == (None, (picture(5),))
         assert documents["c"] == ("both", (picture(6),))
@@ -87,8 +87,8 @@ def test_numbered_pictures_on_request(release, tmp_path):
     import_mrmr(MrmrOptions(release, tmp_path / "out", tasks=("design",), query_images="numbered"))
     found = load_set(tmp_path / "out/design")
     first, second = found.query_items("both")
-    assert first.images == (picture(2), picture(3))
-    assert second.images == ()
+    assert first.pictures == (picture(2), picture(3))
+    assert second.pictures == ()
     # named where two sets with the same ids differ, and in the rows of a board
     assert set_figures(found)["made_with"] == {"query_images": "numbered", "task": "design"}
 

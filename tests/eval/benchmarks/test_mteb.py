@@ -125,7 +125,7 @@ def test_a_model_of_mteb_reasons_for_queries_alone(checkpoint, tmp_path):
     batch["instruction"] = ["Find the picture."] * 6 + [""] * 6
     about = {"task_metadata": task.metadata, "hf_split": "test", "hf_subset": "default"}
     wanted = load_set(path)
-    images = [[load_image(ref) for ref in query.images] for query in wanted.queries]
+    images = [[load_image(ref) for ref in query.pictures] for query in wanted.queries]
     texts = [query.text for query in wanted.queries]
     embedder = Embedder.from_pretrained(checkpoint)
 

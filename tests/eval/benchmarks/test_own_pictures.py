@@ -351,7 +351,7 @@ def test_links_stay_in_the_set_and_survive_the_source(photos):
     found = import_folder(options(photos, pictures="link"))
     for path in photos.rglob("*.jpg"):
         path.unlink()
-    shown = {item.id: item.images[0] for item in load_set(found.path).corpus_items()}
+    shown = {item.id: item.pictures[0] for item in load_set(found.path).corpus_items()}
     assert shown["key.jpg"].startswith(str(found.path / "pictures"))
     assert all(check_set(found.path)[0])
 
@@ -388,7 +388,7 @@ def test_a_workbook_with_the_usual_accidents(workbook):
     assert found.query_ids == ["1", "2"]
     assert [query.text for query in found.queries] == ["What opens this?\u200b", "And this?"]
     assert right_answers(found) == [["key.jpg"], ["bench.jpg"]]
-    assert [len(query.images) for query in found.queries] == [1, 1]  # the merged cell holds for both rows
+    assert [len(query.pictures) for query in found.queries] == [1, 1]  # the merged cell holds for both rows
     assert found.columns["season"] == ["2024", "2024-03-04"]
     assert found.meta["notes"] == ["hidden rows of my questions.xlsx, read like the others: 1"]
 

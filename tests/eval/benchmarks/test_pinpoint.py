@@ -122,7 +122,7 @@ def scored(release, tmp_path, profile, ranking=RANKING, **change):
 def test_traps_of_the_table(wanted):
     names = wanted.corpus_ids
     assert wanted.query_ids == ["00001", "00002", "00003", "00004"]
-    assert [len(query.images) for query in wanted.queries] == [1, 1, 1, 2]  # "None" is no second picture
+    assert [len(query.pictures) for query in wanted.queries] == [1, 1, 1, 2]  # "None" is no second picture
     assert wanted.columns["images"] == ["one image"] * 3 + ["two images"]  # not by is_single
     assert [[names[row] for row in rows] for rows, _ in wanted.positives] == [
         ["siga", "sigb"],

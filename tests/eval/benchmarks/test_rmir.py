@@ -89,7 +89,7 @@ def options(release, **change):
 def content(wanted):
     """What a set says, without ids of queries, which two layouts do not have."""
     return sorted(
-        (q.text, columns, q.images[0], tuple(wanted.corpus_ids[row] for row in rows))
+        (q.text, columns, q.pictures[0], tuple(wanted.corpus_ids[row] for row in rows))
         for q, columns, (rows, _) in zip(
             wanted.queries, wanted.columns["category"], wanted.positives, strict=True
         )
@@ -103,9 +103,9 @@ def test_positives_beside_the_queries(release):
     assert wanted.columns["category"] == ["functional", "temporal", "causal"]
     assert wanted.columns["group"] == [OWN[0], OWN[0], OWN[1]]
     assert wanted.corpus_ids == POOL
-    assert wanted.queries[0].images == (picture(100),)  # 2412112 is the file 2370463.jpg
-    assert wanted.queries[2].images == (picture(101),)
-    assert [item.images for item in wanted.corpus_items()] == [(picture(n),) for n in range(8)]
+    assert wanted.queries[0].pictures == (picture(100),)  # 2412112 is the file 2370463.jpg
+    assert wanted.queries[2].pictures == (picture(101),)
+    assert [item.pictures for item in wanted.corpus_items()] == [(picture(n),) for n in range(8)]
     assert wanted.meta["benchmark"] == "rmir"
     assert wanted.negatives is None
     jsonl(release / "src" / "negatives.jsonl", [{"query_id": "a", "corpus_id": POOL[7]}])
@@ -243,7 +243,7 @@ def test_ways_to_name_a_picture(release, ref, number):
     rows = [query | {"image": ref} for query in QUERIES[:1]]
     jsonl(release / "src" / "test.jsonl", [{"query_id": "a", "input_image": ref, "query": "x", "type": "FUNC",
                                             "target_images": [POOL[0]]} for _ in rows])  # fmt: skip
-    assert import_rmir(options(release)).queries[0].images == (picture(number),)
+    assert import_rmir(options(release)).queries[0].pictures == (picture(number),)
 
 
 def test_a_url_needs_a_manifest(release):
@@ -383,7 +383,7 @@ def test_a_query_of_several_pictures_keeps_their_order(release):
     rows = [json.loads(line) for line in (release / "src" / "test.jsonl").read_text().splitlines()]
     jsonl(release / "src" / "test.jsonl", [rows[0] | {"input_image": [OWN[1], OWN[0], POOL[7]]}, *rows[1:]])
     wanted = import_rmir(options(release))
-    assert wanted.queries[0].images == (picture(101), picture(100), picture(7))
+    assert wanted.queries[0].pictures == (picture(101), picture(100), picture(7))
     assert len(set(wanted.columns["group"])) == 1  # both queries show OWN[0]
 
 

@@ -21,6 +21,7 @@ from eval.scoring.search import Ranking
 from eval.sets.retrieval_set import load_set
 from rge.calls.store import AnswerStore, value_key
 from rge.common.errors import UserError
+from rge.common.parts import content_of
 from rge.common.schema import Item
 from rge.data.sources import RecordFile
 from rge.identity import run_identity
@@ -47,7 +48,7 @@ class Fixed(Scorer):
         self.name = {"judge": name}
 
     def prepare(self, queries, rationales, answers):
-        return [Item(q.id, text=rationales.get(q.id) or q.text) for q in queries]
+        return [Item(q.id, content_of(rationales.get(q.id) or q.text)) for q in queries]
 
     def score(self, pairs):
         self.asked += [(query.id, candidate.id) for query, candidate in pairs]
@@ -294,12 +295,18 @@ def test_a_mix_adds_to_the_ranking_and_any_scores_stay_above_the_rest():
 def test_a_likelihood_is_that_of_a_plain_forward(lively_path, wanted):
     judge = DescriptionJudge(Judge(str(lively_path), batch_size=2))
     candidates = list(wanted.corpus_items())[:2]
-    texts = [Item("a", "because of a key"), Item("b", "it is so"), Item("c", "a")]
+    texts = [
+        Item("a", content_of("because of a key")),
+        Item("b", content_of("it is so")),
+        Item("c", content_of("a")),
+    ]
     pairs = [(text, candidate) for candidate in candidates for text in texts]
     found = [score.value for score in judge.score(pairs)]
     embedder, tokenizer = judge.model.embedder, judge.model.builder.processor.tokenizer
     for (text, candidate), value in zip(pairs, found, strict=True):
-        prompt = judge.model.builder.build(Item("x", description.QUESTION, candidate.images), "query")
+        prompt = judge.model.builder.build(
+            Item("x", content_of(description.QUESTION, candidate.pictures)), "query"
+        )
         ids = tokenizer(text.text, add_special_tokens=False).input_ids
         with torch.no_grad():
             _, logits, _ = stock_forward(embedder, [prompt], [ids], "right")
@@ -323,9 +330,15 @@ def test_a_judge_of_the_hub_is_known_by_its_files(lively_path, tmp_path, monkeyp
 def test_a_judge_describes_the_answer_once_and_keeps_it(lively_path, tmp_path, monkeypatch):
     judge = DescriptionJudge(Judge(str(lively_path), batch_size=2))
     answers = AnswerStore(tmp_path / "judge.sqlite")
-    texts = [Item("a", "it is a lock"), Item("b", "it is a door"), Item("c", "it is a lock")]
+    texts = [
+        Item("a", content_of("it is a lock")),
+        Item("b", content_of("it is a door")),
+        Item("c", content_of("it is a lock")),
+    ]
     first = judge.describe([texts[0]], answers)[0].text
-    prompt = judge.model.builder.build(Item("a", f"it is a lock\n{description.ANSWER_SHOWS}"), "query")
+    prompt = judge.model.builder.build(
+        Item("a", content_of(f"it is a lock\n{description.ANSWER_SHOWS}")), "query"
+    )
     (plain,) = generate(
         judge.model.embedder, [prompt], max_new_tokens=description.DESCRIPTION_TOKENS, batch_size=1
     )
@@ -341,13 +354,13 @@ def test_a_judge_describes_the_answer_once_and_keeps_it(lively_path, tmp_path, m
     assert asked == [1]  # one of three was kept, and one is equal to it
     assert [(one.id, one.text) for one in found] == [("a", first), ("b", "it is a door"), ("c", first)]
     with pytest.raises(UserError, match="query .d. has neither a rationale nor a text"):
-        judge.describe([Item("d", images=(b"x",))], answers)
+        judge.describe([Item("d", content_of(None, (b"x",)))], answers)
     monkeypatch.setattr(
         "rge.rollout.generate.generate",
         lambda embedder, prompts, **_: [replace(plain, forced=True)] * len(prompts),
     )
     with pytest.raises(UserError, match="never ended with <emb>: .*eval records descriptions=FILE"):
-        judge.describe([Item("e", "it is a hat")], answers)
+        judge.describe([Item("e", content_of("it is a hat"))], answers)
 
 
 @pytest.mark.slow
@@ -362,7 +375,7 @@ def test_the_command_asks_for_what_the_answer_shows(tmp_path, judged_by):
         def prepare(self, queries, rationales, answers):
             assert isinstance(answers, AnswerStore)
             texts = super().prepare(queries, rationales, answers)
-            return [Item(one.id, text=one.text.replace("because of", "a picture of")) for one in texts]
+            return [Item(one.id, content_of(one.text.replace("because of", "a picture of"))) for one in texts]
 
         def score(self, pairs):
             asked.extend(pairs)
@@ -371,7 +384,7 @@ def test_the_command_asks_for_what_the_answer_shows(tmp_path, judged_by):
     judged_by(Describes({}))
     options = {"of": done, "judge": "x", "top_n": 3, "out": tmp_path / "out"}
     rerank_command(RerankOptions(**options, mix=0.05))
-    assert {(query.id, query.text, query.images) for query, _ in asked} == {
+    assert {(query.id, query.text, query.pictures) for query, _ in asked} == {
         (f"q{n:02d}", f"a picture of q{n:02d}", ()) for n in range(24)
     }
     rerank_command(RerankOptions(**options | {"out": tmp_path / "alone"}))

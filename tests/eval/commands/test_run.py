@@ -41,6 +41,7 @@ from rge.common.errors import UserError
 from rge.common.images import ImageError
 from rge.common.mmeb_prompts import RGE_QUERY
 from rge.common.options import parse_options
+from rge.common.parts import content_of
 from rge.common.schema import Item
 from rge.embedders.common import ThirdParty
 from rge.stats.intervals import NUM_RESAMPLES
@@ -206,7 +207,7 @@ ORIGINAL, REWORDED = RGE_QUERY["OK-VQA"]
 )
 def test_a_set_that_asks_in_words_that_training_never_showed(asked, known, meta, advice):
     """A checkpoint found 55.8 instead of 91.7 % of the answers to 24 queries in such words."""
-    queries = [Item(f"q{number}", "what?", instruction=one) for number, one in enumerate(asked)]
+    queries = [Item(f"q{number}", content_of("what?"), instruction=one) for number, one in enumerate(asked)]
     trained = Instructions(default=(known or [None])[0], known=known, by_task={})
     found = other_words(SimpleNamespace(queries=queries, meta=meta), trained)
     assert [advice in line for line in found] == ([True] if advice else [])
@@ -389,7 +390,7 @@ def test_modalities_reach_the_encoder(set_dir, tmp_path):
     class Spy(FakeEncoder):
         def encode(self, items, *, side, **rest):
             if side == "query":
-                kinds = {(i.text is not None, i.instruction is not None, len(i.images)) for i in items}
+                kinds = {(i.text is not None, i.instruction is not None, len(i.pictures)) for i in items}
                 seen.setdefault(len(seen), kinds)
             return super().encode(items, side=side, **rest)
 
@@ -411,7 +412,7 @@ def test_self_retrieval_counts_a_query_that_finds_its_own_picture(tmp_path):
 
         def encode(self, items, **rest):
             found = super().encode(items, **rest)
-            found.embeddings[:] = [self.vector(item.images[0]) for item in items]
+            found.embeddings[:] = [self.vector(item.pictures[0]) for item in items]
             return found
 
     run(options(write_tables(tmp_path / "set", content), tmp_path / "out"), loader(Same()))

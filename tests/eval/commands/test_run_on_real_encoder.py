@@ -12,6 +12,7 @@ from eval.__main__ import main
 from eval.commands.run import RunOptions, run
 from eval.embedding.identity import differences
 from rge.checkpoints.export import export, settings_of
+from rge.common.parts import content_of
 from rge.common.schema import Item
 from rge.embedder import Embedder
 from rge.model.prompts import PromptBuilder
@@ -73,7 +74,7 @@ def test_queries_with_more_pictures_than_a_prompt_holds(lively, checkpoint, tmp_
     content["queries"]["image"] = [pictures * 3 for pictures in content["queries"]["image"]]
     data = write_tables(tmp_path / "set", content)
     words = ["run", f"checkpoint={checkpoint}", f"set={data}", "query_mode=direct", "report=false"]
-    one = Item("", None, tuple(content["queries"]["image"][0][:1]))
+    one = Item("", content_of(None, tuple(content["queries"]["image"][0][:1])))
     room = (
         len(PromptBuilder(lively.processor, "plain").build(one, "query")) + 2
     )  # for one picture, not for three

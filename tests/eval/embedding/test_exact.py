@@ -9,11 +9,12 @@ from eval_processes import launch
 
 from eval.commands.run import RunOptions, run
 from rge.checkpoints.export import export, settings_of
+from rge.common.parts import content_of
 from rge.common.schema import Item
 from rge.embedder import Embedder
 from rge.rollout.generate import generate
 
-ITEMS = [Item(f"i{n}", f"What opens this number {n}? " + "really " * (n % 5)) for n in range(14)]
+ITEMS = [Item(f"i{n}", content_of(f"What opens this number {n}? " + "really " * (n % 5))) for n in range(14)]
 
 
 @pytest.fixture(scope="module")

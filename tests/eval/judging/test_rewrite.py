@@ -54,7 +54,7 @@ def test_a_caption_is_of_the_pictures_alone_and_asked_for_once(content, server, 
     assert len(server.asked) == 3  # q00 shows nothing, and two others show what has been described
     assert found.queries[0] == wanted.queries[0]
     assert found.queries[1].text.startswith("question 1\nword")
-    assert found.queries[1].images == wanted.queries[1].images
+    assert found.queries[1].pictures == wanted.queries[1].pictures
     system, user = server.asked[0]
     assert system["content"] == PROMPTS["caption"][0]
     assert [part["type"] for part in user["content"]] == ["image_url", "text"]
@@ -81,7 +81,7 @@ def test_a_reformulation_sees_question_and_pictures_and_replaces_the_text(conten
     found = rewritten(wanted, load_rewriter("reformulate", server.url, "m", tmp_path / "cache"))
     assert len(server.asked) == 6
     assert sorted(query.text for query in found.queries) == [f"word{number}" for number in range(1, 7)]
-    assert [query.images for query in found.queries] == [query.images for query in wanted.queries]
+    assert [query.pictures for query in found.queries] == [query.pictures for query in wanted.queries]
     kinds = {tuple(part["type"] for part in user["content"]) for _, user in server.asked}
     assert kinds == {("text", "text"), ("text", "image_url", "text")}
 

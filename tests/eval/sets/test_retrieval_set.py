@@ -13,6 +13,7 @@ from eval.sets.retrieval_set import load_set
 from eval.sets.tables import SetError
 from rge.common.errors import UserError
 from rge.common.images import ImageError, picture_bytes
+from rge.common.parts import content_of
 from rge.common.schema import Item
 from rge.vectors.contents import content_digest
 
@@ -47,8 +48,8 @@ def test_rows_count_in_the_order_of_ids(tmp_path):
     assert found.negatives is None
     assert found.pool_sizes().tolist() == [3, 3]
     assert found.columns == {"category": ["causal", "uncategorised"], "group": ["g1", "g2"]}
-    assert found.queries[0] == Item("q1", "what?", (picture(9),), "Find it.")
-    assert found.queries[1] == Item("q2", None, (picture(8), picture(7)), None)
+    assert found.queries[0] == Item("q1", content_of("what?", (picture(9),)), instruction="Find it.")
+    assert found.queries[1] == Item("q2", content_of(None, (picture(8), picture(7))), instruction=None)
 
 
 def test_optional_tables_and_pool_sizes(tmp_path):
@@ -93,10 +94,10 @@ def test_every_form_of_a_picture(tmp_path, form):
     single = [cell(9), cell(8)]
     content["queries"]["image"] = pa.array(single if form == "scalar" else [[cell(9)], [cell(8), cell(7)]])
     found = load_set(write_tables(tmp_path, content))
-    shown = {item.id: [picture_bytes(ref) for ref in item.images] for item in found.corpus_items()}
+    shown = {item.id: [picture_bytes(ref) for ref in item.pictures] for item in found.corpus_items()}
     assert shown == {"b": [picture(1)], "a": [picture(2)], "c": [picture(3)]}
-    assert [picture_bytes(ref) for ref in found.queries[0].images] == [picture(9)]
-    assert len(found.queries[1].images) == (1 if form == "scalar" else 2)
+    assert [picture_bytes(ref) for ref in found.queries[0].pictures] == [picture(9)]
+    assert len(found.queries[1].pictures) == (1 if form == "scalar" else 2)
 
 
 def test_text_only_and_picture_only_sets_may_leave_the_other_column_out(tmp_path):
@@ -107,7 +108,7 @@ def test_text_only_and_picture_only_sets_may_leave_the_other_column_out(tmp_path
     content["queries"]["text"] = ["what?", "who?"]
     del content["queries"]["instruction"]
     found = load_set(write_tables(tmp_path / "text", content))
-    assert [item.images for item in found.corpus_items()] == [()] * 3
+    assert [item.pictures for item in found.corpus_items()] == [()] * 3
     content = small()
     for table in ("corpus", "queries"):
         del content[table]["text"]
@@ -131,9 +132,9 @@ def test_dictionary_encoded_columns_are_strings_too(tmp_path):
 def test_modalities(tmp_path):
     found = load_set(write_set(tmp_path / "set"))
     both, text, image = (found.query_items(modality)[0] for modality in ("both", "text", "image"))
-    assert (both.text, both.instruction, len(both.images)) == ("question 0", "Find the picture.", 1)
-    assert (text.text, text.instruction, len(text.images)) == ("question 0", "Find the picture.", 0)
-    assert (image.text, image.instruction, len(image.images)) == (None, None, 1)
+    assert (both.text, both.instruction, len(both.pictures)) == ("question 0", "Find the picture.", 1)
+    assert (text.text, text.instruction, len(text.pictures)) == ("question 0", "Find the picture.", 0)
+    assert (image.text, image.instruction, len(image.pictures)) == (None, None, 1)
     only_pictures = load_set(write_tables(tmp_path / "small", small()))
     with pytest.raises(SetError, match="1 of 2 queries have no text, so query_modality=text .* empty: 'q2'"):
         only_pictures.query_items("text")
@@ -331,19 +332,21 @@ def test_files_that_are_missing_empty_or_no_parquet(tmp_path):
 
 def test_content_digest_sees_what_is_shown_and_not_the_name(tmp_path):
     (tmp_path / "x.png").write_bytes(picture(1))
-    item = Item("a", "text", (picture(1),), "do")
+    item = Item("a", content_of("text", (picture(1),)), instruction="do")
     whole = content_digest(item)
-    assert content_digest(Item("b", "text", (str(tmp_path / "x.png"),), "do")) == whole
+    assert (
+        content_digest(Item("b", content_of("text", (str(tmp_path / "x.png"),)), instruction="do")) == whole
+    )
     others = [
-        Item("a", "texT", (picture(1),), "do"),
-        Item("a", "text", (picture(2),), "do"),
-        Item("a", "text", (picture(1), picture(1)), "do"),
-        Item("a", "text", (picture(1),), None),
-        Item("a", "do", (picture(1),), "text"),
+        Item("a", content_of("texT", (picture(1),)), instruction="do"),
+        Item("a", content_of("text", (picture(2),)), instruction="do"),
+        Item("a", content_of("text", (picture(1), picture(1))), instruction="do"),
+        Item("a", content_of("text", (picture(1),)), instruction=None),
+        Item("a", content_of("do", (picture(1),)), instruction="text"),
     ]
     assert len({content_digest(other) for other in others} | {whole}) == 6
     with pytest.raises(ImageError, match="cannot be read"):
-        content_digest(Item("a", images=(str(tmp_path / "y.png"),)))
+        content_digest(Item("a", content_of(None, (str(tmp_path / "y.png"),))))
 
 
 def test_null_in_meta_counts_as_absent(tmp_path):

@@ -46,7 +46,7 @@ class Stock:
 
     @torch.no_grad()
     def embed(self, item, side, wrong=""):
-        images = [load_image(image) for image in item.images]
+        images = [load_image(image) for image in item.pictures]
         text, instruction = item.text or "", item.instruction if side == "query" else None
         if wrong == "instruction missing":
             instruction = None

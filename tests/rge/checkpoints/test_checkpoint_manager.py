@@ -21,6 +21,7 @@ from rge.checkpoints.export import (
 )
 from rge.checkpoints.resume import check_same_recipe, check_start, finished
 from rge.checkpoints.settings import CheckpointError, CheckpointSettings, read_settings
+from rge.common.parts import content_of
 from rge.common.schema import Item
 from rge.config import load_recipe, to_dict
 from rge.data.config import SourceConfig
@@ -41,9 +42,9 @@ def settings(lively):
 def items(picture, tmp_path):
     picture(50, 80).save(tmp_path / "egg.png")
     return [
-        Item("1", "what is this", (str(tmp_path / "egg.png"),)),
-        Item("2", "open a locked chick"),
-        Item("3", "key"),
+        Item("1", content_of("what is this", (str(tmp_path / "egg.png"),))),
+        Item("2", content_of("open a locked chick")),
+        Item("3", content_of("key")),
     ]
 
 

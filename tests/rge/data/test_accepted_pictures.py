@@ -14,7 +14,7 @@ from paths import ROOT
 from PIL import Image
 
 from rge.common.images import PictureIndex, load_image
-from rge.common.schema import picture_of
+from rge.common.parts import picture_of
 from rge.data.config import RecordsConfig, SourceConfig
 from rge.data.readers import DATA_SOURCES, open_records
 from rge.data.sources import RecordError

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rge.checkpoints.export import export, settings_of
+from rge.common.parts import with_pictures
 from rge.common.schema import Record
 from rge.config import Recipe, load_recipe
 from rge.data.augment import AUGMENTATIONS
@@ -169,7 +170,7 @@ def test_a_step_asks_in_one_wording_and_draws_all_else_as_without_others(batches
             asked = [{**line["query"], "text": text, "paraphrases": []} for text in words]
             items = [query_item(Record(**{**line, "query": query})) for query in asked]
             images = [str(file.path.parent / image) for image in line["query"]["images"]]
-            items = [replace(item, images=tuple(images)) for item in items]
+            items = [replace(item, content=with_pictures(item.content, images)) for item in items]
             wordings[line["id"]] = [builder.build(item, "query").input_ids.tolist() for item in items]
         file.path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     files = [RecordFile(file.path) for file in records]
@@ -320,7 +321,7 @@ def test_sorting_moves_rows_and_columns_and_nothing_else(batches):
 
 def test_an_augmentation_that_returns_nothing_is_an_error_of_its_own(batches, monkeypatch):
     monkeypatch.setitem(AUGMENTATIONS._entries, "forgetful", lambda image, seed: None)
-    with pytest.raises(RecordError, match=r"data\.augment=forgetful must return a picture, got \[None"):
+    with pytest.raises(RecordError, match=r"data\.augment=forgetful must return a picture, got None"):
         batches(augment="forgetful")[0]
 
 

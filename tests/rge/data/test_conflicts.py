@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from rge.common.parts import content_of
 from rge.data import conflicts
 from rge.data.layout import COLUMNS, Layout, _content, _names
 from rge.data.sources import RecordFile, identity, number_of
@@ -32,8 +33,8 @@ def laid(path, *records):
         every = [*found.positives, *found.negatives]
         rights = number_of(str(sorted({identity(one) for one in found.positives})))
         values = {"prompts": 1 + len(every), "negatives": len(found.negatives), "rights": rights}
-        values |= {"asks": _content(found.query.text, []), "wordings": len(found.query.paraphrases)}
-        reworded += [_content(text, []) for text in found.query.paraphrases]
+        values |= {"asks": _content(found.query.parts, ""), "wordings": len(found.query.paraphrases)}
+        reworded += [_content(words, "") for words in found.query.wordings[1:]]
         for name, value in values.items():
             rows[number, COLUMNS.index(name)] = value
         targets += map(_names, every)
@@ -126,7 +127,7 @@ def test_pictures_of_libraries_are_known_by_their_bytes(tmp_path):
         (tmp_path / folder).mkdir()
         library = tmp_path / folder / "pictures.parquet"
         pq.write_table(pa.table({"id": [*cells], "image": [*cells.values()]}), library)
-        found += [_content(None, [f"{library}#{row}"]) for row in cells]
+        found += [_content(content_of(None, [f"{library}#{row}"])) for row in cells]
     assert len(set(found)) == 3
     assert found[0] == found[3]
 

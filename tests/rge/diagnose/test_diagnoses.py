@@ -12,6 +12,7 @@ import torch
 
 from rge.checkpoints.export import export, settings_of
 from rge.common.errors import UserError
+from rge.common.parts import content_of
 from rge.common.schema import Item
 from rge.config import load_recipe, to_dict
 from rge.data.sources import RecordError
@@ -64,7 +65,7 @@ def test_pairs_from_records(records):
     assert len(pairs.queries) == 24
     assert len(pairs.candidates) == 48
     assert pairs.oracle[1] == "a key"
-    assert pairs.queries[1].images[0].endswith("1.png")
+    assert pairs.queries[1].pictures[0].endswith("1.png")
     # Everything of one identity answers, in whatever record it stands; a negative does not.
     names = [item.id for item in pairs.candidates]
     assert {names[column] for column in np.flatnonzero(pairs.right_QC[1])} == {"t1", "t7", "t13", "t19"}
@@ -95,8 +96,8 @@ def test_pairs_from_a_retrieval_set(tmp_path):
     qrels = {"query-id": ["a", "b", "b"], "corpus-id": ["d", "c", "d"], "score": [1, 2, 0]}
     pq.write_table(pa.table(qrels), tmp_path / "qrels.parquet")
     pairs = read_pairs(tmp_path, 10)
-    assert pairs.queries[0] == Item("a", "x", (b"png",), "do")
-    assert pairs.candidates[1] == Item("d", None, (str(tmp_path / "p.png"),))
+    assert pairs.queries[0] == Item("a", content_of("x", (b"png",)), instruction="do")
+    assert pairs.candidates[1] == Item("d", content_of(None, (str(tmp_path / "p.png"),)))
     assert pairs.right_QC.tolist() == [[False, True], [True, False]]
     assert pairs.ranked_QC is None
     # What a set keeps out of a query's ranking, such as the query's own picture, cannot be its best candidate here either.
@@ -131,8 +132,8 @@ def test_pictures_of_a_set_are_those_that_an_evaluation_reads(tmp_path, single):
     for name, columns in tables.items():
         pq.write_table(pa.table(columns), tmp_path / f"{name}.parquet")
     pairs, path = read_pairs(tmp_path, 10), str(tmp_path / "p.png")
-    assert [item.images for item in pairs.queries] == [(b"png",) if single else (path,), ()]
-    assert [item.images for item in pairs.candidates] == [(path,), ()]
+    assert [item.pictures for item in pairs.queries] == [(b"png",) if single else (path,), ()]
+    assert [item.pictures for item in pairs.candidates] == [(path,), ()]
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from transformers import (
 from eval.commands.run import RunOptions, run
 from rge.common.errors import UserError
 from rge.common.images import load_image
+from rge.common.parts import content_of
 from rge.common.schema import Item
 from rge.embedders.registry import adapters, facts_of, load_model
 from rge.embedders.ume import INSTRUCTION
@@ -37,10 +38,10 @@ def large(number, width, height):
 
 
 ITEMS = [
-    Item("1", "What opens this?", (large(1, 40, 60),), "Find it."),
-    Item("2", "an egg"),
-    Item("3", "Which of the two?", (large(2, 30, 30), large(3, 60, 40))),
-    Item("4", None, (large(4, 56, 56),)),
+    Item("1", content_of("What opens this?", (large(1, 40, 60),)), instruction="Find it."),
+    Item("2", content_of("an egg")),
+    Item("3", content_of("Which of the two?", (large(2, 30, 30), large(3, 60, 40)))),
+    Item("4", content_of(None, (large(4, 56, 56),))),
 ]
 
 
@@ -60,7 +61,7 @@ def chat(processor, text, num_images):
 
 
 def fields_of(processor, text, item):
-    images = [Family().scaled(load_image(ref), processor.image_processor) for ref in item.images]
+    images = [Family().scaled(load_image(ref), processor.image_processor) for ref in item.pictures]
     return processor(text=[text], images=images or None, return_tensors="pt")
 
 
@@ -83,7 +84,7 @@ def test_plain_qwen_is_read_at_the_last_token_of_its_chat_template(family, reque
     )
     texts = ["\nFind it. What opens this?\n", "an egg\n", "\nWhich of the two?\n", "\n\n"]
     expected = [
-        unit(hidden(model, fields_of(processor, chat(processor, text, len(item.images)), item))[-1])
+        unit(hidden(model, fields_of(processor, chat(processor, text, len(item.pictures)), item))[-1])
         for item, text in zip(ITEMS, texts, strict=True)
     ]
     found = encoder.encode(ITEMS, side="query", mode="direct", batch_size=3).embeddings
@@ -163,11 +164,11 @@ def test_ume_r1_reads_gen_emb_after_thinking_and_disc_emb_in_the_prompt(ume_path
     reasoned = encoder.encode(ITEMS, side="query", mode="reasoning", batch_size=3)
     forced = []
     for row, (item, text) in enumerate(zip(ITEMS, texts, strict=True)):
-        fields = fields_of(processor, chat(processor, f"{text}\n<disc_emb>\n", len(item.images)), item)
+        fields = fields_of(processor, chat(processor, f"{text}\n<disc_emb>\n", len(item.pictures)), item)
         place = (fields["input_ids"][0] == disc).nonzero().item()
         np.testing.assert_allclose(direct[row], unit(hidden(model, fields)[place]), atol=2e-5)
 
-        prompt = chat(processor, f"{text}\n<disc_emb>\n{INSTRUCTION}", len(item.images))
+        prompt = chat(processor, f"{text}\n<disc_emb>\n{INSTRUCTION}", len(item.pictures))
         fields = fields_of(processor, prompt, item)
         length = fields["input_ids"].shape[1]
         written = model.generate(
@@ -192,7 +193,7 @@ def test_two_towers_add_the_text_and_the_mean_of_the_pictures(family, request):
     model, tokenizer = AutoModel.from_pretrained(path).eval(), AutoTokenizer.from_pretrained(path)
     processor = AutoImageProcessor.from_pretrained(path)
     padding = {"padding": "max_length", "max_length": 24} if family == "siglip_path" else {}
-    long = Item("5", "padlock " * 40)
+    long = Item("5", content_of("padlock " * 40))
     expected = []
     with torch.no_grad():
         for item in [*ITEMS, long]:
@@ -202,8 +203,8 @@ def test_two_towers_add_the_text_and_the_mean_of_the_pictures(family, request):
                     item.text, return_tensors="pt", truncation=True, **({"max_length": 24} | padding)
                 )
                 parts.append(model.get_text_features(**fields).pooler_output[0])
-            if item.images:
-                each = [processor(images=load_image(ref), return_tensors="pt") for ref in item.images]
+            if item.pictures:
+                each = [processor(images=load_image(ref), return_tensors="pt") for ref in item.pictures]
                 parts.append(
                     sum(model.get_image_features(**one).pooler_output[0] for one in each) / len(each)
                 )

@@ -12,6 +12,7 @@ from transformers import AutoModel, CLIPImageProcessor, MetaClip2Config, MetaCli
 from eval.__main__ import main
 from rge.calls.local_server import Answer, LocalServer
 from rge.common.errors import UserError
+from rge.common.parts import content_of
 from rge.common.schema import Item
 from rge.embedders.common import Prompted
 from rge.embedders.registry import Facts, adapters, facts_of, load_model
@@ -19,8 +20,11 @@ from rge.embedders.sentence import Sentences
 
 from .conftest import TOWER, ended, lively, rows, tokenizer
 
-TEXT, SHOWN = Item("1", "egg", instruction="Find it."), Item("2", "a key", (picture(1),))
-ITEMS = [TEXT, SHOWN, Item("3", None, (picture(2),)), Item("4", "the padlock")]
+TEXT, SHOWN = (
+    Item("1", content_of("egg"), instruction="Find it."),
+    Item("2", content_of("a key", (picture(1),))),
+)
+ITEMS = [TEXT, SHOWN, Item("3", content_of(None, (picture(2),))), Item("4", content_of("the padlock"))]
 
 
 def unit(vector):
@@ -138,7 +142,7 @@ def test_a_set_is_measured_through_an_endpoint_with_a_query_prompt(served, tmp_p
 def test_a_query_prompt_words_queries_of_any_embedder_and_nothing_else(clip_path, tmp_path):
     encoder = load_model(clip_path)
     prompted = Prompted(encoder, "{instruction}: ").with_(exact=True)
-    expected = embed(encoder, Item("1", "Find it.: egg"))
+    expected = embed(encoder, Item("1", content_of("Find it.: egg")))
     np.testing.assert_allclose(embed(prompted, TEXT), expected, atol=1e-6)
     np.testing.assert_array_equal(
         embed(prompted, TEXT, side="candidate"), embed(encoder, TEXT, side="candidate")
@@ -256,7 +260,7 @@ def test_the_code_of_a_repository_runs_only_if_it_is_trusted(tmp_path, methods, 
         found = embed(encoder, *ITEMS[:3], side=side)
         np.testing.assert_allclose(found, [unit(np.array(row)) for row in rows_], rtol=1e-5)
     with pytest.raises(UserError, match="reads only one"):
-        embed(encoder, Item("5", None, (picture(1), picture(2))))
+        embed(encoder, Item("5", content_of(None, (picture(1), picture(2)))))
 
 
 def test_a_repository_for_pictures_alone_and_one_without_a_known_method(tmp_path):
@@ -293,7 +297,7 @@ def meta_path(tmp_path_factory):
 
 
 def test_meta_clip_2_joins_features_by_weight_or_along_the_arc(meta_path):
-    text, picture_, both = Item("1", "a key"), Item("2", None, SHOWN.images), SHOWN
+    text, picture_, both = Item("1", content_of("a key")), Item("2", content_of(None, SHOWN.pictures)), SHOWN
     text_D, picture_D, sum_D = embed(load_model(meta_path), text, picture_, both)
     assert not np.allclose(sum_D, unit(0.8 * text_D + 0.2 * picture_D), atol=1e-3)
     found = {

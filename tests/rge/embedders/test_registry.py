@@ -9,6 +9,7 @@ import pytest
 from eval.__main__ import main
 from rge.checkpoints.export import export, settings_of
 from rge.common.errors import UserError
+from rge.common.parts import content_of
 from rge.common.schema import Item
 from rge.embedder import Embedder
 from rge.embedders.common import hash_of_files
@@ -42,7 +43,7 @@ def adapter_of(path):
 
 
 def test_our_checkpoint_is_loaded_as_it_always_was(own):
-    items = [Item("1", "What opens this?"), Item("2", "a padlock")]
+    items = [Item("1", content_of("What opens this?")), Item("2", content_of("a padlock"))]
     found = load_model(own).encode(items, side="query", mode="reasoning")
     expected = Embedder.from_pretrained(own).encode(items, side="query", mode="reasoning")
     np.testing.assert_array_equal(found.embeddings, expected.embeddings)
@@ -58,7 +59,7 @@ def test_the_released_checkpoint_has_the_limits_of_its_evaluation(lively_path):
     assert (settings["pixels"], settings["profile"]) == ({"min": 200_704, "max": 802_816}, "rge")
     assert settings["model"] == str(lively_path)
     assert any("repetition penalty" in one for one in settings["differs_from_release"])
-    prompt = encoder.builder.build(Item("1", "What opens this?"), "query")
+    prompt = encoder.builder.build(Item("1", content_of("What opens this?")), "query")
     assert encoder.builder.tokenizer.decode(prompt.input_ids) == (
         "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\nWhat opens this?\n<|im_end|>\n"
         "<|im_start|>assistant\n"

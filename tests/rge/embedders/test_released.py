@@ -16,6 +16,7 @@ from eval.__main__ import main
 from eval.sets.retrieval_set import load_set
 from rge.common.errors import UserError
 from rge.common.mmeb_prompts import PLACEHOLDER, SETS
+from rge.common.parts import content_of
 from rge.common.schema import Item
 from rge.embedders.registry import load_model
 from rge.embedders.rge import PICTURE, opened, small_sides
@@ -94,7 +95,7 @@ def test_pictures_are_scaled_by_pil_and_short_sides_first(released, path):
     for size, then in (((10, 40), (28, 40)), ((300, 20), (300, 28)), ((64, 48), (64, 48))):
         image = Image.open(io.BytesIO(png(size)))
         assert small_sides(image).size == then
-        item = Item("q", f"{PLACEHOLDER}\nwhat", (png(size),))
+        item = Item("q", content_of(f"{PLACEHOLDER}\nwhat", (png(size),)))
         found = released.inputs(item, "query", "reasoning")
         wanted = by_pil(images=[image.resize(then) if then != size else image], return_tensors="pt")
         assert torch.equal(found["pixel_values"], wanted["pixel_values"])
@@ -132,7 +133,7 @@ def test_a_query_is_written_and_read_as_the_released_code_does(path, cap):
     stops = set()
     for seed, question in enumerate(("what opens this", "an egg", "Find the picture.")):
         data = png((56, 84), seed)
-        item = Item("q", f"{PLACEHOLDER}\n{question}", (data,))
+        item = Item("q", content_of(f"{PLACEHOLDER}\n{question}", (data,)))
         ids, state, emb = reference(path, f"{PICTURE}\n{question}\n", Image.open(io.BytesIO(data)), cap)
         found = encoder.encode([item], side="query", mode="reasoning")
         assert found.num_rationale_tokens[0] == len(ids) - (ids[-1] == emb)
@@ -145,14 +146,14 @@ def test_a_query_is_written_and_read_as_the_released_code_does(path, cap):
 
 
 def test_what_the_release_never_asks_is_refused(released, path, tmp_path):
-    item = Item("q", "what")
+    item = Item("q", content_of("what"))
     for side, mode in (("query", "direct"), ("candidate", "reasoning")):
         with pytest.raises(UserError, match="queries write a rationale and candidates do not"):
             released.encode([item], side=side, mode=mode)
     with pytest.raises(UserError, match="verbatim=true instructions=rge"):
         released.reword("plain")
     with pytest.raises(ValueError, match="has 1 pictures but 0 placeholders"):
-        released.encode([Item("q", "what", (png((56, 56)),))], side="query", mode="reasoning")
+        released.encode([Item("q", content_of("what", (png((56, 56)),)))], side="query", mode="reasoning")
     with pytest.raises(UserError, match="as=release is for adapter=rge-release, but .* is loaded as qwen-vl"):
         load_model(path, adapter="qwen-vl", as_released=True, device="cpu")
 

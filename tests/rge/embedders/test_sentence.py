@@ -15,13 +15,18 @@ from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, PreTra
 
 from eval.commands.run import RunOptions, run
 from rge.common.errors import UserError
+from rge.common.parts import content_of
 from rge.common.schema import Item
 from rge.embedders.registry import Facts, adapters, facts_of, load_model
 from rge.embedders.sentence import Sentences
 
 WORDS = ["[PAD]", "[UNK]", "a", "key", "opens", "the", "padlock", "egg", "query", "document", ":"]
-TEXTS = [Item("1", "a key opens the padlock"), Item("2", "egg", instruction="Find it."), Item("3", "the key")]
-SHOWN = Item("4", "egg", (picture(1),))
+TEXTS = [
+    Item("1", content_of("a key opens the padlock")),
+    Item("2", content_of("egg"), instruction="Find it."),
+    Item("3", content_of("the key")),
+]
+SHOWN = Item("4", content_of("egg", (picture(1),)))
 
 
 class Library:
@@ -72,13 +77,13 @@ def test_texts_alone_are_read_and_nothing_is_left_out_in_silence(facts):
     embed(encoder, SHOWN, side="candidate")
     assert library.asked == [("document", "egg")]
     with pytest.raises(UserError, match="candidate '5' has image, but some/model reads only text"):
-        embed(encoder, Item("5", None, (picture(1),)), side="candidate")
+        embed(encoder, Item("5", content_of(None, (picture(1),))), side="candidate")
 
 
 def test_pictures_reach_a_model_that_takes_them(facts):
     library = Library("text", "image", ("image", "text"))
     encoder = Sentences(facts, library, "float32")
-    found = embed(encoder, SHOWN, Item("5", None, (picture(2),)), TEXTS[0])
+    found = embed(encoder, SHOWN, Item("5", content_of(None, (picture(2),))), TEXTS[0])
     (both, alone, text) = sorted(
         (one for _, one in library.asked), key=lambda one: type(one).__name__ != "dict"
     )[:3]
@@ -88,7 +93,7 @@ def test_pictures_reach_a_model_that_takes_them(facts):
     np.testing.assert_array_equal(np.asarray(both["image"])[0, 0], [37, 101, 0])
     assert found.shape == (3, 2)
     with pytest.raises(UserError, match="query '6' has 2 pictures, but some/model reads only one"):
-        embed(encoder, Item("6", "egg", (picture(1), picture(2))))
+        embed(encoder, Item("6", content_of("egg", (picture(1), picture(2)))))
     with pytest.raises(
         UserError, match="query '4' has text and image, but some/model reads only text or image"
     ):
@@ -178,7 +183,7 @@ def test_a_real_small_model_finds_what_means_the_same(tmp_path):
     assert results["micro"]["hit@1"]["value"] == 1.0
     assert results["model"]["adapter"] == "sentence-transformers"
     assert results["settings"]["reads"] == ["text"]
-    items = [Item(name, text) for name, text in texts.items()]
+    items = [Item(name, content_of(text)) for name, text in texts.items()]
     found = load_model(path).encode(items, side="candidate", mode="direct", batch_size=3).embeddings
     np.testing.assert_allclose(found, [by_hand(path, one.text) for one in items], atol=1e-5)
     pictures = write_set(tmp_path / "pictures", num_queries=3, num_candidates=6)

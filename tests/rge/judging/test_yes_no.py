@@ -13,16 +13,17 @@ from rge.calls.local_server import Answer, LocalServer, chat
 from rge.calls.model_config import ModelConfig
 from rge.calls.store import AnswerStore
 from rge.common.errors import UserError
+from rge.common.parts import content_of
 from rge.common.schema import Item
 from rge.judging.scorer import SCORERS, Judge, Score
 from rge.judging.yes_no import NEITHER, QUESTION, LocalYesNo, joined, probability, word_ids
 
-QUERY = Item("q", text="in blue", images=(png(1), png(2)), instruction="Find the same thing.")
+QUERY = Item("q", content_of("in blue", (png(1), png(2))), instruction="Find the same thing.")
 CANDIDATES = [
-    Item("c0", images=(png(10),)),
-    Item("c1", text="a blue key"),
-    Item("c2", text="a door", images=(png(11),)),
-    Item("c3", images=(png(12), png(13))),
+    Item("c0", content_of(None, (png(10),))),
+    Item("c1", content_of("a blue key")),
+    Item("c2", content_of("a door", (png(11),))),
+    Item("c3", content_of(None, (png(12), png(13)))),
 ]
 
 
@@ -30,7 +31,7 @@ CANDIDATES = [
 def test_scores_are_those_of_separate_prompts_and_the_query_is_computed_once(lively_path):
     judge = Judge(str(lively_path), batch_size=3)
     shared, apart = LocalYesNo(judge), LocalYesNo(judge, share=False)
-    other = Item("r", text="to open it")
+    other = Item("r", content_of("to open it"))
     pairs = [(query, candidate) for query in (QUERY, other) for candidate in CANDIDATES]
     found = [score.value for score in shared.score(pairs)]
     assert found == pytest.approx([score.value for score in apart.score(pairs)], abs=1e-5)
@@ -41,7 +42,7 @@ def test_scores_are_those_of_separate_prompts_and_the_query_is_computed_once(liv
     builder, computed = shared.model.builder, 0
     for query in (QUERY, other):
         head, rests = builder.build_pairs(
-            Item("x", "\n".join(filter(None, (query.instruction, query.text))), query.images),
+            Item("x", content_of("\n".join(filter(None, (query.instruction, query.text))), query.pictures)),
             CANDIDATES,
             wording=("Query: ", "\nCandidate:", QUESTION),
         )
@@ -54,7 +55,7 @@ def test_the_score_is_that_of_a_plain_forward(lively_path):
     scorer = LocalYesNo(Judge(str(lively_path)))
     embedder, builder = scorer.model.embedder, scorer.model.builder
     found = scorer.score([(QUERY, candidate) for candidate in CANDIDATES])
-    item = Item("q", f"{QUERY.instruction}\n{QUERY.text}", QUERY.images)
+    item = Item("q", content_of(f"{QUERY.instruction}\n{QUERY.text}", QUERY.pictures))
     head, rests = builder.build_pairs(item, CANDIDATES, wording=("Query: ", "\nCandidate:", QUESTION))
     for rest, score in zip(rests, found, strict=True):
         with torch.no_grad():
@@ -90,12 +91,14 @@ def test_a_probability_of_the_most_probable_tokens():
 def test_a_long_text_is_cut_and_counted(lively_path, monkeypatch):
     monkeypatch.setattr("rge.judging.yes_no.MAX_PROMPT_TOKENS", 200)
     scorer = LocalYesNo(Judge(str(lively_path)))
-    query = Item("q", "a key")
-    (long, short) = scorer.score([(query, Item("a", "key " * 300)), (query, Item("b", "key"))])
+    query = Item("q", content_of("a key"))
+    (long, short) = scorer.score(
+        [(query, Item("a", content_of("key " * 300))), (query, Item("b", content_of("key")))]
+    )
     assert scorer.counts["cut"] == 1
     assert long.value != short.value
     with pytest.raises(UserError):
-        scorer.score([(Item("q", "key " * 300), Item("b", "key"))])
+        scorer.score([(Item("q", content_of("key " * 300)), Item("b", content_of("key")))])
 
 
 def completion(text, top=None, stop="length"):
@@ -120,7 +123,7 @@ def test_an_endpoint_that_answers_refuses_or_answers_nonsense(tmp_path):
             return completion("yes")
         return completion("Yes", {"Yes": 0.6, "No": 0.2})
 
-    candidates = [*CANDIDATES[:3], Item("c4", text="a hat")]
+    candidates = [*CANDIDATES[:3], Item("c4", content_of("a hat"))]
     with LocalServer(respond) as server:
         for calls in (4, 0):
             judge = Judge(

@@ -19,6 +19,7 @@ from eval.verify.routes import RouteError
 from rge.checkpoints.export import checkpoint_hash, export, settings_of
 from rge.checkpoints.settings import CheckpointError, read_settings
 from rge.common.errors import UserError
+from rge.common.parts import content_of
 from rge.common.schema import Item
 from rge.embedder import Embedder
 from rge.model.adapter_files import CONFIG, WEIGHTS, Base
@@ -28,7 +29,11 @@ from rge.model.config import LoraConfig, ModelConfig
 from rge.model.embedding_model import EmbeddingModel, embedder_to_train
 
 LORA = {"rank": 3, "alpha": 6.0}
-ITEMS = [Item("1", "what is this"), Item("2", "open a locked chick"), Item("3", "key")]
+ITEMS = [
+    Item("1", content_of("what is this")),
+    Item("2", content_of("open a locked chick")),
+    Item("3", content_of("key")),
+]
 
 
 def settings(embedder, **more):
@@ -86,7 +91,7 @@ def test_they_are_the_merged_model_for_us_and_for_peft(lively, lively_path, pict
     merged, adapters = write(adapt(lively), lively_path, tmp_path)
     assert sorted(path.name for path in adapters.glob("*.safetensors")) == [WEIGHTS]
     picture(50, 80).save(tmp_path / "egg.png")
-    items = [Item("0", "what is this", (str(tmp_path / "egg.png"),)), *ITEMS]
+    items = [Item("0", content_of("what is this", (str(tmp_path / "egg.png"),))), *ITEMS]
     ours, expected = (Embedder.from_pretrained(path) for path in (adapters, merged))
     assert_equal_models(expected.model.model, ours.model.model)
     found, wanted = (one.encode(items, side="query", mode="reasoning") for one in (ours, expected))
@@ -121,7 +126,7 @@ def test_a_merger_that_is_trained_whole_is_beside_them(lively, lively_path, pict
     assert len(stored) == len(list(merger.parameters())) > 2
     assert not any("lora" in name for name in stored)
     picture(50, 80).save(tmp_path / "egg.png")
-    items = [Item("0", "what is this", (str(tmp_path / "egg.png"),)), ITEMS[0]]
+    items = [Item("0", content_of("what is this", (str(tmp_path / "egg.png"),))), ITEMS[0]]
     ours, expected = (Embedder.from_pretrained(path) for path in (adapters, merged))
     assert_equal_models(expected.model.model, ours.model.model)
     found, wanted = (one.encode(items, side="query", mode="direct").embeddings for one in (ours, expected))

@@ -8,6 +8,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 
 from rge.checkpoints.export import export, settings_of
 from rge.checkpoints.training_state import States
+from rge.common.parts import content_of
 from rge.common.schema import Item
 from rge.embedder import Embedder
 from rge.model.adapters import AdapterError, add_adapters, has_adapters, merge
@@ -124,9 +125,9 @@ def test_a_merged_checkpoint_is_plain_and_the_same_model(lively, untied, picture
     encoder = Embedder.from_pretrained(tmp_path / "final")
     picture(50, 80).save(tmp_path / "egg.png")
     items = [
-        Item("1", "what is this", (str(tmp_path / "egg.png"),)),
-        Item("2", "open a locked chick"),
-        Item("3", "key"),
+        Item("1", content_of("what is this", (str(tmp_path / "egg.png"),))),
+        Item("2", content_of("open a locked chick")),
+        Item("3", content_of("key")),
     ]
     found = encoder.encode(items, side="query", mode="reasoning")
     prompts = [PromptBuilder(embedder.processor).build(item, "query") for item in items]

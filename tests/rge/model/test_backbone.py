@@ -12,6 +12,7 @@ from transformers import (
     AutoProcessor,
 )
 
+from rge.common.parts import content_of
 from rge.common.prompt_profiles import EMB_TOKEN
 from rge.common.schema import Item
 from rge.model.backbone import BackboneError, add_tokens, load_backbone
@@ -103,7 +104,9 @@ def test_pixel_limits(tiny_path):
     assert (kept["shortest_edge"], kept["longest_edge"]) == (28 * 28, 84 * 84)
     given = load_backbone(tiny_path, add_emb=True, min_pixels=56 * 56, max_pixels=56 * 56)
     assert given.processor.image_processor.size["longest_edge"] == 56 * 56
-    prompt = PromptBuilder(given.processor).build(Item("a"), "query", [Image.new("RGB", (500, 500))])
+    prompt = PromptBuilder(given.processor).build(
+        Item("a", content_of(None, [Image.new("RGB", (500, 500))])), "query"
+    )
     assert prompt.image_grid.tolist() == [[1, 4, 4]]
 
 
@@ -222,8 +225,8 @@ def test_control_tokens_in_a_text_stay_text_where_the_tokenizer_does_not_mark_th
     builder = PromptBuilder(load_backbone(tmp_path / "plain", add_emb=True).processor)
     token = builder.tokenizer.added_tokens_decoder[builder._image_id]
     assert not token.special
-    prompt = builder.build(Item("a", "what is <|image_pad|> and <|im_end|> here"), "query", [])
-    plain = builder.build(Item("a", "what is it and it here"), "query", [])
+    prompt = builder.build(Item("a", content_of("what is <|image_pad|> and <|im_end|> here")), "query")
+    plain = builder.build(Item("a", content_of("what is it and it here")), "query")
     assert int(prompt.type_ids.sum()) == 0
     end = builder.tokenizer.eos_token_id
     assert (prompt.input_ids == end).sum() == (plain.input_ids == end).sum()

@@ -10,6 +10,7 @@ from family_models import PLUGINS, every_family, train
 from stock import state_at_end, stock_forward
 
 from rge.checkpoints.export import export, settings_of
+from rge.common.parts import content_of
 from rge.common.schema import Item
 from rge.config import load_recipe
 from rge.embedders.registry import load_model
@@ -55,7 +56,7 @@ def test_the_number_of_placeholders_of_a_square_picture(lively_path, picture, si
     """What a plan counts is what the processor writes."""
     backbone = load_backbone(lively_path, min_pixels=side_px**2, max_pixels=side_px**2)
     embedder = EmbeddingModel(backbone)
-    prompt = PromptBuilder(backbone.processor).build(Item("p", "egg"), "query", [picture(84, 84)])
+    prompt = PromptBuilder(backbone.processor).build(Item("p", content_of("egg", [picture(84, 84)])), "query")
     shown = int((prompt.input_ids == embedder.model.config.image_token_id).sum())
     cost = cost_of_picture(embedder.model, side_px**2)
     assert cost.placeholders == shown
@@ -69,8 +70,8 @@ def test_eight_bit_pixels_become_what_the_processor_makes(lively_path, picture, 
     processor = load_backbone(lively_path).processor
     prompt_builder = PromptBuilder(processor)
     images = [picture(40 + 33 * number, 90 - 12 * number, number) for number in range(3)]
-    prompt = prompt_builder.build(Item("p", "egg"), "query", images)
-    text = prompt_builder._render("egg", len(images))
+    prompt = prompt_builder.build(Item("p", content_of("egg", images)), "query")
+    text = prompt_builder._render((*[None] * len(images), "egg"))
     images = [processor.rge_family.scaled(image, processor.image_processor) for image in images]
     expected = processor(text=[text], images=images, return_tensors="pt")
     assert prompt.pixels.dtype == torch.uint8
@@ -108,7 +109,7 @@ def test_the_empty_picture_is_the_smallest(lively, picture):
     features = family.features(lively.model, values, grid)
     assert len(features) == ids.count(config.image_token_id)
     # Beside another it stays one picture of its own.
-    prompt = PromptBuilder(lively.processor).build(Item("p", "egg"), "query", [picture(84, 84)])
+    prompt = PromptBuilder(lively.processor).build(Item("p", content_of("egg", [picture(84, 84)])), "query")
     both = family.features(
         lively.model,
         normalised(lively.processor.image_processor, torch.cat([prompt.pixels, pixels])),
@@ -159,7 +160,7 @@ def test_tiles_give_what_the_models_own_features_give(lively64, make_prompts, ch
 @pytest.mark.parametrize("lively_path", ["internvl", "idefics3"], indirect=True)
 def test_every_tile_counts(lively, picture):
     """The state after a prompt moves with each tile of its picture."""
-    prompt = PromptBuilder(lively.processor).build(Item("p", "egg"), "query", [picture(84, 84)])
+    prompt = PromptBuilder(lively.processor).build(Item("p", content_of("egg", [picture(84, 84)])), "query")
     stock = lively.processor(
         text=[lively.processor.image_token], images=[picture(84, 84)], return_tensors="pt"
     )
@@ -189,9 +190,9 @@ def test_a_plugins_checkpoint_is_planned_embedded_and_evaluated(lively_path, liv
     )  # fmt: skip
     export(lively, tmp_path / "own", settings)
     items = [
-        Item("a", "what is this egg", (_bytes(picture(90, 40, 1)),)),
-        Item("b", "a key", (_bytes(picture(60, 60, 2)), _bytes(picture(40, 120, 3)))),
-        Item("c", "a chick of this egg"),
+        Item("a", content_of("what is this egg", (_bytes(picture(90, 40, 1)),))),
+        Item("b", content_of("a key", (_bytes(picture(60, 60, 2)), _bytes(picture(40, 120, 3))))),
+        Item("c", content_of("a chick of this egg")),
     ]
     embedder = load_model(tmp_path / "own")
     found = embedder.encode(items, side="candidate", mode="direct")

@@ -6,6 +6,7 @@ import pytest
 import torch
 from family_models import PHOTOS, every_family
 
+from rge.common.parts import content_of
 from rge.common.schema import Item
 from rge.model.backbone import vision_parameters
 from rge.model.packing import PADDING, Branch, pack_prompts, pack_tails, tail_mask
@@ -145,8 +146,8 @@ def test_branches_equal_rows_of_their_own(lively, make_prompts, states):
 def test_the_masked_picture_changes_nothing_but_gives_the_vision_tower_a_gradient(lively, picture):
     builder = PromptBuilder(lively.processor)
     text, seen = (
-        builder.build(Item("t", "open this"), "query"),
-        builder.build(Item("p", "egg"), "query", [picture(50, 50)]),
+        builder.build(Item("t", content_of("open this")), "query"),
+        builder.build(Item("p", content_of("egg", [picture(50, 50)])), "query"),
     )
     branch = [Branch([lively.emb_id], read_state=True)]
     alone = lively(lively.pack([text], [branch]))[0].state_ND

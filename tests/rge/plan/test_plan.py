@@ -20,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers.integrations import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
 
 from rge.common.errors import RecipeError, UserError
+from rge.common.parts import content_of
 from rge.common.schema import Item
 from rge.config import Recipe, load_recipe
 from rge.data.collate import StepBatches, flatten
@@ -198,8 +199,12 @@ def batch(deep, make_batch):
     builder = PromptBuilder(deep.processor)
     found = make_batch(builder)
     image = Image.new("RGB", (84, 84), "red")
-    found.queries[:] = [builder.build(Item("q", "what is this", ()), "query", [image]) for _ in found.queries]
-    found.candidates[:] = [builder.build(Item("c", None, ()), "candidate", [image]) for _ in found.candidates]
+    found.queries[:] = [
+        builder.build(Item("q", content_of("what is this", [image])), "query") for _ in found.queries
+    ]
+    found.candidates[:] = [
+        builder.build(Item("c", content_of(None, [image])), "candidate") for _ in found.candidates
+    ]
     found.oracle_ids[:] = [[7] * 11 + [deep.emb_id]] * len(found.queries)
     return found
 
@@ -832,7 +837,11 @@ def test_what_a_frozen_tower_makes_stays_on_the_gpu():
 @pytest.mark.slow
 @every_family
 def test_the_features_of_a_placeholder_are_as_wide_as_planned(lively, picture):
-    prompts = [PromptBuilder(lively.processor).build(Item("1", "what is this"), "query", [picture(60, 60)])]
+    prompts = [
+        PromptBuilder(lively.processor).build(
+            Item("1", content_of("what is this", [picture(60, 60)])), "query"
+        )
+    ]
     (features,) = lively.picture_features(prompts)
     assert features.shape[1] == cost_of_picture(lively.model, 0).feature
 

@@ -18,6 +18,7 @@ from paths import ROOT
 from eval.commands.run import RunOptions, run
 from rge.checkpoints.export import export, settings_of
 from rge.common.errors import UserError
+from rge.common.parts import content_of
 from rge.common.schema import Item
 from rge.embedder import Embedder
 from rge.embedders.registry import load_model
@@ -61,7 +62,10 @@ def test_a_family_whose_pictures_vllm_lays_out_itself_is_refused(lively_path, tm
 def test_states_are_the_models_own_after_what_the_engine_wrote(lively_path, tmp_path, monkeypatch, picture):
     checkpoint = exported(tmp_path / "final", lively_path)
     ours = Embedder.from_pretrained(checkpoint)
-    items = [Item(str(row), f"what opens {row}?", (picture(40, 60, row),) * (row % 3)) for row in range(9)]
+    items = [
+        Item(str(row), content_of(f"what opens {row}?", (picture(40, 60, row),) * (row % 3)))
+        for row in range(9)
+    ]
     prompts = [ours.builder.build(item, "query") for item in items]
     monkeypatch.setattr(vllm_writer, "find_spec", lambda name: name)
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.32"))
@@ -130,7 +134,8 @@ def test_rationales_and_states_are_those_of_our_own_engine(ours, vllm, asked):
     assert len({*written}) > 12
     assert_same(found, expected)
     items = [
-        Item(str(row), text, tuple(images)) for row, (text, images) in enumerate(zip(*asked, strict=True))
+        Item(str(row), content_of(text, tuple(images)))
+        for row, (text, images) in enumerate(zip(*asked, strict=True))
     ]
     whole, again = (one.encode(items, side="query", mode="reasoning") for one in (ours, vllm))
     assert again.stop_reasons == whole.stop_reasons

@@ -8,6 +8,7 @@ import torch
 from family_models import PLUGINS, every_family, stock_inputs
 from scipy import stats
 
+from rge.common.parts import content_of
 from rge.common.schema import Item
 from rge.model.packing import Branch
 from rge.model.prompts import PromptBuilder
@@ -126,7 +127,7 @@ def test_sampling_repeats_with_its_seed_and_varies_with_it(lively, prompts):
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.7, 2.0])
 def test_samples_follow_the_models_distribution(lively, temperature):
-    prompt = PromptBuilder(lively.processor).build(Item("q", "egg"), "query")
+    prompt = PromptBuilder(lively.processor).build(Item("q", content_of("egg")), "query")
     count = 3000
     drawn = generate(
         lively,

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rge import train
 from rge.checkpoints.export import export, settings_of
 from rge.common.errors import UserError
+from rge.common.parts import content_of
 from rge.common.schema import Item
 from rge.config import load_recipe
 from rge.embedder import Embedder
@@ -136,7 +137,10 @@ def embedder(folder):
 @pytest.fixture(scope="module")
 def prompts(embedder):
     builder = PromptBuilder(embedder.processor)
-    return [builder.build(Item(str(number), text), "query") for number, text in enumerate([QUESTION, *FACTS])]
+    return [
+        builder.build(Item(str(number), content_of(text)), "query")
+        for number, text in enumerate([QUESTION, *FACTS])
+    ]
 
 
 @needs_weights
@@ -192,7 +196,7 @@ def pictured(embedder, picture):
     """Two prompts that a picture stands before."""
     builder = PromptBuilder(embedder.processor)
     return [
-        builder.build(Item(fact, fact), "query", [picture(128, 128, number)])
+        builder.build(Item(fact, content_of(fact, [picture(128, 128, number)])), "query")
         for number, fact in enumerate(FACTS[:2])
     ]
 

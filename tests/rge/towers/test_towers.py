@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from rge.checkpoints.export import export, settings_of
+from rge.common.parts import content_of
 from rge.common.schema import Item
 from rge.config import load_recipe
 from rge.distributed.config import TrainConfig
@@ -59,7 +60,7 @@ def test_features_are_the_packages_own(eyes, picture):
     network = EfficientNet.from_pretrained("efficientnet-lite0", weights_path=path).eval()
     embedder = EmbeddingModel(load_backbone(eyes, add_emb=True))
     images = [picture(128, 64, 0), picture(192, 192, 1), picture(128, 64, 2)]
-    prompt = PromptBuilder(embedder.processor).build(Item("p", "egg"), "query", images)
+    prompt = PromptBuilder(embedder.processor).build(Item("p", content_of("egg", images)), "query")
     assert prompt.image_grid.tolist() == [[1, 2, 4], [1, 6, 6], [1, 2, 4]]
     model = embedder.train().model  # in training too: no statistics of the batch, no dropped paths
     values = normalised(embedder.processor.image_processor, prompt.pixels)

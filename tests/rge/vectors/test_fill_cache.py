@@ -11,6 +11,7 @@ from forked import Program
 from rge.common.errors import UserError
 from rge.common.files import replacing, write_bytes
 from rge.common.images import load_image
+from rge.common.parts import content_of
 from rge.common.schema import Encoded, Item
 from rge.vectors import fill_cache
 from rge.vectors.fill_cache import (
@@ -22,7 +23,7 @@ from rge.vectors.fill_cache import (
 )
 from rge.vectors.shards import Cache, cache_key, encoder_key, open_cache, read
 
-ITEMS = [Item(f"i{number:03d}", f"text {number}") for number in range(50)]
+ITEMS = [Item(f"i{number:03d}", content_of(f"text {number}")) for number in range(50)]
 
 
 @pytest.fixture(autouse=True)
@@ -267,11 +268,15 @@ def test_a_picture_that_cannot_be_decoded_is_named_by_its_item(tmp_path):
     class Decoding(FakeEncoder):
         def encode(self, items, **options):
             for item in reversed(items):  # as an encoder that sorts by length
-                list(map(load_image, item.images))
+                list(map(load_image, item.pictures))
             return super().encode(items, **options)
 
     with pytest.raises(UserError, match="query 'i003': picture <4 bytes> cannot be decoded.*rge eval check"):
-        encode(tmp_path, Decoding(), [Item(f"i{n:03d}", "a", (b"none",) * (n > 2)) for n in range(16)])
+        encode(
+            tmp_path,
+            Decoding(),
+            [Item(f"i{n:03d}", content_of("a", (b"none",) * (n > 2))) for n in range(16)],
+        )
 
 
 def unit(rng, rows):

@@ -11,6 +11,7 @@ from eval.commands.run import RunOptions, run
 from eval.scoring.search import search
 from rge.common.errors import UserError
 from rge.common.files import replacing
+from rge.common.parts import content_of
 from rge.common.schema import Item
 from rge.vectors import shards
 from rge.vectors.fill_cache import check_collapse, fill, mean_cosine
@@ -28,7 +29,7 @@ def filled(root, key, items, encoder, *, of="encoder", names=None):
 
 
 def items_of(*numbers):
-    return [Item(f"i{number}", f"text {number}") for number in numbers]
+    return [Item(f"i{number}", content_of(f"text {number}")) for number in numbers]
 
 
 def test_a_changed_set_takes_over_what_shows_the_same(tmp_path):

@@ -12,6 +12,7 @@ from eval_processes import start
 
 from eval.commands.rerank import RerankOptions, rerank_command
 from rge.checkpoints.export import export, settings_of
+from rge.common.parts import content_of
 from rge.common.schema import Item
 from rge.vectors import fill_cache
 from rge.vectors.fill_cache import fill
@@ -86,7 +87,7 @@ def test_two_processes_write_the_files_and_numbers_of_one(lively, tmp_path):
 
 def test_every_process_makes_its_own_shards_and_the_first_waits_for_all(tmp_path, monkeypatch):
     """The second process's work is done by hand here, while the first one waits for it."""
-    items = [Item(f"i{number:02d}", f"text {number}") for number in range(50)]
+    items = [Item(f"i{number:02d}", content_of(f"text {number}")) for number in range(50)]
     cache, alone = (Cache(tmp_path / name, [item.text for item in items]) for name in ("shared", "alone"))
     open_cache(cache, encoder="one")
     options = {"side": "query", "mode": "direct", "batch_size": 1}

@@ -32,7 +32,7 @@ from rge.calls.request import Picture
 from rge.calls.wire.replies import Declined, Reply
 from rge.common.errors import UserError
 from rge.common.images import load_image, picture_bytes
-from rge.common.picture_metadata import without_metadata
+from rge.content.picture_metadata import without_metadata
 from rge.stats.intervals import in_words
 
 

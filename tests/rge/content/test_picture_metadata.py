@@ -9,7 +9,7 @@ import pytest
 from PIL import Image, ImageOps, PngImagePlugin
 
 from rge.common.images import ImageError, load_image
-from rge.common.picture_metadata import without_metadata
+from rge.content.picture_metadata import without_metadata
 
 SECRETS = (b"MyPhone", b"a secret place", b"my comment", b"GPS", b"Exif")
 

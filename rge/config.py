@@ -202,6 +202,7 @@ _RULES: Rules = {
     "the stage rl trains the reasoned state alone: set loss.states.{r.loss.states.further[0]}=0": lambda r: (
         r.loss.states.further and "rl" in r.stages()
     ),
+    "the stage rl trains whole rationales: set loss.budget=0": lambda r: r.loss.budget and "rl" in r.stages(),
 }
 """Of every recipe; what concerns one section alone stands with it."""
 
@@ -268,12 +269,13 @@ def _check_unused(recipe: Recipe) -> Iterator[str]:
     if anchor not in ("self", "mix"):
         written = ("temperature", "num_rationales", "reuse_steps", "direct_share")
         unused += [("rollout", recipe.rollout, key) for key in written]
+        unused += [("loss", recipe.loss, "budget")]
     for section, settings, key in unused:
         value, default = getattr(settings, key), getattr(type(settings), key)
         if value != default:
             yield (
                 f"{section}.{key}={value} has no effect with loss.anchor={anchor}: set {section}.{key}={json.dumps(default)}, "
-                f"or loss.anchor={'mix' if section == 'loss' else 'self'}"
+                f"or loss.anchor={'mix' if key.startswith('oracle') else 'self'}"
             )
 
 

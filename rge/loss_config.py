@@ -69,6 +69,10 @@ class LossConfig:
     oracle_decay_steps: AtLeastOne | None = None
     """With `anchor=mix`: steps over which the share falls linearly from `oracle_share` to 0; null: it stays constant."""
     states: StatesConfig = field(default_factory=StatesConfig)
+    budget: Share = 0.0
+    """Share of the queries, redrawn in each step, whose own rationale ends after a number of tokens drawn from 0 to
+    `rollout.max_new_tokens`; the anchor is the state there. So one checkpoint works with any `max_rationale_tokens` of a
+    request (docs/modes.md)."""
     align: NotNegative = 0.0
     """Weight, within the contrastive part, of the KL divergence from the anchor's ranking of the candidates (with several
     rationales, the first one's) to that of each further state (`states`). The anchor gets no gradient from it."""

@@ -171,6 +171,7 @@ class Rationale:
     seconds: float  # wall time of its batch divided by the batch's rows
     age: int = 0  # steps since generation
     direct: bool = False  # deliberately empty: ``<emb>`` directly follows the prompt
+    capped: bool = False  # ended by a cap that training drew for its query, see `rge.rollout.writer`
     oracle: bool = False  # not generated: the ids are the oracle's rationale
     given: bool = False  # not generated: the ids were passed in, for an additional state of the query
     # Smallest decision margin over its tokens: the lead of the best logit over the second, or the distance of a drawn number to

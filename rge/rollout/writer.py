@@ -29,8 +29,8 @@ from rge.rollout.vllm_writer import VllmWriter, check_possible
 Written = list[tuple[tuple[int, ...], bool]]
 """Token ids and forced flag of each of a query's rationales."""
 
-DIRECT, ORACLE = 0x0D12EC7, 0x02AC1E
-"""Salts: make the draws of direct and oracle queries independent of other uses of a query's seed."""
+DIRECT, ORACLE, CAP = 0x0D12EC7, 0x02AC1E, 0x0B0D6E7
+"""Salts: make the draws of direct and oracle queries, and of caps, independent of other uses of a query's seed."""
 
 
 def encodes_once(
@@ -170,13 +170,17 @@ class Writer:
         ]
         known = [self._unwritten(step, batch, row, key) for row, key in enumerate(keys)]
         rows = [row for row, group in enumerate(known) if group is None]
-        written = self._write(batch, rows, encoded)
+        caps = [drawn_cap(seed, self.loss.budget, self.settings.max_new_tokens) for seed in batch.seeds]
+        written = self._write(batch, rows, encoded, caps)
         if self.store is not None:
             num_each = self.settings.num_rationales
             new = [[(one.ids, one.forced) for one in group[:num_each]] for group in written]
             self.store.add(step, [(keys[row], group) for row, group in zip(rows, new, strict=True)])
         groups = iter(written)
-        rationales = [one for group in known for one in self._whole(next(groups) if group is None else group)]
+        rationales = []
+        for group, cap in zip(known, caps, strict=True):
+            group = next(groups) if group is None else group
+            rationales += self._whole(group if cap is None else [_ended(one, cap) for one in group])
         return Rollout(rationales, encoded)
 
     def _unwritten(self, step: int, batch: Batch, row: int, key: str) -> list[Rationale] | None:
@@ -191,7 +195,11 @@ class Writer:
         return known and [Rationale(ids, forced, None, 0.0, known[0]) for ids, forced in known[1]]
 
     def _write(
-        self, batch: Batch, rows: Sequence[int], encoded: EncodedParts | None
+        self,
+        batch: Batch,
+        rows: Sequence[int],
+        encoded: EncodedParts | None,
+        caps: Sequence[int | None],
     ) -> list[list[Rationale]]:
         num_each, prompts = self.settings.num_rationales, [batch.queries[row] for row in rows]
         draw: dict[str, Any] = {
@@ -199,6 +207,10 @@ class Writer:
             "seeds": [seed for row in rows for seed in sample_seeds(batch.seeds[row], num_each)],
             "num_each": num_each,
         }
+        if any(cap is not None for cap in caps) and self.store is None:  # it keeps them whole, for other caps
+            most = self.settings.max_new_tokens
+            of_rows = [caps[row] for row in rows]
+            draw["caps"] = [most if cap is None else cap for cap in of_rows]
         if self.vllm is not None:
             new = self.vllm.generate(prompts, **draw)
         else:
@@ -290,6 +302,29 @@ def is_drawn(seed: int, purpose: int, share: float) -> bool:
     return share > 0 and float(np.random.default_rng([seed, purpose]).random()) < share
 
 
+def drawn_cap(seed: int, share: float, most: int) -> int | None:
+    """The number of tokens, from 0 and below `most`, after which the rationale of a query with this seed ends; None: no such end."""
+    if not share:
+        return None
+    draw = np.random.default_rng([seed, CAP])
+    return int(draw.integers(most)) if draw.random() < share else None
+
+
+def _ended(one: Rationale, cap: int) -> Rationale:
+    """A rationale that ends after `cap` tokens; what the model did not write in this step is left whole."""
+    if one.direct or one.oracle or one.given or len(one.ids) < cap:
+        return one
+    return replace(
+        one,
+        ids=one.ids[:cap],
+        state_D=one.state_D if len(one.ids) == cap else None,
+        log_probs=one.log_probs and one.log_probs[:cap],
+        forced=False,
+        direct=not cap,
+        capped=cap > 0,
+    )
+
+
 def oracle_share(loss: LossConfig, step: int) -> float:
     """Share of a step's queries that get the oracle's rationale; 0 unless ``anchor=mix``."""
     if loss.anchor != "mix":
@@ -313,7 +348,7 @@ def sample_seeds(seed: int, count: int) -> list[int]:
 
 
 def rollout_report(rollout: Rollout, seconds: float, device: torch.device) -> dict[str, float]:
-    """Share of forced stops, mean length and speed of a step's rationales over all ranks.
+    """Share of forced stops (and, if there are any, of drawn ends), mean length and speed of a step's rationales over all ranks.
 
     Lengths are of what the step was trained with, reused and oracle rationales included; forced stops and ages are of what the
     model wrote, speed is of what it wrote in this step.
@@ -333,9 +368,11 @@ def rollout_report(rollout: Rollout, seconds: float, device: torch.device) -> di
         sum(rationale.oracle for rationale in rationales),
         sum(rationale.direct for rationale in rationales),
         sum(not rationale.given for rationale in rationales),
+        sum(rationale.capped for rationale in own),
     ]
     sums = dist.sum_over_ranks(local, device)
-    count, num_reasoned, num_own, tokens, forced, age, new_tokens, oracle, direct, anchors = sums
+    count, num_reasoned, num_own, tokens, forced, age, new_tokens, oracle, direct, anchors, capped = sums
+    of_caps = {"capped_rate": capped / num_own} if capped else {}
     return {
         "forced_rate": forced / max(num_own, 1),
         "rationale_tokens_mean": tokens / max(num_reasoned, 1),
@@ -343,4 +380,5 @@ def rollout_report(rollout: Rollout, seconds: float, device: torch.device) -> di
         "direct_rate": direct / count,
         "oracle_rate": oracle / anchors,
         "tokens_per_s": new_tokens / max(seconds, 1e-9),
+        **of_caps,
     }

@@ -406,6 +406,7 @@ def test_how_to_write_rationales_is_refused_where_none_is_written(load, anchor):
         "rollout.direct_share=0.5": "0.0",
         "rollout.reuse_steps=2": "0",
         "rollout.temperature=1.0": "0.0",
+        "loss.budget=0.5": "0.0",
     }.items():
         key = word.partition("=")[0]
         with pytest.raises(

@@ -36,7 +36,7 @@ from rge.objective import Objective
 from rge.plan.costs import num_parameters
 from rge.rollout.config import RolloutConfig
 from rge.rollout.generate import generate
-from rge.rollout.writer import Rollout, Writer, easy_share
+from rge.rollout.writer import Rollout, Writer, drawn_cap, easy_share
 from rge.step import TrainingStep, candidate_masks
 
 ALIGN, THINKS = 0.3, 3
@@ -139,6 +139,33 @@ def test_states_from_one_pass_equal_separate_passes(thinking64, make_batch, case
     assert report["loss"] == pytest.approx(float(total.detach()), rel=1e-9)
     assert error < 1e-6, name
     assert {f"hit_at_1_{name}" for name in states} <= report.keys()
+
+
+@pytest.mark.parametrize("form", ["once", "whole", "chunks", "varlen"])
+def test_rationales_that_end_at_drawn_caps_equal_separate_passes(thinking64, make_batch, form):
+    """From no token to all, beside the direct state of every query."""
+    embedder = thinking64
+    batch = make_batch(PromptBuilder(embedder.processor))
+    batch.seeds[:] = [next(s for s in range(999) if drawn_cap(s, 0.8, 8) == cap) for cap in (0, None, 2, 5, 1)]  # fmt: skip
+    loss = LossConfig(budget=0.8, states=StatesConfig(direct=1.0))
+    settings = RolloutConfig(max_new_tokens=8)
+    size = 2 if form == "chunks" else 100
+    writer = Writer(
+        embedder, embedder, settings, once=form == "once", vllm=None, loss=loss, micro_batch_size=size, keep="none"
+    )  # fmt: skip
+    rollout = writer(0, batch)
+    lengths = [len(one.ids) for one in rollout.rationales if not one.given]
+    assert lengths[0] == 0 < max(lengths[2:]) <= 5
+    if form == "varlen":
+        embedder.attention = "varlen"
+    objective = objective_of()
+    report = TrainingStep(embedder, embedder, objective, size)(batch, rollout)
+    found = gradients(embedder)
+    total = by_separate_passes(embedder, batch, rollout, objective)
+    total.backward()
+    error, name = worst_gradient_error(found, gradients(embedder))
+    assert report["loss"] == pytest.approx(float(total.detach()), rel=1e-9)
+    assert error < 1e-6, name
 
 
 def test_a_rollouts_direct_state_is_that_of_a_prompt_alone(lively, make_batch):
@@ -260,6 +287,7 @@ RECIPE = ["recipe=demo", "stage=joint", "init=x"]
         (["loss.adaptive.share=0.5"], "loss.adaptive.share=0.5 needs the direct state"),
         (["loss.states.direct=1", "loss.anchor=none", "loss.ratio=none"], "trains the direct state alone"),
         (["loss.states.direct=1", "rollout.direct_share=0.5"], "set one of them to 0"),
+        (["stage=rl", "loss.budget=0.5"], "the stage rl trains whole rationales"),
         (
             ["loss.states.direct=1", "loss.adaptive.share=0.1", "loss.adaptive.floor=0.2"],
             "floor=0.2 is above loss.adaptive.share=0.1",

@@ -155,6 +155,7 @@ ENTRIES: dict[str, Changes | Refused] = {
     ),
     "loss.think_lm": Changes("loss.think_lm=0.5", "metrics", THINKS),
     "model.think_tokens": Changes("model.think_tokens=3", "metrics", THINKS),
+    "loss.budget": Changes("loss.budget=1", "metrics"),
     "loss.align": Changes("loss.align=1", "metrics", ("loss.states.direct=1",)),
     "loss.align_temperature": Changes(
         "loss.align_temperature=1.0", "metrics", ("loss.states.direct=1", "loss.align=1")

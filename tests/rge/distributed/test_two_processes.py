@@ -82,6 +82,7 @@ RL_NAMES += ["rl dapo with kl-100", "rl dapo with kl-2", "rl dapo with a pool-2"
 NAMES += RL_NAMES
 NAMES += ["both states-100", "both states-2", "three states-100", "three states-2"]
 NAMES += ["adaptive states-100", "adaptive states-2"]
+NAMES += ["capped-self-2", "capped-self-once-100"]
 NAMES += ["mixed-self-keep-2", "mixed-self-once-keep-2", "mixed-none-keep-2", "rl dapo-keep-2"]
 NAMES += ["mixed-self-once-100", "one rank without pictures-self-once-100"]  # two forwards, one backward
 
@@ -162,6 +163,9 @@ def cases(paired, lively_path, make_batch, roll_out, without_negatives, longer_r
             longer_rationales(without_negatives(make_batch(builder, 10, pictures[1], pictures[1])), builder),
         ]
         rationales, rl = [roll_out(embedder, batch) for batch in batches], None
+        if layout == "capped":
+            settings = {"max_new_tokens": 12, "batch_size": 8, "caps": [0, 2, 12, 5, 1]}
+            rationales = [generate(embedder, batch.queries, **settings) for batch in batches]
         if layout.startswith("rl "):
             rl = rl_recipe(layout.removeprefix("rl "), paired["folder"])
             objective = Objective.of(rl, "rl")

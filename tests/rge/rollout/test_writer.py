@@ -24,6 +24,7 @@ from rge.rollout.writer import (
     Rollout,
     Store,
     Writer,
+    drawn_cap,
     encodes_once,
     is_drawn,
     make_writer,
@@ -247,6 +248,41 @@ def test_direct_queries_are_drawn_and_not_written(lively, batch):
     assert_same_step(do_step(lively, batch, rationales, micro_batch_size=2), whole)
     by_hand = [Rationale(ids, False, None, 0.0) for ids in ids_of(rationales)]
     assert_same_step(do_step(lively, batch, by_hand), whole)
+
+
+@pytest.mark.parametrize("reused", [False, True])
+@pytest.mark.parametrize("draw", [{}, {"temperature": 1.0, "num_rationales": 2}])
+def test_a_drawn_number_of_tokens_ends_a_rationale(lively, batch, draw, reused):
+    """The step is that of rationales cut by hand; of reused ones the whole is kept, and cut anew in every step."""
+    most, loss, num_each = SETTINGS.max_new_tokens, LossConfig(budget=0.7), draw.get("num_rationales", 1)
+    drawn = [drawn_cap(seed, 0.7, most) for seed in range(4000)]
+    assert abs(sum(cap is None for cap in drawn) / 4000 - 0.3) < 0.03
+    assert {cap for cap in drawn if cap is not None} == {*range(most)}
+    batch.seeds[:] = [drawn.index(cap) for cap in (0, None, 2, 5, 1)]
+    plain, _, _ = writer_of(lively, **draw)(0, batch)
+    writer = writer_of(lively, once=True, loss=loss, reuse_steps=3 * reused, **draw)
+    rationales, encoded, _ = writer(0, batch)
+    caps = [cap for cap in (0, None, 2, 5, 1) for _ in range(num_each)]
+    assert ids_of(rationales) == [one.ids[:cap] for one, cap in zip(plain, caps, strict=True)]
+    ended = [cap is not None and len(one.ids) >= cap for one, cap in zip(plain, caps, strict=True)]
+    assert [one.direct or one.capped for one in rationales] == ended
+    assert [one.direct for one in rationales] == [cap == 0 for cap in caps]
+    assert all(not one.forced for one, end in zip(rationales, ended, strict=True) if end)
+    if not reused:
+        assert all(one.state_D is not None for one in rationales)
+    by_hand = [Rationale(ids, False, None, 0.0) for ids in ids_of(rationales)]
+    whole = do_step(lively, batch, rationales, encoded)
+    assert_same_step(do_step(lively, batch, rationales, micro_batch_size=2), whole)
+    assert_same_step(do_step(lively, batch, by_hand), whole)
+    report = rollout_report(Rollout(rationales), 1.0, lively.device)
+    assert report["capped_rate"] == sum(one.capped for one in rationales) / sum(not one.direct for one in rationales)  # fmt: skip
+    assert "capped_rate" not in rollout_report(Rollout(plain), 1.0, lively.device)
+    batch.seeds[:] = [drawn.index(cap) for cap in (3, 0, None, 5, 1)]
+    if reused:
+        again, _, _ = writer(1, batch)
+        caps = [cap for cap in (3, 0, None, 5, 1) for _ in range(num_each)]
+        assert ids_of(again) == [one.ids[:cap] for one, cap in zip(plain, caps, strict=True)]
+        assert all(one.age == 1 for one in again)
 
 
 def test_forced_stops_and_ages_are_of_what_the_model_wrote(lively):

@@ -14,6 +14,7 @@ COMMANDS = {
     "rationales": ("data_prep.rationales.main:main", "have a model write rationales for training records"),
     "download": ("data_prep.download:main", "fetch pictures that training records name by web address"),
     "paraphrase": ("data_prep.paraphrase:main", "have a model reword the questions of training records or of a retrieval set"),
+    "negatives": ("data_prep.negatives.main:main", "mine hard negatives for training records with any embedder, and let a judge score them"),
     "mmeb": ("data_prep.mmeb:main", "turn MMEB's training files into training records"),
 }  # fmt: skip
 """Function and help text of each command. The function takes the remaining arguments; its module is imported on use."""

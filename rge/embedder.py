@@ -229,10 +229,8 @@ class Embedder:
 
     @property
     def query_mode(self) -> Mode:
-        """How queries were trained: with a rationale, after think tokens alone, or directly."""
-        if self.settings.reasons != "none":
-            return "reasoning"
-        return "latent" if self.settings.think_tokens else "direct"
+        """How queries were trained, see `rge.checkpoints.settings.Settings.query_mode`."""
+        return self.settings.query_mode
 
     @property
     def default_instruction(self) -> str | None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from data_prep.demo.build import DemoOptions
 from data_prep.download import DownloadOptions
 from data_prep.mmeb import MmebOptions
+from data_prep.negatives.options import NegativesOptions
 from data_prep.paraphrase import ParaphraseOptions
 from data_prep.rationales.options import RationaleOptions
 from data_prep.rmir.main import RmirCommand
@@ -32,7 +33,7 @@ PAGE = ROOT / "docs" / "reference.md"
 DATA = {
     "demo": DemoOptions, "study": StudyOptions, "rmir": RmirCommand, "review": ReviewOptions, "agreement": AgreementOptions,
     "rationales": RationaleOptions, "mmeb": MmebOptions, "download": DownloadOptions,
-    "paraphrase": ParaphraseOptions,
+    "paraphrase": ParaphraseOptions, "negatives": NegativesOptions,
 }  # fmt: skip
 
 

@@ -7,12 +7,10 @@ trained to describe the right answer (`rge.judging.description`). Scores are cac
 scores new pairs.
 """
 
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +35,13 @@ from eval.scoring.trec import read_run
 from eval.sets.contents import CandidatesOf, with_readable_content
 from eval.sets.retrieval_set import RetrievalSet, load_set
 from rge.calls.model_config import ModelConfig
-from rge.calls.store import AnswerStore, value_key
-from rge.common.commands import progress_bar
+from rge.calls.store import AnswerStore
 from rge.common.errors import UserError
 from rge.common.options import AtLeastOne, Count
 from rge.common.registry import PluginOptions
 from rge.common.schema import Item
-from rge.judging.scorer import SCORERS, Judge, Score, Scorer, local_software
+from rge.judging.pairs import judgements
+from rge.judging.scorer import SCORERS, Judge, Scorer
 from rge.vectors.contents import content_digest
 from rge.vectors.processes import ALONE, ProcessGroup, join
 
@@ -273,12 +271,7 @@ def rerank(
 ) -> Judged:
     """Score the best ``top_n`` candidates of every query and reorder them.
 
-    Pairs without a cached score are distributed in chunks, ordered by what the judge's prompt begins with (candidates in file
-    order). After every round of one chunk per process, the first process stores all new scores, so a kill loses at most one round.
-
-    ``queries``: one per query, from `Scorer.prepare`. ``answers``: cache of scores; only that of the first process is used.
-    ``chunk``: pairs scored between saves; pairs of one query stay together. ``mix``: see `reorder`. The first process shows the
-    progress of all.
+    ``queries``: one per query, from `Scorer.prepare`. ``mix``: see `reorder`. The others: see `rge.judging.pairs.judgements`.
 
     Returns:
         The same result in every process.
@@ -286,73 +279,25 @@ def rerank(
     head_QN = ranking.rows_QW[:, : min(top_n, ranking.depth)]
     query_P, place_P = np.nonzero(head_QN >= 0)
     row_P = head_QN[query_P, place_P].astype(np.int64)
-    software = process_group.once(lambda: local_software(answers) if judge.local else None)
-    about = judge.name | {"software": software}
     with CandidatesOf(wanted, set(row_P.tolist())) as pool:
-        digests = list(map(content_digest, queries))
-        keys = [
-            value_key(about, digests[query], pool.digests[row])
-            for query, row in zip(query_P.tolist(), row_P.tolist(), strict=True)
-        ]
-        unique = list(dict.fromkeys(keys))
-        known: dict[str, Any] = process_group.once(lambda: answers.get_values(unique))
-        pairs = zip(query_P.tolist(), row_P.tolist(), strict=True)
-        todo = {key: pair for key, pair in zip(keys, pairs, strict=True) if key not in known}
-        parts = _parts(todo, wanted, judge, chunk, process_group.size)
-        scored = _scored(queries, pool, judge, todo, parts[process_group.rank :: process_group.size])
-        bar = progress_bar(
-            total=len(unique),
-            initial=len(known),
+        values = judgements(
+            judge,
+            list(zip(query_P.tolist(), row_P.tolist(), strict=True)),
+            queries,
+            pool,
+            answers,
+            query_digests=list(map(content_digest, queries)),
+            candidate_digests=pool.digests,
+            chunk=chunk,
+            process_group=process_group,
+            place=lambda row: int(wanted.file_rows_C[row]),
             desc="reranking",
-            unit="pair",
-            disable=not process_group.is_first,
         )
-        with bar:
-            for _ in range(-(-len(parts) // process_group.size)):  # gather is collective
-                for scores in process_group.gather(next(scored, {})):
-                    if process_group.is_first and scores:
-                        answers.put_values(scores)
-                    known |= scores
-                    bar.update(len(scores))
     score_QN, ms_QN = np.full(head_QN.shape, -np.inf), np.zeros(head_QN.shape)
-    values = [known[key] for key in keys]
     score_QN[query_P, place_P] = [np.nan if value is None else value for value, _, _ in values]
     ms_QN[query_P, place_P] = [ms for _, ms, _ in values]
-    unscored = Counter(why for value, _, why in values if value is None)
-    return Judged(reorder(ranking, score_QN, mix), len(keys), dict(unscored), ms_QN.sum(axis=1))
-
-
-def _parts(
-    todo: Mapping[str, tuple[int, int]], wanted: RetrievalSet, judge: Scorer, chunk: int, num_processes: int
-) -> list[list[str]]:
-    """Keys of the pairs to score, in chunks: of whole queries, or in the candidates' file order."""
-    # smaller chunks if there are few pairs, so that no process is idle
-    chunk = max(min(chunk, -(-len(todo) // num_processes)), 1)
-    if judge.first == "candidate":
-        order = sorted(todo, key=lambda key: int(wanted.file_rows_C[todo[key][1]]))
-        return [order[start : start + chunk] for start in range(0, len(order), chunk)]
-    parts: list[list[str]] = []
-    for _, of_query in groupby(todo, key=lambda key: todo[key][0]):
-        if not parts or len(parts[-1]) >= chunk:
-            parts.append([])
-        parts[-1] += of_query
-    return parts
-
-
-def _scored(
-    queries: Sequence[Item],
-    pool: CandidatesOf,
-    judge: Scorer,
-    todo: Mapping[str, tuple[int, int]],
-    parts: Sequence[Sequence[str]],
-) -> Iterator[dict[str, list[Any]]]:
-    """Yield {key: [score or None, mean milliseconds, why there is none]} for each part."""
-    for part in parts:
-        pairs = [(queries[query], pool[row]) for query, row in map(todo.__getitem__, part)]
-        began = time.perf_counter()
-        scores: list[Score] = judge.score(pairs)
-        ms = (time.perf_counter() - began) * 1000 / len(pairs)
-        yield {key: [score.value, ms, score.why] for key, score in zip(part, scores, strict=True)}
+    unscored = Counter(str(why) for value, _, why in values if value is None)
+    return Judged(reorder(ranking, score_QN, mix), len(values), dict(unscored), ms_QN.sum(axis=1))
 
 
 def reorder(ranking: Ranking, score_QN: np.ndarray, mix: float | None = None) -> Ranking:

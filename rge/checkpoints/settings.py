@@ -115,6 +115,13 @@ class Settings(_Frozen):
             )
 
     @property
+    def query_mode(self) -> Mode:
+        """How queries were trained: with a rationale, after think tokens alone, or directly."""
+        if self.reasons != "none":
+            return "reasoning"
+        return "latent" if self.think_tokens else "direct"
+
+    @property
     def decides_itself(self) -> bool:
         """Whether it was trained to answer some queries directly with ``<emb>``."""
         loss = self.recipe.get("loss") or {}

@@ -73,7 +73,8 @@ class Target(_Shown):
     """A candidate named by a training record: a picture, a text, or both; or any parts in their order, as ``content``.
 
     ``identity`` (default: ``id``) is shared by targets that are equally right, such as two drawings of one key; in-batch masking
-    compares identities.
+    compares identities. ``score`` is how well it answers the record's query, according to a judge (docs/data_prep.md); only the
+    losses ``kl`` and ``margin_mse`` read it.
     """
 
     id: Name
@@ -81,6 +82,7 @@ class Target(_Shown):
     text: Text | None = None
     content: list[PartField] = []
     identity: Name | None = None
+    score: Annotated[float, Field(allow_inf_nan=False)] | None = None
 
     @model_validator(mode="after")
     def _has_content(self) -> "Target":

@@ -179,7 +179,7 @@ def test_several_processes_share_the_pairs_and_the_first_keeps_the_scores(tmp_pa
             process_group=process_group,
         )
 
-    monkeypatch.setattr("eval.commands.rerank.progress_bar", Bar)
+    monkeypatch.setattr("rge.judging.pairs.progress_bar", Bar)
     with ThreadPoolExecutor(3) as pool:
         found = list(pool.map(work, range(3)))
     for one in found:

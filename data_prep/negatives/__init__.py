@@ -1,0 +1,1 @@
+"""Hard negatives for training records: mined with any embedder, checked and scored by a judge."""

@@ -1,0 +1,1 @@
+"""Mining of hard negatives: which candidates, by which rules, found block by block."""

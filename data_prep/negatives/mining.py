@@ -236,8 +236,8 @@ def targets_of(mined: Mined, place: int) -> list[Target]:
     found = []
     for row in mined.chosen[place].rows:
         target = mined.table.targets[row]
-        content = target.model_dump(include=set(Target.model_fields) - {"score"})
-        found.append(Target.model_validate(content | {"score": mined.score.get((place, row))}))
+        fields = {name: getattr(target, name) for name in Target.model_fields}  # not those of a positive
+        found.append(Target.model_construct(**fields | {"score": mined.score.get((place, row))}))
     return found
 
 

@@ -62,7 +62,7 @@ def _example(mined: Mined, place: int) -> dict[str, Any]:
 
 def _shown(item: Item) -> dict[str, Any]:
     words = [text for text in (item.instruction, item.text) if text]
-    return {"name": item.id, "text": " ".join(words), "pictures": list(map(_thumbnail, item.images))}
+    return {"name": item.id, "text": " ".join(words), "pictures": list(map(_thumbnail, item.pictures))}
 
 
 def _thumbnail(ref: ImageRef) -> str | None:

@@ -110,13 +110,16 @@ def evenly(num: int, most: int) -> list[range]:
 
 
 def written_row(record: Record, out: Path) -> dict[str, Any]:
-    """A record as a line of the file ``out``: without defaults, pictures relative to its folder."""
+    """A record as a line of the file ``out``: without defaults, files relative to its folder."""
     row = record.model_dump(exclude_none=True, exclude_defaults=True)
-    for part in (*row["positives"], *row.get("negatives", ())):
-        if "image" in part:
-            part["image"] = relative(part["image"], out.parent)
-    if "images" in row["query"]:
-        row["query"]["images"] = [relative(image, out.parent) for image in row["query"]["images"]]
+    shown = [row["query"], *row["positives"], *row.get("negatives", ())]
+    shown += [part for whole in shown for part in whole.get("content", ())]
+    for part in shown:
+        for name in ("image", "images", "pdf", "video"):
+            if isinstance(files := part.get(name), list):
+                part[name] = [relative(file, out.parent) for file in files]
+            elif files is not None:
+                part[name] = relative(files, out.parent)
     return row
 
 

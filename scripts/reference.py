@@ -4,6 +4,7 @@ python scripts/reference.py
 """
 
 import inspect
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,30 +60,67 @@ def commands() -> Iterator[tuple[str, type, type | None]]:
         yield f"rge data {name}", schema, None
 
 
-def page() -> str:
-    """The page's text."""
-    lines = [
-        "# Reference",
-        "",
-        "Every key of every command. `...`: the key is required; `[]` stands for each entry of a list, `*` for each name of a mapping.",
-        "Written by `python scripts/reference.py`; `rge COMMAND --help` prints the same. `rge recipes` has no keys: it lists what `recipe=` and",
-        "`--config_file` can name, and with a name prints its path.",
-    ]
-    for command, schema, shared in commands():
+class Page:
+    """The page. Keys with the same meaning are described once: where they come again, they are named with a link to that place."""
+
+    def __init__(self) -> None:
+        self.lines = [
+            "# Reference",
+            "",
+            "Every key of every command. `...`: the key is required; `[]` stands for each entry of a list, `*` for each name of a mapping.",
+            "Written by `python scripts/reference.py`; `rge COMMAND --help` prints the same in full. `rge recipes` has no keys: it lists what",
+            "`recipe=` and `--config_file` can name, and with a name prints its path.",
+        ]
+        self.described: dict[tuple[str, str, str | None, str], tuple[str, str]] = {}
+
+    def add(self, command: str, schema: type, shared: type | None) -> None:
+        """Describe a command, without the keys of `shared`, those of another."""
         known = {key.name for key in keys(shared)} if shared else set()
         title = f"{command} recipe=NAME" if command in ("rge train", "rge check", "rge plan") else command
-        about = inspect.cleandoc(schema.__doc__ or "")
-        lines += ["", f"## {command}", "", about, "", f"`{title} key=value ...`", ""]
+        self.lines += ["", f"## {command}", "", inspect.cleandoc(schema.__doc__ or ""), ""]
+        self.lines += [f"`{title} key=value ...`", ""]
         if shared or command == "rge plan":
             whose = "rge eval run" if shared and shared is not Recipe else "rge train"
-            lines += [f"Also every key of [{whose}](#{whose.replace(' ', '-')}).", ""]
-        lines += ["| key | default | type | meaning |", "|---|---|---|---|"]
+            self.lines += [f"Also every key of [{whose}]({_anchor(whose)}).", ""]
+        rows, again = [], defaultdict(list)
         for key in keys(schema):
-            if key.name not in known:
+            if key.name in known:
+                continue
+            prefix, leaf = _parted(key.name)
+            first = self.described.setdefault((leaf, key.kind, key.default, key.about), (command, prefix))
+            if first == (command, prefix):
                 default = "..." if key.default is None else f"`{key.default}`"
                 cells = (f"`{key.name}`", default, key.kind, key.about)
-                lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(lines) + "\n"
+                rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+            else:
+                again[first, prefix].append(leaf)
+        if rows:
+            self.lines += ["| key | default | type | meaning |", "|---|---|---|---|", *rows, ""]
+        for ((whose, before), prefix), leaves in again.items():
+            places = [f"under `{before}`"] if before else []
+            places += [f"in [{whose}]({_anchor(whose)})"] if whose != command else []
+            there = [leaf for (leaf, *_), place in self.described.items() if place == (whose, before)]
+            names = ", ".join(f"`{leaf}`" for leaf in leaves) if leaves != there else "all keys"
+            self.lines += [f"{f'Under `{prefix}`: ' if prefix else ''}{names}, as {' '.join(places)}.", ""]
+        self.lines.pop()
+
+
+def _parted(name: str) -> tuple[str, str]:
+    """The prefix of a key with its last dot, and its last part."""
+    prefix, dot, leaf = name.rpartition(".")
+    return prefix + dot, leaf
+
+
+def _anchor(command: str) -> str:
+    return f"#{command.replace(' ', '-')}"
+
+
+def page() -> str:
+    """The page's text."""
+    found = Page()
+    for command in commands():
+        found.add(*command)
+    return "\n".join(found.lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from rge.common.commands import answer_first, start
 from rge.config import CheckOptions, Recipe, load_options
-from rge.data.config import RecordsConfig
+from rge.data.config import PromptedConfig, RecordsConfig, SourceConfig
 from rge.optim.config import StageConfig
 
 
@@ -132,6 +132,8 @@ class Wanted:
     """A source of unfinished stages."""
 
     source: RecordsConfig
+    # By `Recipe.prompts_key`: those who read it, each with its own settings of prompts.
+    readers: dict[str, PromptedConfig] = field(default_factory=dict)
     oracle: bool = False  # its rationales are needed
     candidates: bool = False  # its targets are needed
     held_out: bool = False  # for validation; then no record may be bad
@@ -180,7 +182,7 @@ class Preflight:
         self.found = Checked([])
         self.verdicts = Verdicts()
         self.wanted: dict[str, Wanted] = {}
-        self.layouts: dict[str, Layout] = {}
+        self.layouts: dict[str, Layout] = {}  # by `Recipe.prompts_key`
         self.pool: list[Target] = []
 
     def attempt(self, action: Callable[..., T], *arguments: Any) -> T | None:
@@ -255,7 +257,8 @@ class Preflight:
                 **checks,
             )
         if records.size is not None:  # a stream's records are checked when they are drawn
-            check_wording(records[0], records.name, recipe.data.profile)
+            for reader in wanted.readers.values():
+                check_wording(records[0], records.name, recipe.resolved(reader).profile or "")
         return records
 
     def decode_pictures(self, *, of_training: bool) -> None:
@@ -297,19 +300,27 @@ class Preflight:
     def lay_out_sources(self, *, decode: bool) -> None:
         """Compute the lengths of all records in the open sources, except streams; look for pictures of the pool's candidates."""
         try:
-            builder = collate.prompt_builder(processor_of(self.recipe, self.found.records), self.recipe)
+            builders = collate.PromptBuilders(processor_of(self.recipe, self.found.records), self.recipe)
+            builder = builders()
             builder.check_template()
             for key, file in self.found.records.items():
                 if file.size is None:
                     self.warn(f"{file.name} is a stream: its records are measured as they are read")
                     continue
-                wanted = self.wanted[key]
-                laid = self.layouts[key] = layout.lay_out_once(
-                    file, builder, self.verdicts, need_oracle=wanted.oracle, need_candidates=wanted.candidates
-                )
-                used = self.recipe.validation.max_records if wanted.held_out else len(file)
-                faults = (fault for number, fault in laid.faults.items() if number < used)
-                self.tell(grouped(faults, MAX_REPORTED), held_out=wanted.held_out)
+                wanted, told = self.wanted[key], set[str]()
+                for of_prompts, reader in wanted.readers.items():
+                    laid = self.layouts[of_prompts] = layout.lay_out_once(
+                        builders.source(reader, file),
+                        self.verdicts,
+                        need_oracle=wanted.oracle,
+                        need_candidates=wanted.candidates,
+                    )
+                    used = self.recipe.validation.max_records if wanted.held_out else len(file)
+                    faults = [fault for number, fault in laid.faults.items() if number < used]
+                    # Several readers of one file find most of them alike.
+                    new = [fault for fault in faults if fault not in told]
+                    told.update(new)
+                    self.tell(grouped(new, MAX_REPORTED), held_out=wanted.held_out)
             if (path := self.recipe.rl.pool) is not None:
                 decoder = builder if decode else None
                 self.problems += unusable(path, self.pool, self.verdicts.pictures, decoder)
@@ -329,7 +340,7 @@ class Preflight:
             stage: StageConfig = getattr(recipe, name)
             keys = [source.key for source in stage.sources if source.key]
             files = [self.found.records[key] for key in keys if key in self.found.records]
-            laid = [self.layouts[key] for key in keys if key in self.layouts]
+            laid = [one for _, one in self._laid(stage.sources)]
             if recipe.data.on_bad == "skip" and all(file.size is not None for file in files):
                 self._check_share_of_bad(name, files, laid)
             if Objective.of(recipe, name).alpha_con > 0 and len(laid) == len(keys):
@@ -337,9 +348,10 @@ class Preflight:
 
     def _uncompared(self, name: str, stage: StageConfig, laid: Sequence[Layout]) -> Iterator[str]:
         """Why the contrastive loss is always 0, if it is; `laid` are all of the stage's sources."""
-        if stage.batch_size == 1 and not any(each.column("negatives").any() for each in laid):
+        alone = stage.batch_size == (1 if stage.compare_across else stage.sub_batches)
+        if alone and not any(each.column("negatives").any() for each in laid):
             yield (
-                f"{name}.batch_size=1, and no record has a labelled negative, so its contrastive loss is always 0: raise "
+                f"{name}.batch_size={stage.batch_size}, and no record has a labelled negative, so its contrastive loss is always 0: raise "
                 f"{name}.batch_size"
             )
         for where, together in self._in_batches(name):
@@ -384,19 +396,27 @@ class Preflight:
             assert plans is not None
             found.kept = {name: plans.kept(name) for name in found.stages}
             found.summary += banner(plans)
-            sources = self._laid(key for key in self.layouts if not self.wanted[key].held_out)
+            trained = [one for key, one in self.wanted.items() if not one.held_out]
+            sources = self._laid(reader for wanted in trained for reader in wanted.readers.values())
             found.summary += layout.summary(sources, recipe) + layout.clashes(sources)
             self._warn_of_conflicts()
 
-    def _laid(self, keys: Iterable[str | None]) -> list[tuple[Records, Layout]]:
-        return [(self.found.records[key], self.layouts[key]) for key in keys if key in self.layouts]
+    def _laid(self, sources: Iterable[PromptedConfig]) -> list[tuple[Records, Layout]]:
+        pairs = ((source.key or "", self.recipe.prompts_key(source)) for source in sources)
+        return [(self.found.records[key], self.layouts[laid]) for key, laid in pairs if laid in self.layouts]
 
     def _in_batches(self, name: str) -> list[tuple[str, list[tuple[Records, Layout]]]]:
-        """Sources of a stage whose records meet in a batch, with a name for each group: all of them, or each one."""
-        laid = self._laid(source.key for source in getattr(self.recipe, name).sources)
-        if self.recipe.data.batches == "homogeneous":
-            return [(f"{file.name} ({name})", [(file, each)]) for file, each in laid]
-        return [(name, laid)] if laid else []
+        """Sources of a stage whose candidates are compared with each other's queries, with a name for each group of them."""
+        stage: StageConfig = getattr(self.recipe, name)
+        groups: dict[int, list[SourceConfig]] = {}
+        for source, group in zip(stage.sources, stage.groups, strict=True):
+            groups.setdefault(0 if stage.compare_across else group, []).append(source)
+        found = []
+        for sources in groups.values():
+            if laid := self._laid(sources):
+                own = len(groups) > 1 and len(sources) == 1
+                found.append((f"{laid[0][0].name} ({name})" if own else name, laid))
+        return found
 
     def _warn_of_conflicts(self) -> None:
         """Warn of records that train against each other, and of held-out queries that are trained on."""
@@ -404,14 +424,18 @@ class Preflight:
         seen = []
         for name in stages:
             for where, laid in self._in_batches(name) if Objective.of(self.recipe, name).compares else ():
-                files = {file.name for file, _ in laid}
+                files = {(file.name, id(each)) for file, each in laid}
                 if files not in seen:  # another stage may have the same sources
                     seen.append(files)
                     self.found.summary += conflicts.conflicts(laid, where)
-        trained = {source.key for name in stages for source in getattr(self.recipe, name).sources}
+        trained = {
+            self.recipe.prompts_key(source): source
+            for name in stages
+            for source in getattr(self.recipe, name).sources
+        }
         most = self.recipe.validation.max_records
-        for held_out in self._laid([self.recipe.validation.key]):
-            self.warn(conflicts.trained_on(held_out, most, self._laid(sorted(filter(None, trained)))))
+        for held_out in self._laid(self.recipe.validation.sources):
+            self.warn(conflicts.trained_on(held_out, most, self._laid(trained.values())))
 
 
 def wanted_sources(recipe: Recipe, stages: Sequence[str]) -> dict[str, Wanted]:
@@ -423,6 +447,8 @@ def wanted_sources(recipe: Recipe, stages: Sequence[str]) -> dict[str, Wanted]:
     ) -> None:
         assert source.key is not None
         wanted = found.setdefault(source.key, Wanted(source, held_out=held_out))
+        reader = source if isinstance(source, PromptedConfig) else PromptedConfig(**vars(source))
+        wanted.readers.setdefault(recipe.prompts_key(reader), reader)
         wanted.oracle |= oracle
         wanted.candidates |= candidates
 
@@ -436,7 +462,7 @@ def wanted_sources(recipe: Recipe, stages: Sequence[str]) -> dict[str, Wanted]:
     if recipe.validation.key is not None:
         oracle = any(each.needs_oracle for each in objectives.values())
         candidates = any(each.needs_candidates for each in objectives.values())
-        want(recipe.validation, oracle=oracle, candidates=candidates, held_out=True)
+        want(recipe.validation.sources[0], oracle=oracle, candidates=candidates, held_out=True)
     scratch, is_built = recipe.model.scratch, Path(recipe.out, "backbone").exists()
     if recipe.stages()[0] in stages and recipe.init is None and scratch is not None:
         # Sources that a backbone is built from; once it is built, those that still exist are compared.

@@ -18,7 +18,7 @@ from rge.common.errors import RecipeError, UserError
 from rge.common.files import RECIPES
 from rge.common.options import MAY_DIFFER, AtLeastOne, Count, parse_file
 from rge.common.registry import load_plugins
-from rge.data.config import DataConfig, RecordsConfig, SourceConfig
+from rge.data.config import PROMPTS, DataConfig, PromptedConfig, RecordsConfig, SourceConfig
 from rge.distributed.config import TrainConfig
 from rge.loss_config import LossConfig
 from rge.model.config import ModelConfig
@@ -27,6 +27,10 @@ from rge.rl.config import RLConfig
 from rge.rollout.config import RolloutConfig
 
 R = TypeVar("R", bound="Recipe")
+P = TypeVar("P", bound=PromptedConfig)
+
+SHARED = (*PROMPTS, "max_negatives", "positives")
+"""Keys of a source that `data` and `model` have for all of them."""
 
 
 @dataclass
@@ -45,6 +49,12 @@ class ValidationConfig(RecordsConfig):
     A stage without a contrastive loss, such as the cold start, uses loss_lm; one without an LM loss has none."""
     keep_best: Count = 1
     """Best checkpoints kept in ``<out>/<stage>/best``, ready for evaluation; 0: only measure."""
+
+    @property
+    def sources(self) -> list[PromptedConfig]:
+        """The held-out records, with the recipe's prompts."""
+        given = {item.name: getattr(self, item.name) for item in fields(RecordsConfig)}
+        return [] if self.key is None else [PromptedConfig(**given)]
 
 
 @dataclass
@@ -96,6 +106,30 @@ class Recipe:
     def max_rationale_tokens(self) -> int:
         """`data.max_rationale_tokens`, with null resolved."""
         return self.data.max_rationale_tokens or max(4 * self.rollout.max_new_tokens, 512)
+
+    def resolved(self, source: P) -> P:
+        """A source with the recipe's settings where it has none; its instruction stays as it is."""
+        given = vars(self.model) | vars(self.data)
+        empty = [name for name, value in vars(source).items() if value is None and name in given]
+        return replace(source, **{name: given[name] for name in empty if name in SHARED})
+
+    def prompts_key(self, source: PromptedConfig) -> str:
+        """Identifies the prompts of a source: its records, and its settings of prompts."""
+        return json.dumps([source.key, self.resolved(source).prompts], sort_keys=True)
+
+    def largest(self, stage: StageConfig) -> "Recipe":
+        """The recipe with the largest prompts and most candidates of a stage's sources as those of all."""
+        sources = [self.resolved(source) for source in stage.sources]
+        if not sources:
+            return self
+        most: dict[str, Any] = {
+            name: max(getattr(source, name) for source in sources)
+            for name in ("max_prompt_tokens", "max_negatives")
+        }
+        if any(source.positives == "all" for source in sources):
+            most["positives"] = "all"
+        pixels = max(source.max_pixels or 0 for source in sources)
+        return replace(self, data=replace(self.data, **most), model=replace(self.model, max_pixels=pixels))
 
     def rollout_of(self, stage: StageConfig) -> RolloutConfig:
         """How rationales are written in a stage: `rl` samples groups of new ones."""
@@ -239,9 +273,19 @@ def problems(recipe: Recipe) -> Iterator[str]:
 
 def _check_stage(recipe: Recipe, name: str, stage: StageConfig) -> Iterator[str]:
     yield from stage.problems(name)
-    if stage.batch_size == 1 and not recipe.data.max_negatives and _compares_in_batch(recipe, name):
+    sources = [recipe.resolved(source) for source in stage.sources]
+    for number, source in enumerate(sources):
+        if (source.min_pixels or 0) > (source.max_pixels or 0) and {
+            "min_pixels",
+            "max_pixels",
+        } & stage.sources[number].prompts.keys():
+            yield (
+                f"{name}.sources[{number}]: min_pixels ({source.min_pixels}) must not exceed max_pixels ({source.max_pixels})"
+            )
+    alone = stage.batch_size == (1 if stage.compare_across else stage.sub_batches)
+    if alone and not any(source.max_negatives for source in sources) and _compares_in_batch(recipe, name):
         yield (
-            f"{name}.batch_size=1 with data.max_negatives=0 leaves nothing to compare a query with, so its contrastive "
+            f"{name}.batch_size={stage.batch_size} with max_negatives=0 leaves nothing to compare a query with, so its contrastive "
             "loss is always 0: raise one of them"
         )
     if recipe.model.scratch is None or recipe.init is not None:

@@ -32,7 +32,6 @@ from rge.common.files import checkpoint_folder
 from rge.common.images import WEB, load_image, names_picture
 from rge.common.modes import Mode
 from rge.common.parts import ImageRef, content_of
-from rge.common.prompt_profiles import PROFILES
 from rge.common.schema import Encoded, Item
 from rge.distributed.workers import Work, Workers
 from rge.web.client import fetch_picture
@@ -75,6 +74,7 @@ class Embedder:
     ):
         """`base` is the directory of the base model of a checkpoint of adapters."""
         self._loaded, self.checkpoint, self.settings, self.base = inference, checkpoint, settings, base
+        self._of_task: dict[str, Embedder] = {}
 
     @classmethod
     def from_pretrained(
@@ -142,8 +142,9 @@ class Embedder:
         settings = settings.asking(max_new_tokens=max_new_tokens, temperature=temperature).but(
             dtype=dtype or ("float32" if devices[0] == "cpu" else settings.recipe["model"]["dtype"]),
             quantization=quantization,
-            max_prompt_tokens=max_prompt_tokens,
-            pixels=settings.pixels.between(min_pixels, max_pixels),
+        )
+        settings = settings.with_prompts(
+            max_prompt_tokens=max_prompt_tokens, min_pixels=min_pixels, max_pixels=max_pixels
         )
         vllm = {"memory": vllm_memory, "batch_size": vllm_rows} if engine == "vllm" else None
         if vllm and (len(devices) > 1 or quantization is not None):
@@ -197,13 +198,35 @@ class Embedder:
         settings = self.settings.asking(
             temperature=temperature, min_new_tokens=min_new_tokens, max_rationale_tokens=max_rationale_tokens
         )
-        return self._set(settings.but(exact=exact, profile=profile))
+        return self._set(settings.but(exact=exact).with_prompts(profile))
+
+    def for_task(self, task: str | None) -> Self:
+        """An embedder whose prompts have the profile, picture sizes and maximum length of a training task; None: this one.
+
+        Arguments of `from_pretrained` and `with_` go first. ValueError: an unknown task.
+        """
+        if task is None:
+            return self
+        self._check_task(task)
+        if task not in self._of_task:
+            settings = self.settings.of_task(task)
+            self._of_task[task] = self if settings == self.settings else self._set(settings)
+        return self._of_task[task]  # type: ignore[return-value]
+
+    def _check_task(self, task: str) -> None:
+        tasks = self.settings.instructions.by_task if self.settings.instructions else {}
+        if task not in tasks:
+            raise ValueError(
+                f"{self.checkpoint} knows no task {task!r}; known are {', '.join(tasks) or 'none'}"
+            )
 
     def _set(self, settings: Settings) -> Self:
         other = copy(self)
-        other.settings = settings
-        if self._loaded is not None and other.settings.profile != self.settings.profile:
-            other._loaded = self._loaded.worded(PROFILES[other.settings.profile])
+        other.settings, other._of_task = settings, {}
+        before, now = ((one.profile, one.pixels, one.max_prompt_tokens) for one in (self.settings, settings))
+        if self._loaded is not None and before != now:
+            pixels = None if settings.pixels == self.settings.pixels else settings.pixels
+            other._loaded = self._loaded.prompting(settings, pixels)
         return other
 
     @property
@@ -265,7 +288,7 @@ class Embedder:
                 `max_new_tokens` of `from_pretrained`; ``<emb>`` follows a rationale that reaches it. None: all that are allowed.
             instruction: put before every question; '': none; None: that of `task`, or the most frequent one of training. One
                 that was not used in training causes a warning.
-            task: name of a training task (``rge.json`` lists them) whose instruction to use.
+            task: name of a training task (``rge.json`` lists them) whose instruction, prompt profile and picture sizes to use.
             dimensions: truncate embeddings to this many components, a size that the checkpoint was trained for.
             return_rationales: return the rationales too.
             as_tensor: torch instead of numpy.
@@ -287,7 +310,7 @@ class Embedder:
             warnings.warn(warning, stacklevel=2)
         self.check_dimensions(dimensions)
         mode = mode or self.query_mode
-        encoded = self.encode(
+        encoded = self.for_task(task).encode(
             items,
             side="query",
             mode=mode,
@@ -304,6 +327,7 @@ class Embedder:
         images: Picture | Sequence[Any] | None = None,
         *,
         mode: Literal["reasoning", "direct"] = "direct",
+        task: str | None = None,
         dimensions: int | None = None,
         return_rationales: bool = False,
         as_tensor: bool = False,
@@ -317,7 +341,7 @@ class Embedder:
         """
         single, items = _items(texts, images)
         self.check_dimensions(dimensions)
-        encoded = self.encode(
+        encoded = self.for_task(task).encode(
             items, side="candidate", mode=mode, batch_size=batch_size, seeds=seeds, progress=progress
         )
         return self._shaped(encoded, single, dimensions, return_rationales, as_tensor)
@@ -356,12 +380,9 @@ class Embedder:
                 )
             return given or None, warning
         if task is not None:
-            tasks = known.by_task if known else {}
-            if task not in tasks:
-                raise ValueError(
-                    f"{self.checkpoint} knows no task {task!r}; known are {', '.join(tasks) or 'none'}"
-                )
-            return tasks[task], None
+            self._check_task(task)
+            assert known is not None
+            return known.by_task[task], None
         if known is None and self.settings.recipe:
             warning = (
                 f"{self.checkpoint.name} does not say with which instructions it was trained (an older export): give "

@@ -8,7 +8,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from copy import copy
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -17,15 +16,16 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from rge.checkpoints.settings import CheckpointSettings, Settings
+from rge.checkpoints.settings import CheckpointSettings, Pixels, Settings
 from rge.common.errors import UserError
 from rge.common.modes import SILENT, Mode
 from rge.common.parts import ImageRef
-from rge.common.prompt_profiles import Profile
+from rge.common.prompt_profiles import PROFILES
 from rge.common.schema import Encoded, Item
 from rge.distributed.cpu_threads import limit_threads
 from rge.model.backbone import BackboneError, load_backbone
 from rge.model.embedding_model import EmbeddingModel
+from rge.model.families import with_pixels
 from rge.model.packing import Branch, by_length
 from rge.model.prompts import Prompt, PromptBuilder
 from rge.rollout.generate import Rationale, generate
@@ -105,10 +105,12 @@ class Inference:
         # Another process has locks of its own.
         return Inference, (self.model, self.builder, self.engine)
 
-    def worded(self, profile: Profile) -> "Inference":
-        """The same model with the prompts of another profile; calls of both take turns."""
-        other = Inference(self.model, copy(self.builder), self.engine)
-        other.builder.profile = profile
+    def prompting(self, settings: Settings, pixels: Pixels | None = None) -> "Inference":
+        """The same model with the prompts of other settings, and pictures of other `pixels`; calls of both take turns."""
+        builder = self.builder.but(PROFILES[settings.profile], settings.max_prompt_tokens)
+        if pixels is not None:
+            builder.processor = with_pixels(builder.processor, pixels.min, pixels.max)
+        other = Inference(self.model, builder, self.engine)
         other._computing, other._tokenizing = self._computing, self._tokenizing
         return other
 

@@ -203,11 +203,9 @@ class _Forward:
         batch, objective, device = self.batch, self.objective, q_ND.device
         sizes = dist.gather_sizes(t_ND.shape[0], device)
         c_CD = dist.gather_rows(t_ND, sizes)
-        identity_C = torch.tensor(batch.candidate_identity)
-        if dist.world_size() > 1:
-            identity_C = dist.gather_rows(identity_C.to(device), sizes).cpu()
         offset = sum(sizes[: dist.rank()])
-        masks = positive_BC, ignored_BC, labelled_BC = candidate_masks(batch, identity_C, offset)
+        identity_C, group_C = gathered_identities([batch], sizes, device)
+        masks = positive_BC, ignored_BC, labelled_BC = candidate_masks(batch, identity_C, offset, group_C)
         negative_BC = ~(positive_BC | ignored_BC)
         if credit is not None:
             credit.judge(q_ND.detach(), c_CD.detach(), masks, self.read)
@@ -396,12 +394,30 @@ def easy_queries(leads: Tensor, adaptive: AdaptiveConfig, most: float) -> Tensor
     return easy
 
 
-def candidate_masks(batch: Batch, identity_C: Tensor, offset: int) -> tuple[Tensor, Tensor, Tensor]:
+def gathered_identities(
+    batches: Sequence[Batch], sizes: Sequence[int], device: torch.device
+) -> tuple[Tensor, Tensor | None]:
+    """Identities (C,) and groups (C,) of all ranks' candidates, on the host; no groups if all candidates are compared.
+
+    `batches` are this rank's, and `sizes` the ranks' numbers of candidates.
+    """
+    identities = [one for batch in batches for one in batch.candidate_identity]
+    groups = [one for batch in batches for one in batch.candidate_groups]
+    columns = torch.tensor([identities, groups] if groups else [identities])
+    if dist.world_size() > 1:
+        columns = dist.gather_rows(columns.T.contiguous().to(device), sizes).cpu().T
+    identity_C, *group_C = columns
+    return identity_C, group_C[0] if group_C else None
+
+
+def candidate_masks(
+    batch: Batch, identity_C: Tensor, offset: int, group_C: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """(B, C) bool masks on the host: positive, ignored and labelled negative candidates of each query in the global batch.
 
     A candidate of any rank that equals one of the query's right answers is ignored, unless it is one of the query's positives
-    in this batch or one of its own labelled negatives: a label overrides an equal identity. `identity_C` are those of all
-    ranks' candidates, this rank's from column `offset` on.
+    in this batch or one of its own labelled negatives: a label overrides an equal identity. So is a candidate of another group,
+    see `rge.data.collate.Source`. Identities and groups are those of `gathered_identities`, this rank's from column `offset` on.
     """
     B, C, identity_C = len(batch.queries), identity_C.shape[0], identity_C.cpu()
     positive_BC = torch.zeros(B, C, dtype=torch.bool)
@@ -413,4 +429,6 @@ def candidate_masks(batch: Batch, identity_C: Tensor, offset: int) -> tuple[Tens
             positive_BC[row, [offset + column for column in batch.more_positives[row]]] = True
         labelled_BC[row, [offset + column for column in batch.negatives[row]]] = True
         ignored_BC[row] = torch.isin(identity_C, torch.tensor(batch.right_answers[row]))
+    if group_C is not None:
+        ignored_BC |= torch.tensor(batch.groups)[:, None] != group_C[None]
     return positive_BC, ignored_BC & ~positive_BC & ~labelled_BC, labelled_BC

@@ -128,7 +128,7 @@ def train_stage(
     )
     first_step = manager.resume()
 
-    bad_records = BadRecords(recipe.data, batches.files, folder, first_step, batches.mixture)
+    bad_records = BadRecords(recipe.data, batches.records, folder, first_step, batches.mixture)
     loader = Loader(batches, range(first_step, num_steps), recipe.data, embedder.device)
     logs = Logs(accelerator, folder, name, first_step, num_steps, recipe.train.log_every)
     skipped = 0  # steps in a row

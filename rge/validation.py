@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from rge.config import Recipe
-from rge.data.collate import Batch, Collator, prompt_builder
+from rge.data.collate import Batch, Collator, PromptBuilders
 from rge.data.mixture import Draw
 from rge.data.sources import RecordError, Records
 from rge.distributed import collectives as dist
 from rge.model.embedding_model import EmbeddingModel, Readout, eval_mode
 from rge.objective import Objective
 from rge.rollout.generate import Rationale, generate
-from rge.step import candidate_masks
+from rge.step import candidate_masks, gathered_identities
 
 
 def problems(recipe: Recipe, sources: Mapping[str, Records]) -> Iterator[str]:
@@ -56,12 +56,11 @@ def make_validation(
     """Validation on the recipe's held-out records, if any; collated as in training, but without augmentation or bad records."""
     if recipe.validation.key is None:
         return None
-    collator = Collator(
-        [records[recipe.validation.key]],
-        prompt_builder(processor, recipe),
-        replace(recipe.data, augment="none", sort_by_length=False, on_bad="stop"),
-        **objective.needs,
-    )
+    builders = PromptBuilders(processor, recipe)
+    [config] = recipe.validation.sources
+    held_out = records[recipe.validation.key]
+    source = builders.source(config, held_out, augment="none", sort_by_length=False, on_bad="stop")
+    collator = Collator([source], **objective.needs)
     return Validation(collator, objective, recipe)
 
 
@@ -74,7 +73,8 @@ class Validation:
         self.collator, self.objective = collator, replace(objective, adaptive=None, anchor=anchor)
         self.micro_batch_size = micro_batch_size = recipe.train.micro_batch_size
         self.max_new_tokens = recipe.rollout.max_new_tokens
-        count, world_size = num_records(collator.files[0], recipe.validation.max_records), dist.world_size()
+        most = recipe.validation.max_records
+        count, world_size = num_records(collator.sources[0].records, most), dist.world_size()
         self.rows = list(range(dist.rank(), count, world_size))
         # With sharded weights, all processes must run the same number of forwards.
         self.num_chunks = math.ceil(math.ceil(count / world_size) / micro_batch_size)
@@ -153,8 +153,7 @@ class Validation:
         """Every query against the candidates of all records: `Contrast.figures`, summed over the queries."""
         sizes = dist.gather_sizes(t_ND.shape[0], t_ND.device)
         c_CD = dist.gather_rows(t_ND, sizes)
-        own = [identity for batch in chunks for identity in batch.candidate_identity]
-        identity_C = dist.gather_rows(torch.tensor(own, device=t_ND.device), sizes)
+        identity_C, _ = gathered_identities(chunks, sizes, t_ND.device)
         first = sum(sizes[: dist.rank()])
         num_each = len(q_ND) // sum(len(batch.queries) for batch in chunks)
         sums: defaultdict[str, float] = defaultdict(float)

@@ -14,7 +14,7 @@ from typing import Any
 from accelerate import Accelerator
 from torch import nn
 
-from rge.checkpoints.description import instructions_of, trained_on
+from rge.checkpoints.description import instructions_of, prompts_of, trained_on
 from rge.checkpoints.export import export, settings_of
 from rge.checkpoints.manifest import damage, discard
 from rge.checkpoints.resume import check_same_recipe, check_same_run
@@ -96,6 +96,8 @@ class CheckpointManager:
             contents = [identity.get("records", {}).get(source.key, {}) for source in stage.sources]
             weights = stage.weights([content.get("records") for content in contents])
             self._data["instructions"] = instructions_of(stage.sources, weights)
+            tasks = self._data["instructions"]["by_task"]
+            self._data |= prompts_of(recipe, stage.sources, weights, tasks)
             self._data["trained_on"] = trained_on(start, recipe, name)
         if recipe.export.adapters_only and accelerator.is_main_process:
             commit, rows = getattr(embedder.model.config, "_commit_hash", None), embedder.rows_of_base

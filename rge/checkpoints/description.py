@@ -1,8 +1,9 @@
 """Descriptions stored with a checkpoint: ``rge.json``, the model card, and files for other libraries."""
 
+import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from itertools import groupby
 from operator import itemgetter
@@ -13,6 +14,7 @@ import jinja2
 
 from rge.checkpoints.settings import EYES, RGE_JSON, CheckpointSettings, read_settings
 from rge.common.files import read_json
+from rge.common.schema import Record
 from rge.config import Recipe, to_dict
 from rge.data.config import SourceConfig
 from rge.data.readers import some_records
@@ -51,19 +53,61 @@ def sentence_transformers_files(default: str | None) -> dict[str, Any]:
     }
 
 
+def seen_of(source: SourceConfig) -> list[Record]:
+    """Some records of a source, without pictures and with the source's name and instruction as their own."""
+    own: dict[str, Any] = {} if source.name is None else {"source": source.name}
+    if source.instruction is not None:
+        own["instruction"] = source.instruction or None
+    return [record.model_copy(update=own) for record in some_records(source, RECORDS_READ)]
+
+
+def prompts_of(
+    recipe: Recipe, sources: Sequence[SourceConfig], weights: Sequence[float], tasks: Iterable[str]
+) -> dict[str, Any]:
+    """Settings of the training prompts for ``rge.json``: those of most queries, and ``tasks`` with others.
+
+    `tasks` are names as in `instructions_of`.
+    """
+
+    def settings(source: SourceConfig) -> dict[str, Any]:
+        own = recipe.resolved(source)
+        return {
+            "profile": own.profile,
+            "max_prompt_tokens": own.max_prompt_tokens,
+            "pixels": {"min": own.min_pixels, "max": own.max_pixels},
+        }
+
+    every = [settings(source) for source in sources]
+    share: defaultdict[str, float] = defaultdict(float)
+    of_task: defaultdict[str, Counter[int]] = defaultdict(Counter)
+    for number, (source, weight) in enumerate(zip(sources, weights, strict=True)):
+        share[json.dumps(every[number])] += weight
+        for record in seen_of(source) if len({*map(json.dumps, every)}) > 1 else ():
+            of_task[record.source][number] += 1
+            of_task[f"{record.source}/{record.category}"][number] += 1
+    usual = json.loads(max(share, key=share.__getitem__))
+    found = {}
+    for name in tasks:
+        own = every[of_task[name].most_common(1)[0][0]] if name in of_task else usual
+        if apart := {key: value for key, value in own.items() if value != usual[key]}:
+            found[name] = apart
+    return usual | ({"tasks": found} if found else {})
+
+
 def instructions_of(
     sources: Sequence[SourceConfig], weights: Sequence[float] | None = None
 ) -> dict[str, Any]:
     """Instructions of the training queries: ``rge.json``'s ``instructions``.
 
     ``default``: the most frequent one, weighted like the sources in training (None if most queries had none); ``known``: up to
-    `MOST_KNOWN`; ``by_task``: the most frequent per task, a record's ``source``, or ``source/category`` if its categories differ.
+    `MOST_KNOWN`; ``by_task``: the most frequent per task, which is a source's name or else a record's ``source``, or these and
+    ``/category`` if its categories differ.
     """
     total: defaultdict[str | None, float] = defaultdict(float)
     tasks: dict[tuple[str, str], Counter[str | None]] = defaultdict(Counter)
     weights = StageConfig(sources=[*sources]).weights([None] * len(sources)) if weights is None else weights
     for source, weight in zip(sources, weights, strict=True):
-        records = list(some_records(source, RECORDS_READ))
+        records = seen_of(source)
         for record in records:
             instruction = record.instruction or None
             total[instruction] += weight / len(records)

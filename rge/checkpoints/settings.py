@@ -65,6 +65,14 @@ class Instructions(_Frozen):
     by_task: dict[str, str | None]
 
 
+class TaskPrompts(_Frozen):
+    """How the prompts of a training task differ from those of the others; None: not at all."""
+
+    profile: str | None = None
+    pixels: Pixels | None = None
+    max_prompt_tokens: int | None = None
+
+
 class BaseOfAdapters(_Frozen):
     """The base of a checkpoint of adapters, see `rge.model.adapter_files.Base`."""
 
@@ -85,9 +93,13 @@ class Settings(_Frozen):
     trained_on: list[dict[str, Any]] | None = None
     reasons: Literal["query", "none"] | None = None  # the side that gets a rationale, if any
     max_prompt_tokens: int | None = None
+    pixels: Pixels | None = None
     think_tokens: int = 0
     dimensions: list[int] = []
     instructions: Instructions | None = None
+    tasks: dict[
+        str, TaskPrompts
+    ] = {}  # by the names in `Instructions.by_task`; those with prompts of their own
     dtype: str = "float32"
     quantization: str | None = None
     exact: bool = False  # every row is computed alone
@@ -113,6 +125,36 @@ class Settings(_Frozen):
                 f"max_rationale_tokens must be 0 to {most}, the most that this embedder writes, got {cap!r}; max_new_tokens= on "
                 "loading raises it"
             )
+
+    def of_task(self, task: str) -> Self:
+        """A copy with the prompts of a training task."""
+        prompts = self.tasks.get(task, TaskPrompts())
+        return self.but(
+            profile=prompts.profile,
+            max_prompt_tokens=prompts.max_prompt_tokens,
+            pixels=prompts.pixels and prompts.pixels.content(),
+        )
+
+    def with_prompts(
+        self,
+        profile: str | None = None,
+        max_prompt_tokens: int | None = None,
+        min_pixels: int | None = None,
+        max_pixels: int | None = None,
+    ) -> Self:
+        """A copy in which these settings hold for every task."""
+        tasks = {
+            name: task.but(
+                profile=profile,
+                max_prompt_tokens=max_prompt_tokens,
+                pixels=task.pixels and task.pixels.between(min_pixels, max_pixels),
+            ).content()
+            for name, task in self.tasks.items()
+        }
+        pixels = self.pixels and self.pixels.between(min_pixels, max_pixels)
+        return self.but(
+            profile=profile, max_prompt_tokens=max_prompt_tokens, pixels=pixels, tasks=tasks or None
+        )
 
     @property
     def query_mode(self) -> Mode:

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -13,13 +13,14 @@ from torch import Tensor
 from rge.common.images import ImageError, load_image
 from rge.common.parts import ImageRef
 from rge.common.schema import Item, Record, Target
-from rge.config import Recipe
+from rge.config import SHARED, Recipe
 from rge.data.augment import AUGMENTATIONS
-from rge.data.config import DataConfig
+from rge.data.config import DataConfig, PromptedConfig
 from rge.data.mixture import Draw, Mixture
 from rge.data.sources import BadRecord, BrokenRecord, RecordError, Records, check_wording, identity
 from rge.data.streams import Drawn, Reader, Stream
 from rge.distributed import collectives as dist
+from rge.model.families import with_pixels
 from rge.model.prompts import Prompt, PromptBuilder
 from rge.optim.config import StageConfig
 
@@ -48,6 +49,10 @@ class Batch:
     right_answers: list[list[int]]  # identities of everything that answers the query
     seeds: list[int]  # for sampling
     more_positives: list[list[int]] = field(default_factory=list)  # columns; empty if one positive is drawn
+    sources: list[int] = field(default_factory=list)  # number of each query's source
+    # Of queries and of candidates, see `Source.group`: only those of one group are compared. Empty: all are.
+    groups: list[int] = field(default_factory=list)
+    candidate_groups: list[int] = field(default_factory=list)  # C
     bad: list[BadRecord] = field(default_factory=list)  # drawn, could not be used and were replaced
 
 
@@ -113,10 +118,41 @@ def check_targets(record: Record) -> None:
                 )
 
 
+@dataclass(frozen=True)
+class Source:
+    """Records, and how they become prompts."""
+
+    records: Records
+    builder: PromptBuilder  # with the source's own profile, picture sizes and maximum length
+    settings: DataConfig  # the source's own, the recipe's where it has none
+    instruction: str | None = None  # of all its queries, "" for none; None: the records' own
+    # Candidates of one group are in-batch negatives of its queries; a candidate of another group is not compared with them.
+    group: int = 0
+    title: str | None = None  # None: the records' name
+
+    @property
+    def name(self) -> str:
+        """Its name in logs."""
+        return self.title or self.records.name
+
+    def record(self, index: int) -> Record:
+        """The record at `index`, as it is trained on; errors as of `Records`, and those of `check_wording`."""
+        record = self.records[index]
+        check_wording(record, self.records.name, self.settings.profile)
+        return self.asked(record)
+
+    def asked(self, record: Record) -> Record:
+        """The record with the source's instruction."""
+        if self.instruction is None:
+            return record
+        return record.model_copy(update={"instruction": self.instruction or None})
+
+
 @dataclass(frozen=True, slots=True)
 class _Row:
     """One record's contribution to a batch."""
 
+    source: int
     record_id: str
     seed: int
     query: Prompt
@@ -133,20 +169,11 @@ MAX_REPLACEMENTS = 16
 class Collator:
     """Makes batches of records: pictures decoded, prompts tokenised, targets drawn.
 
-    `files` are numbered in draws. `need_oracle`: tokenise oracle rationales; `need_candidates`: draw targets.
+    `sources` are numbered in draws. `need_oracle`: tokenise oracle rationales; `need_candidates`: draw targets.
     """
 
-    def __init__(
-        self,
-        files: Sequence[Records],
-        builder: PromptBuilder,
-        settings: DataConfig,
-        *,
-        need_oracle: bool = True,
-        need_candidates: bool = True,
-    ):
-        self.files, self.builder, self.settings = list(files), builder, settings
-        self.augment = None if settings.augment == "none" else AUGMENTATIONS[settings.augment]
+    def __init__(self, sources: Sequence[Source], *, need_oracle: bool = True, need_candidates: bool = True):
+        self.sources = list(sources)
         self.need_oracle, self.need_candidates = need_oracle, need_candidates
 
     def collate(self, draws: Sequence[Draw], drawn: Collection[Draw] = ()) -> Batch:
@@ -158,28 +185,36 @@ class Collator:
         bad: list[BadRecord] = []
         taken = {(draw.source, draw.index) for draw in drawn or draws}
         rows = [self._row_or_another(draw, taken, bad) for draw in draws]
-        return _batch_of(rows, bad, by_length=self.settings.sort_by_length)
+        batch = _batch_of(rows, bad, by_length=self.sources[0].settings.sort_by_length)
+        groups = [source.group for source in self.sources]
+        if len(set(groups)) == 1:
+            return replace(batch, candidate_groups=[])
+        return replace(
+            batch,
+            groups=[groups[source] for source in batch.sources],
+            candidate_groups=[groups[source] for source in batch.candidate_groups],
+        )
 
     def _row_or_another(self, draw: Draw, taken: Collection[tuple[int, int]], bad: list[BadRecord]) -> _Row:
         """The row of the drawn record, or of a replacement from its source if it is bad.
 
         The draw alone decides which one, so that it is the same on any number of processes and after a resume.
         """
-        file, tries = self.files[draw.source], 0
+        source, tries = self.sources[draw.source], 0
+        file = source.records
         for tries, chosen in enumerate(replacements(draw, file.replacements_of(draw.index), taken), start=1):  # noqa: B007 - counts them
             record, problem = None, ValueError()
             try:
-                record = file[chosen.index]
+                record = source.record(chosen.index)
             except BrokenRecord as error:
                 problem = error
             if record is not None:
-                check_wording(record, file.name, self.settings.profile)
                 try:
                     return self._row(chosen, record)
                 except ValueError as error:
                     problem = error
             place, name = file.place(chosen.index), None if record is None else record.id
-            if self.settings.on_bad == "stop":
+            if source.settings.on_bad == "stop":
                 kind = ImageError if isinstance(problem, ImageError) else RecordError
                 named = place if name is None else repr(name)
                 raise kind(f"record {named} of {file.name}: {problem}") from problem
@@ -190,48 +225,55 @@ class Collator:
         )
 
     def _row(self, draw: Draw, record: Record) -> _Row:
-        generator = np.random.default_rng(draw.seed)
+        source, generator = self.sources[draw.source], np.random.default_rng(draw.seed)
         if self.need_candidates:
             check_targets(record)
         drawn = int(generator.integers(len(record.positives)))
         rationale = record.positives[drawn].rationale or ""
-        query = self._prompt(_worded(record, draw.seed), "query", generator)
-        oracle_ids = self.builder.rationale_ids(rationale, record.id) if self.need_oracle else []
-        candidates = self._candidates(record, drawn, generator) if self.need_candidates else ()
+        query = _prompt(source, _worded(record, draw.seed), "query", generator)
+        oracle_ids = source.builder.rationale_ids(rationale, record.id) if self.need_oracle else []
+        candidates = _candidates(source, record, drawn, generator) if self.need_candidates else ()
         right_answers = sorted({identity(target) for target in record.positives})
-        return _Row(record.id, draw.seed, query, oracle_ids, right_answers, candidates)
+        return _Row(draw.source, record.id, draw.seed, query, oracle_ids, right_answers, candidates)
 
-    def _candidates(
-        self, record: Record, drawn: int, generator: np.random.Generator
-    ) -> list[list[Candidate]]:
-        positives, negatives = record.positives, record.negatives
-        shown = self._candidate(positives[drawn], generator)
-        rest = positives[:drawn] + positives[drawn + 1 :] if self.settings.positives == "all" else []
-        others = [self._candidate(target, generator) for target in rest]
-        count = min(self.settings.max_negatives, len(negatives))
-        chosen = generator.choice(len(negatives), size=count, replace=False).tolist() if count else []
-        return [[shown], others, [self._candidate(negatives[place], generator) for place in chosen]]
 
-    def _candidate(self, target: Target, generator: np.random.Generator) -> Candidate:
-        return self._prompt(target_item(target), "candidate", generator), identity(target)
+def _candidates(
+    source: Source, record: Record, drawn: int, generator: np.random.Generator
+) -> list[list[Candidate]]:
+    positives, negatives = record.positives, record.negatives
 
-    def _prompt(self, item: Item, side: str, generator: np.random.Generator) -> Prompt:
-        def load(ref: ImageRef) -> Image.Image:
-            image = load_image(ref)
-            if self.augment is not None:
-                image = self.augment(image, int(generator.integers(2**63)))
-                if not isinstance(image, Image.Image):
-                    raise RecordError(
-                        f"data.augment={self.settings.augment} must return a picture, got {image!r}"
-                    )
-            return image
+    def candidate(target: Target) -> Candidate:
+        return _prompt(source, target_item(target), "candidate", generator), identity(target)
 
-        return self.builder.build(item, side, load)
+    shown = candidate(positives[drawn])
+    rest = positives[:drawn] + positives[drawn + 1 :] if source.settings.positives == "all" else []
+    others = [candidate(target) for target in rest]
+    count = min(source.settings.max_negatives, len(negatives))
+    chosen = generator.choice(len(negatives), size=count, replace=False).tolist() if count else []
+    return [[shown], others, [candidate(negatives[place]) for place in chosen]]
+
+
+def _prompt(source: Source, item: Item, side: str, generator: np.random.Generator) -> Prompt:
+    name = source.settings.augment
+
+    def load(ref: ImageRef) -> Image.Image:
+        image = load_image(ref)
+        if name != "none":
+            image = AUGMENTATIONS[name](image, int(generator.integers(2**63)))
+            if not isinstance(image, Image.Image):
+                raise RecordError(f"data.augment={name} must return a picture, got {image!r}")
+        return image
+
+    return source.builder.build(item, side, load)
 
 
 def _batch_of(rows: Sequence[_Row], bad: list[BadRecord], *, by_length: bool) -> Batch:
-    """Put rows together, queries and candidates each sorted by prompt length if asked."""
+    """Put rows together, queries and candidates each sorted by prompt length if asked.
+
+    `Batch.candidate_groups` are the numbers of the candidates' sources.
+    """
     found = [candidate for row in rows for group in row.candidates for candidate in group]
+    owners = [row.source for row in rows for group in row.candidates for _ in group]
     order = sorted(range(len(found)), key=lambda place: len(found[place][0]) if by_length else 0)
     column_of = {place: column for column, place in enumerate(order)}
     places = iter(range(len(found)))
@@ -249,6 +291,8 @@ def _batch_of(rows: Sequence[_Row], bad: list[BadRecord], *, by_length: bool) ->
         right_answers=[row.right_answers for row in rows],
         seeds=[row.seed for row in rows],
         more_positives=[others for _, others, _ in columns],
+        sources=[row.source for row in rows],
+        candidate_groups=[owners[place] for place in order],
         bad=bad,
     )
 
@@ -291,16 +335,14 @@ def problems(recipe: Recipe, stages: Sequence[str], num_processes: int) -> Itera
 class StepBatches(Collator):
     """Batches by step number, for one rank: `batches[step]` is this rank's share of the step's global batch.
 
-    `files` are in the order of the mixture. A step's rows of streams can be read in one process (`read`), and its batch made in
-    another (`make`).
+    `sources` are in the order of the mixture. A step's rows of streams can be read in one process (`read`), and its batch made
+    in another (`make`).
     """
 
     def __init__(
         self,
-        files: Sequence[Records],
+        sources: Sequence[Source],
         mixture: Mixture,
-        builder: PromptBuilder,
-        settings: DataConfig,
         *,
         rank: int,
         world_size: int,
@@ -309,11 +351,15 @@ class StepBatches(Collator):
         assert mixture.batch_size >= world_size, "refused before training, see `problems`"
         # A source that is given twice has two positions.
         self.readers = {
-            source: file.reader() for source, file in enumerate(files) if isinstance(file, Stream)
+            number: source.records.reader()
+            for number, source in enumerate(sources)
+            if isinstance(source.records, Stream)
         }
-        super().__init__(
-            [self.readers.get(source, file) for source, file in enumerate(files)], builder, settings, **needs
-        )
+        read = [
+            replace(source, records=self.readers.get(number, source.records))
+            for number, source in enumerate(sources)
+        ]
+        super().__init__(read, **needs)
         self.mixture = mixture
         # Shares differ by at most one; losses are means over all queries, so every query weighs the same.
         self.share = slice(*(end * mixture.batch_size // world_size for end in (rank, rank + 1)))
@@ -339,6 +385,19 @@ class StepBatches(Collator):
         drawn = self.mixture.batch(step)
         return self.collate(drawn[self.share], drawn)
 
+    @property
+    def records(self) -> list[Records]:
+        """The sources' records; of streams their readers."""
+        return [source.records for source in self.sources]
+
+    @property
+    def names(self) -> list[str]:
+        """Distinct names of the sources."""
+        names = [source.name for source in self.sources]
+        return [
+            f"{name} ({number + 1})" if name in names[:number] else name for number, name in enumerate(names)
+        ]
+
     def coverage(self, step: int) -> dict[str, dict[str, float | None]]:
         """By source, after so many steps: passes over it, how many of its records were drawn, and how many never were.
 
@@ -347,27 +406,62 @@ class StepBatches(Collator):
         passes: dict[str, float | None] = {}
         seen: dict[str, float | None] = {}
         unseen: dict[str, float | None] = {}
-        for source, drawn in enumerate(self.mixture.drawn_before(step)):
-            file = self.files[source]
+        for number, drawn in enumerate(self.mixture.drawn_before(step)):
+            source, name = self.sources[number], self.names[number]
+            file = source.records
             size = file.stream.num_rows() if isinstance(file, Reader) else len(file)
-            name = file.name if file.name not in passes else f"{file.name} ({source + 1})"
             passes[name] = None if size is None else round(drawn / size, 4)
             seen[name] = drawn if size is None else min(drawn, size)
             unseen[name] = None if size is None else max(size - drawn, 0)
         return {"passes": passes, "rows_seen": seen, "rows_never_seen": unseen}
 
 
-def prompt_builder(processor: Any, recipe: Recipe) -> PromptBuilder:
-    """The prompt builder of a recipe."""
-    data, most = recipe.data, recipe.max_rationale_tokens
-    return PromptBuilder(processor, data.profile, data.max_prompt_tokens, max_rationale_tokens=most)
+class PromptBuilders:
+    """The prompt builders of a recipe's sources; those with equal settings share one."""
+
+    def __init__(self, processor: Any, recipe: Recipe):
+        self.processor, self.recipe = processor, recipe
+        self._made: dict[tuple, PromptBuilder] = {}
+
+    def __call__(self, source: PromptedConfig | None = None) -> PromptBuilder:
+        """The builder of a source; without one, that of the recipe's own settings."""
+        own = self.recipe.resolved(source or PromptedConfig())
+        key = own.profile, own.max_prompt_tokens, own.min_pixels, own.max_pixels
+        if key not in self._made:
+            profile, max_tokens, least, most = cast("tuple[str, int, int, int]", key)  # resolved
+            processor, model = self.processor, self.recipe.model
+            if (least, most) != (model.min_pixels, model.max_pixels):
+                processor = with_pixels(processor, least, most)
+            self._made[key] = PromptBuilder(
+                processor, profile, max_tokens, max_rationale_tokens=self.recipe.max_rationale_tokens
+            )
+        return self._made[key]
+
+    def source(self, config: PromptedConfig, records: Records, group: int = 0, **data: Any) -> Source:
+        """An opened source; `data` changes settings of all sources, such as `DataConfig.augment`."""
+        own = vars(self.recipe.resolved(config))
+        settings = {name: own[name] for name in SHARED if name in own and hasattr(self.recipe.data, name)}
+        return Source(
+            records,
+            self(config),
+            replace(self.recipe.data, **settings | data),
+            config.instruction,
+            group,
+            config.name,
+        )
 
 
 def mixture_of(recipe: Recipe, stage: StageConfig, files: Sequence[Records]) -> Mixture:
     """The draws of a stage from its open sources."""
     sizes = [file.size for file in files]
-    homogeneous = recipe.data.batches == "homogeneous"
-    return Mixture(sizes, stage.weights(sizes), stage.batch_size, recipe.train.seed, homogeneous=homogeneous)
+    return Mixture(
+        sizes,
+        stage.weights(sizes),
+        stage.batch_size,
+        recipe.train.seed,
+        groups=stage.groups,
+        sub_batches=stage.sub_batches,
+    )
 
 
 def make_batches(
@@ -375,9 +469,13 @@ def make_batches(
 ) -> StepBatches:
     """Sources of a stage, their mixture and this rank's share of every step; `needs` are the objective's."""
     files = [records[source.key] for source in stage.sources if source.key]
-    mixture = mixture_of(recipe, stage, files)
-    builder, rank, world_size = prompt_builder(processor, recipe), dist.rank(), dist.world_size()
-    return StepBatches(files, mixture, builder, recipe.data, rank=rank, world_size=world_size, **needs)
+    mixture, builders = mixture_of(recipe, stage, files), PromptBuilders(processor, recipe)
+    groups = [0] * len(files) if stage.compare_across else stage.groups
+    sources = [
+        builders.source(config, file, group)
+        for config, file, group in zip(stage.sources, files, groups, strict=True)
+    ]
+    return StepBatches(sources, mixture, rank=dist.rank(), world_size=dist.world_size(), **needs)
 
 
 def chunks_of(batch: Batch, shares: Sequence[int], micro_batch_size: int) -> list[Chunk]:

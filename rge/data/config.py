@@ -33,7 +33,7 @@ class RecordsConfig:
     dataset: str | None = None
     """A data set for the library `datasets`: a folder saved by save_to_disk, a folder or file of Parquet or JSON lines, or
     a name on the hub."""
-    name: str | None = None
+    subset: str | None = None
     """With `dataset`: its subset, if it has several."""
     split: str = "train"
     """With `dataset`: which split."""
@@ -74,7 +74,7 @@ class RecordsConfig:
     def label(self) -> str:
         """Its name in messages."""
         if self.dataset is not None:
-            subset = f"{self.name}, " if self.name else ""
+            subset = f"{self.subset}, " if self.subset else ""
             return f"{self.dataset}[{subset}{self.split}]"
         if self.type is not None:
             return f"{self.type}({', '.join(f'{name}={value}' for name, value in self.options.items())})"
@@ -98,7 +98,7 @@ class RecordsConfig:
             yield f"{key} must name exactly one of path, dataset and type{named}"
             return
         owners = {
-            **dict.fromkeys(("name", "split", "revision", "streaming"), ("dataset",)),
+            **dict.fromkeys(("subset", "split", "revision", "streaming"), ("dataset",)),
             "columns": ("dataset", "type", "table"),
             "options": ("type",),
         }
@@ -127,9 +127,51 @@ Weight = Annotated[
 
 
 @dataclass
-class SourceConfig(RecordsConfig):
-    """Training records, and their share of every batch."""
+class PromptedConfig(RecordsConfig):
+    """Records, and how they become prompts where that is not as `data` and `model` say."""
 
+    name: str | None = None
+    """Name of the source in metrics and logs, and of its task in a checkpoint; null: that of its file or data set, and the
+    records' own `source`."""
+    profile: str | None = None
+    """Instruction profile; null: data.profile."""
+    instruction: str | None = None
+    """Task instruction of all its queries, '' for none; null: the records' own."""
+    min_pixels: AtLeastOne | None = None
+    """Smallest picture, in pixels; null: model.min_pixels."""
+    max_pixels: AtLeastOne | None = None
+    """Largest picture, in pixels; null: model.max_pixels."""
+    max_prompt_tokens: AtLeastOne | None = None
+    """Maximum length of a prompt in tokens; null: data.max_prompt_tokens."""
+
+    def problems(self, key: str) -> Iterator[str]:
+        """As `RecordsConfig.problems`, and a profile that does not exist."""
+        yield from super().problems(key)
+        if self.profile is not None:
+            yield from _unknown_profile(f"{key}.profile", self.profile)
+
+    @property
+    def prompts(self) -> dict[str, Any]:
+        """Its own settings of prompts, see `PROMPTS`."""
+        return {name: getattr(self, name) for name in PROMPTS if getattr(self, name) is not None}
+
+
+PROMPTS = ("profile", "instruction", "min_pixels", "max_pixels", "max_prompt_tokens")
+"""A source's settings of prompts, which a checkpoint keeps by task."""
+
+
+@dataclass
+class SourceConfig(PromptedConfig):
+    """Training records, their share of the batches, and how they are trained on."""
+
+    max_negatives: Count | None = None
+    """Labelled negatives drawn per query and step; null: data.max_negatives."""
+    positives: Literal["draw", "all"] | None = None
+    """Which of a record's positives a step uses; null: data.positives."""
+    batch: Literal["mixed", "own"] = "mixed"
+    """mixed: its queries share batches with those of all mixed sources, in proportion to their weights; own: they fill
+    batches, or a stage's `sub_batches`, alone, and their in-batch negatives come from this source. Weights are then shares
+    of these."""
     weight: Weight = 1.0
     """Share of the batch relative to the other sources' weights. size, for all sources of the stage: their numbers of
     records, so that `epochs` are passes over each of them."""
@@ -155,9 +197,6 @@ class DataConfig:
     positives: Literal["draw", "all"] = "draw"
     """draw: each step uses one of a record's positives, a different one each time; all: all of them are candidates and
     count as right."""
-    batches: Literal["mixed", "homogeneous"] = "mixed"
-    """mixed: every batch contains all sources in proportion to their weights; homogeneous: each batch has one source,
-    weights are shares of the steps, and in-batch negatives come from the query's own source."""
     sort_by_length: bool = True
     """Sort queries and candidates by length before dividing them into micro batches, which reduces padding. The step's
     batch and its loss stay the same."""
@@ -177,7 +216,11 @@ class DataConfig:
 
     def problems(self) -> Iterator[str]:
         """A profile that does not exist."""
-        try:
-            PROFILES[self.profile]
-        except UserError as error:
-            yield f"data.profile: {error}"
+        yield from _unknown_profile("data.profile", self.profile)
+
+
+def _unknown_profile(key: str, name: str) -> Iterator[str]:
+    try:
+        PROFILES[name]
+    except UserError as error:
+        yield f"{key}: {error}"

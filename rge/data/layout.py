@@ -24,7 +24,7 @@ from rge.common.images import picture_bytes, picture_size
 from rge.common.parts import Content, ImageRef, is_short, pictures_of, text_of
 from rge.common.schema import Item, Record, Target
 from rge.config import Recipe
-from rge.data.collate import check_targets, query_items, target_item
+from rge.data.collate import Source, check_targets, query_items, target_item
 from rge.data.sources import Records, identity, number_of, on_disk
 from rge.data.verdicts import Verdicts, forked
 from rge.identity.run_identity import version_of
@@ -65,9 +65,9 @@ class Layout:
         return self.sizes_NK[:, COLUMNS.index(name)]
 
 
-def lay_out(file: Records, builder: PromptBuilder, *, need_oracle: bool, need_candidates: bool) -> Layout:
+def lay_out(source: Source, *, need_oracle: bool, need_candidates: bool) -> Layout:
     """Lay out every record of a source of known length."""
-    measure = partial(_sizes, file, builder, need_oracle, need_candidates)
+    file, measure = source.records, partial(_sizes, source, need_oracle, need_candidates)
     rows, numbers, reworded, targets = array("q"), array("q"), array("q"), array("q")
     faults: dict[int, str] = {}
     for number, found in enumerate(on_all_cores(measure, range(len(file)))):
@@ -121,18 +121,19 @@ def settings_of(builder: PromptBuilder, *asked: object) -> str:
     )
 
 
-def lay_out_once(
-    file: Records, builder: PromptBuilder, verdicts: Verdicts, *, need_oracle: bool, need_candidates: bool
-) -> Layout:
+def lay_out_once(source: Source, verdicts: Verdicts, *, need_oracle: bool, need_candidates: bool) -> Layout:
     """`lay_out`, cached for the same records and settings if it found no problem."""
-    asked = settings_of(builder, need_oracle, need_candidates)
+    file, asked = (
+        source.records,
+        settings_of(source.builder, need_oracle, need_candidates, source.instruction),
+    )
     if (known := verdicts.numbers(file, asked)) is not None:
         end = 1 + int(known[0]) * len(COLUMNS)
         laid = Layout(known[1:end].reshape(-1, len(COLUMNS)), np.arange(int(known[0])))
         reworded, targets = np.split(known[end:], [laid.column("wordings").sum()])
         laid.reworded_W, laid.targets_T3 = on_disk(reworded), on_disk(targets).reshape(-1, 3)
         return laid
-    laid = lay_out(file, builder, need_oracle=need_oracle, need_candidates=need_candidates)
+    laid = lay_out(source, need_oracle=need_oracle, need_candidates=need_candidates)
     if not laid.faults:
         count = np.array([len(laid.sizes_NK)])
         parts = (count, laid.sizes_NK.ravel(), laid.reworded_W, laid.targets_T3.ravel())
@@ -140,13 +141,11 @@ def lay_out_once(
     return laid
 
 
-def _sizes(
-    file: Records, builder: PromptBuilder, need_oracle: bool, need_candidates: bool, number: int
-) -> list[int] | str:
-    record = None
+def _sizes(source: Source, need_oracle: bool, need_candidates: bool, number: int) -> list[int] | str:
+    record, file = None, source.records
     try:
-        record = file[number]
-        return _measured(record, builder, need_oracle, need_candidates)
+        record = source.asked(file[number])
+        return _measured(record, source.builder, need_oracle, need_candidates)
     except ValueError as error:
         name = file.place(number) if record is None else repr(record.id)
         return f"record {name} of {file.name}: {error}"
@@ -262,8 +261,13 @@ def summary(found: Sequence[tuple[Records, Layout]], recipe: Recipe) -> list[str
             f"tokens per rationale: {_spread(rationales)}; {(rationales > cap).mean():.1%} longer than the model may generate "
             f"(rollout.max_new_tokens={cap})"
         )
-    cut, count, limit = column("cut").sum(), column("prompts").sum(), recipe.data.max_prompt_tokens
-    lines.append(f"{cut / count:.1%} of {count:,} prompts are cut to data.max_prompt_tokens={limit}")
+    cut, count = column("cut").sum(), column("prompts").sum()
+    stages = [getattr(recipe, name) for name in recipe.stages()]
+    limits = {recipe.resolved(source).max_prompt_tokens for stage in stages for source in stage.sources}
+    limit = (
+        f"data.max_prompt_tokens={limits.pop()}" if len(limits) == 1 else "their source's max_prompt_tokens"
+    )
+    lines.append(f"{cut / count:.1%} of {count:,} prompts are cut to {limit}")
     total = column("query") + column("candidate") + rationales
     ends = np.cumsum([len(layout.sizes_NK) for _, layout in laid])
     named = []

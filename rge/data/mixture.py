@@ -24,10 +24,14 @@ class Mixture:
     of n records drawn so far, a source with share s has s * n, up to rounding by one record per source (with share 0.3 of 8
     it gets 2 or 3 records per step, seldom one more or less, 2.4 on average).
 
+    A batch consists of equal sub-batches, and the records of each come from one group of sources. Groups take turns by the sum
+    of their sources' weights, with the same exactness; a group may fill several sub-batches of a step.
+
     Args:
         sizes: records of each source; None for a stream, whose draws are numbered consecutively.
-        batch_size: records per step over all processes.
-        homogeneous: each step's records come from one source, and weights are shares of the steps.
+        batch_size: records per step over all processes, a multiple of `sub_batches`.
+        groups: number of each source's group; None: all are in one.
+        sub_batches: sub-batches of a step.
     """
 
     def __init__(
@@ -37,12 +41,19 @@ class Mixture:
         batch_size: int,
         seed: int,
         *,
-        homogeneous: bool = False,
+        groups: Sequence[int] | None = None,
+        sub_batches: int = 1,
     ):
+        assert batch_size % sub_batches == 0, "refused before training, see `rge.data.collate.problems`"
         self.sizes, self.batch_size, self.seed = list(sizes), batch_size, seed
-        self.homogeneous = homogeneous
+        self.sub_batches = sub_batches
         share = np.array(weights, dtype=np.float64)
         self.share = share / share.sum()
+        of_source = [0] * len(self.sizes) if groups is None else list(groups)
+        self.members = [
+            [source for source, group in enumerate(of_source) if group == one]
+            for one in dict.fromkeys(of_source)
+        ]
         self._orders: dict[tuple[int, int], np.ndarray] = {}
 
     @property
@@ -65,18 +76,20 @@ class Mixture:
 
     def drawn_before(self, step: int) -> list[int]:
         """Records drawn from each source before a step."""
-        if self.homogeneous:
-            return [steps * self.batch_size for steps in self._counts_by_source(step)]
-        return self._counts_by_source(step * self.batch_size)
+        turns = _divided(step * self.sub_batches, [self.share[group].sum() for group in self.members])
+        drawn = [0] * len(self.sizes)
+        for group, count in zip(self.members, turns, strict=True):
+            total = count * (self.batch_size // self.sub_batches)
+            for source, number in zip(group, _divided(total, self.share[group]), strict=True):
+                drawn[source] = number
+        return drawn
 
-    def _counts_by_source(self, total: int) -> list[int]:
-        # Integers that sum to the total. A source takes its share of what the sources before it leave, so every count grows
-        # with the total. Differences of rounded cumulative shares would sometimes draw a negative number from a small source.
-        counts, left, share_left = [], total, 1.0
-        for share in self.share[:-1]:
-            counts.append(math.floor(left * share / share_left + 1e-6))
-            left, share_left = left - counts[-1], share_left - share
-        return [*counts, left]
+    def most_at_once(self, source: int) -> float:
+        """Records of a source in a step that holds as many of its group's sub-batches as any."""
+        group = next(group for group in self.members if source in group)
+        of_group = self.share[group].sum()
+        num_sub_batches = math.ceil(self.sub_batches * of_group - 1e-6)
+        return num_sub_batches * self.batch_size / self.sub_batches * self.share[source] / of_group
 
     def _index(self, source: int, epoch: int, place: int) -> int:
         size = self.sizes[source]
@@ -89,6 +102,19 @@ class Mixture:
                 self._orders.clear()
             self._orders[key] = np.random.default_rng([self.seed, 0, source, epoch]).permutation(size)
         return int(self._orders[key][place])
+
+
+def _divided(total: int, shares: Sequence[float]) -> list[int]:
+    """Integers that sum to the total, by shares, none of which falls when the total grows.
+
+    A share is taken of what those before it leave. Differences of rounded cumulative shares would sometimes draw a negative
+    number from a small source.
+    """
+    counts, left, share_left = [], total, float(sum(shares))
+    for share in shares[:-1]:
+        counts.append(math.floor(left * share / share_left + 1e-6))
+        left, share_left = left - counts[-1], share_left - share
+    return [*counts, left]
 
 
 LARGE = 1 << 22

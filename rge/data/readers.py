@@ -184,7 +184,7 @@ def load(config: RecordsConfig) -> tuple[Any, Path]:
         files, features = _local_files(folder, config) if local else (None, None)
         found = datasets.load_dataset(
             str(folder) if local else named,
-            config.name,
+            config.subset,
             data_files=files,
             features=features,
             split=config.split,
@@ -217,8 +217,8 @@ def _of_file(config: RecordsConfig, file: Path) -> Any:
     """
     import datasets
 
-    if config.name is not None or config.revision is not None:
-        raise RecordError(f"data set {file} is a file: leave out name and revision")
+    if config.subset is not None or config.revision is not None:
+        raise RecordError(f"data set {file} is a file: leave out subset and revision")
     name = file.name.lower()
     try:
         if name.endswith((".csv", ".tsv")):
@@ -267,7 +267,7 @@ def _local_files(folder: Path, config: RecordsConfig) -> tuple[dict[str, list[st
     """
     import datasets
 
-    builder = datasets.load_dataset_builder(str(folder), config.name)
+    builder = datasets.load_dataset_builder(str(folder), config.subset)
     part = config.split.partition("[")[0]
     files = None
     if builder.name == "imagefolder":
@@ -276,7 +276,7 @@ def _local_files(folder: Path, config: RecordsConfig) -> tuple[dict[str, list[st
         if not (tables := sorted(str(path.relative_to(folder)) for path in found)):
             return None, None
         files = {config.split: tables}
-        builder = datasets.load_dataset_builder(str(folder), config.name, data_files=files)
+        builder = datasets.load_dataset_builder(str(folder), config.subset, data_files=files)
     shards = (builder.config.data_files or {}).get(part, [])
     if builder.name == "parquet" and (filled := [path for path in shards if _rows_in(path)]) != shards:
         if not filled:
@@ -365,7 +365,7 @@ def _saved(config: RecordsConfig, folder: Path) -> Any:
         found = found[config.split]
     elif found.split is not None and str(found.split) != config.split:
         raise RecordError(f"data set {folder} is the split {str(found.split)!r}, not {config.split!r}")
-    if config.name is not None or config.revision is not None:
-        raise RecordError(f"data set {folder} was saved by save_to_disk: leave out name and revision")
+    if config.subset is not None or config.revision is not None:
+        raise RecordError(f"data set {folder} was saved by save_to_disk: leave out subset and revision")
     shards = max(1, min(SHARDS, len(found)))
     return found.to_iterable_dataset(num_shards=shards) if config.streaming else found

@@ -393,7 +393,7 @@ def check_wording(record: Record, source: str, profile: str) -> None:
     if record.wording == "included" and PROFILES[profile].adds_words:
         raise RecordError(
             f"{source}: the texts of record {record.id!r} include their wording (wording: included), and "
-            f"data.profile={profile} would add another: set data.profile=plain"
+            f"the profile {profile} would add another: set profile: plain for this source, or data.profile=plain"
         )
 
 

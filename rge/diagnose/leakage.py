@@ -14,7 +14,7 @@ import torch
 from rge.checkpoints.settings import read_settings
 from rge.common.commands import progress_bar
 from rge.common.errors import UserError
-from rge.data.collate import Batch, StepBatches
+from rge.data.collate import Batch, Source, StepBatches
 from rge.data.config import DataConfig
 from rge.data.mixture import Mixture
 from rge.diagnose.pairs import open_data
@@ -62,7 +62,7 @@ def leakage(
         encoder.model.train().requires_grad_(True)
         anchor = "self" if kind == "own rationale" else "oracle"
         objective = Objective(0.5, 0.5, temperature, anchor, lm_on_candidates=False)
-        batches = StepBatches([records], mixture, encoder.builder, config, rank=0, world_size=1)
+        batches = StepBatches([Source(records, encoder.builder, config)], mixture, rank=0, world_size=1)
         optimizer = torch.optim.AdamW(encoder.model.parameters(), lr=lr, weight_decay=0.0)
         for step in progress_bar(range(steps), desc=kind, unit="step"):
             batch = rearrange(batches[step], kind, np.random.default_rng([seed, step]))

@@ -8,6 +8,7 @@ Shape suffixes: B = rows, T = tokens, D = hidden size, P = patches or tiles, F =
 
 import math
 from collections.abc import Mapping, Sequence
+from copy import copy, deepcopy
 from typing import Any
 
 import torch
@@ -378,6 +379,16 @@ register_family("idefics3", Idefics3())
 def family_of(model: HubModel) -> Family:
     """The family of a loaded model."""
     return FAMILIES[model.config.model_type]
+
+
+def with_pixels(processor: Any, min_pixels: int, max_pixels: int) -> Any:
+    """The processor with other picture sizes; the given one, by which a model normalises pictures, stays as it is."""
+    other = copy(processor)
+    for name in ("image_processor", "video_processor"):
+        if hasattr(processor, name):
+            setattr(other, name, deepcopy(getattr(processor, name)))
+    family_of_processor(processor).limit_pixels(other, min_pixels, max_pixels)
+    return other
 
 
 def family_of_processor(processor: Any) -> Family:

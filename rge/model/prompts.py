@@ -8,9 +8,10 @@ the backbone's own processor.
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from jinja2 import TemplateError
@@ -151,6 +152,14 @@ class PromptBuilder:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._remember()
+
+    def but(self, profile: Profile, max_tokens: int | None = None) -> Self:
+        """A copy with another profile and, if given, another maximum length."""
+        other = copy(self)
+        other.profile, other.max_tokens = profile, max_tokens or self.max_tokens
+        other._known = {}
+        other._remember()
+        return other
 
     def check_template(self) -> None:
         """Refuse a chat template that is missing, or that leaves out pictures or the text of a turn.

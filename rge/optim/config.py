@@ -52,8 +52,13 @@ class StageConfig:
     """Learning-rate schedule after the warm-up."""
     min_lr_ratio: Share = 0.0
     """The schedule ends at this share of `lr`."""
+    sub_batches: AtLeastOne = 1
+    """Equal parts of each batch, of which those with a source of `batch: own` hold no other source."""
+    compare_across: bool = False
+    """With several `sub_batches`: candidates of other sub-batches are negatives too, as in VLM2Vec-V2
+    (arXiv:2507.04590); false: only those of the query's source, or of all mixed ones."""
     sources: list[SourceConfig] = field(default_factory=list)
-    """Training records and their shares."""
+    """Training records, their shares and settings of their own."""
 
     def weights(self, sizes: Sequence[int | None]) -> list[float]:
         """Weights of the sources; `sizes` are their numbers of records, None if unknown."""
@@ -61,6 +66,11 @@ class StageConfig:
         return [
             float(size or 0) if isinstance(source.weight, str) else source.weight for source, size in pairs
         ]
+
+    @property
+    def groups(self) -> list[int]:
+        """Number of each source's group: those of one group share sub-batches."""
+        return [number if source.batch == "own" else -1 for number, source in enumerate(self.sources)]
 
     def num_steps(self, num_records: int) -> int:
         """Optimizer steps, at least one; `num_records` are those of all sources but streams."""
@@ -76,6 +86,24 @@ class StageConfig:
                 f"{name}.sources mixes weight: size with numbers, and a number of records is no share: set weight: size for "
                 "all of them, or for none"
             )
+        if self.batch_size % self.sub_batches:
+            yield (
+                f"{name}.batch_size={self.batch_size} cannot be divided into {name}.sub_batches={self.sub_batches} equal parts: "
+                "change one of them"
+            )
+        if self.sub_batches > 1 and len(set(self.groups)) < 2:
+            yield (
+                f"{name}.sub_batches={self.sub_batches} has no effect, since the sources share all of them: set batch: own for "
+                f"some sources, or {name}.sub_batches=1"
+            )
+        if self.compare_across and self.sub_batches == 1:
+            yield (
+                f"{name}.compare_across=true has no effect with a single sub-batch: set {name}.sub_batches, or "
+                f"{name}.compare_across=false"
+            )
+        names = [source.name for source in self.sources if source.name is not None]
+        if twice := sorted({one for one in names if names.count(one) > 1}):
+            yield f"{name}.sources: several are called {', '.join(twice)}; give each another name"
         for number, source in enumerate(self.sources):
             yield from source.problems(f"{name}.sources[{number}]")
             if source.streaming and source.weight == "size":

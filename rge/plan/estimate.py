@@ -39,8 +39,8 @@ class Plans:
 
     recipe: Recipe
     num_steps: Mapping[str, int]  # by open stage
-    records: Mapping[str, Records]  # by source, like layouts
-    layouts: Mapping[str, Layout]
+    records: Mapping[str, Records]  # by `RecordsConfig.key`
+    layouts: Mapping[str, Layout]  # by `Recipe.prompts_key`
     model: HubModel
     accelerator: Accelerator
 
@@ -75,7 +75,7 @@ class Plans:
         """A stage's plan."""
         stage: StageConfig = getattr(self.recipe, name)
         # If a source was not laid out, such as a stream, plan the largest that the recipe allows.
-        layouts = [self.layouts.get(source.key) for source in stage.sources if source.key]
+        layouts = [self.layouts.get(self.recipe.prompts_key(source)) for source in stage.sources]
         longest = _longest(layouts, -(-stage.batch_size // options.num_gpus))
         options = replace(options, for_=name, steps=self.num_steps[name])  # type: ignore[arg-type]
         return plan(self.recipe, self.model, options, longest)
@@ -139,7 +139,8 @@ def _passes(name: str, stage: StageConfig, mixture: Mixture, steps: int) -> Iter
     if stage.steps is not None:
         return
     whole = steps * stage.batch_size / mixture.num_records  # more than `epochs` if there are few records
-    least = stage.batch_size if mixture.homogeneous else 1  # drawn at once
+    # Records that are drawn together.
+    least = stage.batch_size // mixture.sub_batches if len(mixture.members) > 1 else 1
     few = [label for label, count, size in known if count + least < 0.9 * stage.epochs * size]
     many = [label for label, count, size in known if count - least > 3 * whole * size]
     if few or many:
@@ -153,12 +154,13 @@ def _passes(name: str, stage: StageConfig, mixture: Mixture, steps: int) -> Iter
 
 def _repeated(name: str, stage: StageConfig, mixture: Mixture) -> Iterator[str]:
     """Warnings of sources whose records come several times in one batch."""
-    for source, share, size in zip(stage.sources, mixture.share, mixture.sizes, strict=True):
-        most = int(size / (1 if mixture.homogeneous else share)) if size else stage.batch_size
+    for number, (source, size) in enumerate(zip(stage.sources, mixture.sizes, strict=True)):
+        drawn = mixture.most_at_once(number)
+        most = int(stage.batch_size * (size or 0) / drawn)
         if size and most < stage.batch_size:
             yield (
                 f"  warning: {source.label} has only {size:,} records, so a batch of {name} holds each of them about "
-                f"{_times(stage.batch_size / most)} times, and they are no negatives of each other: lower {name}.batch_size to "
+                f"{_times(drawn / size)} times, and they are no negatives of each other: lower {name}.batch_size to "
                 f"{max(most, 1):,}{' or the weight of this source' * (len(stage.sources) > 1)}, or make more records"
             )
 

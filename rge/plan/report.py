@@ -115,6 +115,7 @@ def plan(
 
     RecipeError if the batch cannot be divided, a prompt is longer than allowed, or activations cannot be kept as asked.
     """
+    recipe = recipe.largest(getattr(recipe, options.for_))
     shapes = shapes_of(model, recipe.model.max_pixels)
     load = load_of(recipe, shapes, options, longest)
     base = setup_of(recipe, model, options, load)

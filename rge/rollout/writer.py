@@ -268,7 +268,7 @@ def make_writer(
         vllm = VllmWriter.in_training(
             embedder,
             accelerator,
-            max_prompt_tokens=recipe.data.max_prompt_tokens,
+            max_prompt_tokens=recipe.largest(stage).data.max_prompt_tokens,
             max_new_tokens=settings.max_new_tokens,
             batch_size=settings.batch_size,
             memory=settings.vllm_memory,

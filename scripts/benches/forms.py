@@ -31,7 +31,7 @@ from rge.common.options import one_of
 from rge.common.parts import content_of
 from rge.common.schema import Item
 from rge.config import load_recipe
-from rge.data.collate import Batch, StepBatches, chunks_of
+from rge.data.collate import Batch, Source, StepBatches, chunks_of
 from rge.data.mixture import Mixture
 from rge.data.readers import open_records
 from rge.losses import info_nce, rationale_nll
@@ -110,7 +110,8 @@ def demo_setting() -> Setting:
     builder = PromptBuilder(embedder.processor, recipe.data.profile, recipe.data.max_prompt_tokens)
     sizes = [len(file) for file in files]
     mixture = Mixture(sizes, stage.weights(sizes), stage.batch_size, seed=0)
-    batch = StepBatches(files, mixture, builder, recipe.data, rank=0, world_size=1)[0]
+    sources = [Source(file, builder, recipe.data) for file in files]
+    batch = StepBatches(sources, mixture, rank=0, world_size=1)[0]
     cap = recipe.rollout.max_new_tokens
     # Own rationales as long as other records' oracles: the lengths that a trained model writes.
     lengths = [min(len(ids) - 1, cap - 1) for ids in batch.oracle_ids]

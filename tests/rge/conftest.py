@@ -185,7 +185,10 @@ def first_queries():
     def run(batch: Batch, count: int) -> Batch:
         end = batch.positive[count]
         parts = {field.name: getattr(batch, field.name)[:count] for field in fields(Batch)}
-        parts |= {name: getattr(batch, name)[:end] for name in ("candidates", "candidate_identity")}
+        parts |= {
+            name: getattr(batch, name)[:end]
+            for name in ("candidates", "candidate_identity", "candidate_groups")
+        }
         return Batch(**parts)
 
     return run

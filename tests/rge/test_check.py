@@ -26,7 +26,7 @@ from rge.checkpoints.settings import RGE_JSON
 from rge.common.files import DEMO_CHECKPOINT, POINTER_NOTE, raise_descriptor_limit
 from rge.config import load_recipe, to_dict
 from rge.data import collate, layout
-from rge.data.collate import Collator, query_item, target_item
+from rge.data.collate import Collator, Source, query_item, target_item
 from rge.data.mixture import Draw
 from rge.data.sources import RecordFile
 from rge.distributed import launch
@@ -115,7 +115,7 @@ def test_records_that_include_their_wording_are_refused_where_the_profile_adds_a
     here = f"joint.sources=[{{path: {worded}}}]"
     [problem] = problems_of(home, accelerator, here)
     assert problem.startswith(f"{worded}: the texts of record 'w' include their wording (wording: included)")
-    assert problem.endswith("data.profile=rge would add another: set data.profile=plain")
+    assert "profile: plain" in problem
     assert problems_of(home, accelerator, here, "data.profile=plain") == []
 
 
@@ -269,12 +269,12 @@ def test_records_are_laid_out_as_training_will(home, accelerator, kind):
     [too_many] = problems_of(home, accelerator, *skip[:-1], "data.max_bad_share=0.2")
     assert "1 of 4 records of joint are bad, more than data.max_bad_share=0.2: " in too_many
 
-    builder = collate.prompt_builder(processor_of(recipe, {}), recipe)
+    builder = collate.PromptBuilders(processor_of(recipe, {}), recipe)()
     records = RecordFile(path)
-    collator = Collator([records], builder, recipe.data)
+    collator = Collator([Source(records, builder, recipe.data)])
     collator.collate([Draw(0, 0, 0)])
     with pytest.raises(ValueError, match=re.escape(problem)):
-        Collator([records], builder, replace(recipe.data, on_bad="stop")).collate([Draw(0, 3, 0)])
+        Collator([Source(records, builder, replace(recipe.data, on_bad="stop"))]).collate([Draw(0, 3, 0)])
     [left_out] = collator.collate([Draw(0, 3, 0)]).bad
     assert left_out.id == "bad"
 
@@ -292,7 +292,7 @@ def test_lengths_are_summed_up(home, accelerator):
     recipe = recipe_of(home, f"joint.sources=[{{path: {path}}}]", "stage=joint", "data.max_prompt_tokens=90")
     problems, found = check.examine(recipe, accelerator)
     assert problems == []
-    builder = collate.prompt_builder(processor_of(recipe, {}), recipe)
+    builder = collate.PromptBuilders(processor_of(recipe, {}), recipe)()
     file = RecordFile(path)
     queries = [len(builder.build(query_item(file[index]), "query")) for index in range(4)]
     targets = [len(builder.build(target_item(file[index].positives[0]), "candidate")) for index in range(4)]
@@ -306,6 +306,35 @@ def test_lengths_are_summed_up(home, accelerator):
     assert "0.0% longer than the model may generate (rollout.max_new_tokens=128)" in text
     assert "12.5% of 8 prompts are cut to data.max_prompt_tokens=90" in text
     assert f"query, candidate and rationale: long {90 + targets[3] + rationale}, " in text
+
+
+def test_sources_are_checked_in_their_own_prompts(home, accelerator):
+    """Records with their wording beside others, and one file twice, in pictures of two sizes."""
+    path = home / "records.jsonl"
+    included = write(home / "worded.jsonl", *(record(name, wording="included") for name in "xyz"))
+    twice = f"{{path: {path}}}, {{path: {path}, name: large, min_pixels: 3136}}"
+
+    def found(worded: str):
+        sources = f"joint.sources=[{twice}, {{path: {included}{worded}}}]"
+        run = check.Preflight(recipe_of(home, "stage=joint", sources), accelerator)
+        run.find_open_stages()
+        run.open_sources(check.wanted_sources(run.recipe, run.found.stages))
+        run.lay_out_sources(decode=False)
+        return run
+
+    [problem] = found("").problems
+    assert "profile: plain" in problem
+    run = found(", profile: plain, instruction: name it")
+    assert run.problems == []
+    small, large, worded = (run.layouts[run.recipe.prompts_key(it)] for it in run.recipe.joint.sources)
+    assert (small.column("pictures") == large.column("pictures")).all()
+    assert (small.column("query_pictures") < large.column("query_pictures")).all()
+    assert (worded.column("asks") != small.column("asks")).all()
+    assert (worded.column("candidate") < small.column("candidate")).all()
+    [wrong] = problems_of(
+        home, accelerator, f"joint.sources=[{{path: {path}, max_prompt_tokens: 24}}]", "stage=joint"
+    )[:1]
+    assert "max_prompt_tokens=24" in wrong
 
 
 @pytest.mark.slow
@@ -347,7 +376,7 @@ def test_records_that_train_against_each_other_are_named(home, accelerator):
         "are never negatives of each other's queries. Give different targets different ids",
     ]
     _, alone = check.examine(
-        recipe_of(home, f"joint.sources=[{listed}]", "data.batches=homogeneous"), accelerator
+        recipe_of(home, f"joint.sources=[{listed.replace('}', ', batch: own}')}]"), accelerator
     )
     about = [line.split(" have ")[0] for line in alone.summary if line.startswith("warning: ")]
     assert about[1:3] == [f"warning: 3 of 3 records of {paths[0]} (joint)"] * 2
@@ -389,7 +418,7 @@ def test_one_id_for_all_targets_is_a_problem(home, accelerator):
     )
     both = f"joint.sources=[{{path: {path}}}, {{path: {home / 'records.jsonl'}}}]"
     assert problems_of(home, accelerator, both) == []
-    [problem] = problems_of(home, accelerator, both, "data.batches=homogeneous")
+    [problem] = problems_of(home, accelerator, both.replace("}", ", batch: own}"))
     assert problem.startswith(f"all records of {path} (joint) have the same right answers")
 
 
@@ -427,7 +456,9 @@ def test_a_batch_that_holds_records_several_times_is_said(home, accelerator):
     both = f"joint.sources=[{{path: {home / 'records.jsonl'}}}, {{path: {other}, weight: 3}}]"
     assert not warned(both, "joint.batch_size=12")
     assert len(warned(both, "joint.batch_size=16")) == 2
-    assert len(warned(both, "joint.batch_size=4", "data.batches=homogeneous")) == 1
+    assert len(warned(both, "joint.batch_size=4")) == 0
+    both = both.replace("}", ", batch: own}")
+    assert len(warned(both, "joint.batch_size=4")) == 1
 
 
 def test_passes_over_each_source_are_said(home, accelerator):
@@ -507,11 +538,11 @@ def test_records_that_are_trained_on_do_not_validate(home, accelerator, name):
 
 def test_many_records_are_laid_out_by_several_processes(home, accelerator, monkeypatch):
     recipe = recipe_of(home)
-    builder = collate.prompt_builder(processor_of(recipe, {}), recipe)
+    builder = collate.PromptBuilders(processor_of(recipe, {}), recipe)()
     file = RecordFile(home / "records.jsonl")
-    here = layout.lay_out(file, builder, need_oracle=True, need_candidates=True)
+    here = layout.lay_out(Source(file, builder, recipe.data), need_oracle=True, need_candidates=True)
     monkeypatch.setattr(layout, "FEW", 2)
-    there = layout.lay_out(file, builder, need_oracle=True, need_candidates=True)
+    there = layout.lay_out(Source(file, builder, recipe.data), need_oracle=True, need_candidates=True)
     assert (here.sizes_NK == there.sizes_NK).all()
     assert there.numbers_N.tolist() == [0, 1, 2]
 
@@ -519,12 +550,14 @@ def test_many_records_are_laid_out_by_several_processes(home, accelerator, monke
 def test_the_longest_wording_of_a_query_counts(home, accelerator):
     path = home / "records.jsonl"
     recipe, rows = recipe_of(home), [json.loads(line) for line in path.read_text().splitlines()]
-    builder = collate.prompt_builder(processor_of(recipe, {}), recipe)
+    builder = collate.PromptBuilders(processor_of(recipe, {}), recipe)()
     found = []
     for text, paraphrases in (("short", []), ("word " * 30, []), ("short", ["shorter", "word " * 30])):
         rows[1]["query"] |= {"text": text, "paraphrases": paraphrases}
         path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-        laid = layout.lay_out(RecordFile(path), builder, need_oracle=True, need_candidates=True)
+        laid = layout.lay_out(
+            Source(RecordFile(path), builder, recipe.data), need_oracle=True, need_candidates=True
+        )
         found.append(laid.column("query").tolist())
     assert found[0][1] + 28 < found[1][1] == found[2][1]
     assert {tuple(lengths[::2]) for lengths in found} == {tuple(found[0][::2])}

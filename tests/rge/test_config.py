@@ -199,7 +199,23 @@ def test_a_value_of_the_wrong_type_names_its_key(load, override, message):
         ("optim.eps=0", "optim.eps must be > 0, got 0"),
         ("joint.min_lr_ratio=1.5", "joint.min_lr_ratio must be <= 1, got 1.5"),
         ("data.positives=some", "data.positives must be one of draw, all, got 'some'"),
-        ("data.batches=mixt", "data.batches must be one of mixed, homogeneous, got 'mixt'"),
+        ("data.positives=drawn", "data.positives must be one of draw, all, got 'drawn'"),
+        (
+            "joint.sources=[{path: a, batch: owns}]",
+            "joint.sources.0..batch must be one of mixed, own, got 'owns'",
+        ),
+        ("joint.sources=[{path: a, profile: rgee}]", r"joint.sources\[0\].profile: "),
+        (
+            "joint.sources=[{path: a, max_pixels: 9}]",
+            r"joint.sources\[0\]: min_pixels \(200704\) must not exceed max_pixels \(9\)",
+        ),
+        ("joint.sources=[{path: a, name: x}, {path: b, name: x}]", "joint.sources: several are called x"),
+        (
+            "joint.sub_batches=3",
+            "joint.batch_size=512 cannot be divided into joint.sub_batches=3 equal parts",
+        ),
+        ("joint.sub_batches=2", "joint.sub_batches=2 has no effect"),
+        ("joint.compare_across=true", "joint.compare_across=true has no effect"),
         ("loss.matryoshka_dims=[8,0]", "loss.matryoshka_dims.1. must be >= 1, got 0"),
         ("model.lora={rank: 0}", "model.lora.rank must be >= 1, got 0"),
         ("model.lora={dropout: 1}", "model.lora.dropout must be <= 0.99, got 1"),
@@ -424,7 +440,7 @@ def test_a_query_without_anything_to_be_compared_with_is_refused(load):
     alone = ("joint.batch_size=1", "data.max_negatives=0")
     with pytest.raises(
         RecipeError,
-        match="joint.batch_size=1 with data.max_negatives=0 leaves nothing to compare a query with",
+        match="joint.batch_size=1 with max_negatives=0 leaves nothing to compare a query with",
     ):
         load(*alone)
     load(*alone, "loss.ratio=1:0")  # nothing is compared

@@ -213,6 +213,49 @@ def test_bfloat16_embeds_about_the_same(encoder, items):
     assert ((exact.embeddings * coarse.embeddings).sum(axis=1) > 0.98).all()
 
 
+@pytest.fixture
+def with_tasks(encoder):
+    """A checkpoint with a task of other wording, smaller pictures and shorter prompts."""
+    path = encoder.checkpoint / "rge.json"
+    own = {"profile": "plain", "pixels": {"min": 784, "max": 784}, "max_prompt_tokens": 150}
+    known = {"default": None, "known": ["name it"], "by_task": {"naming": "name it", "rest": None}}
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"instructions": known, "tasks": {"naming": own}})
+    )
+    return Embedder.from_pretrained(encoder.checkpoint)
+
+
+def test_a_task_has_its_own_prompts(with_tasks, picture):
+    shown = picture(120, 80)
+
+    def of(embedder, **how):
+        candidate = embedder.encode_document("an egg", [shown], **how)
+        return np.stack([embedder.encode_query("what", [shown], mode="direct", **how), candidate])
+
+    plain = with_tasks.with_(profile="plain")
+    small = Embedder.from_pretrained(with_tasks.checkpoint, max_pixels=784).with_(profile="plain")
+    named = of(with_tasks, task="naming")
+    expected = [
+        small.encode_query("what", [shown], mode="direct", instruction="name it"),
+        small.encode_document("an egg", [shown]),
+    ]
+    np.testing.assert_allclose(named, expected, atol=1e-6)
+    assert np.abs(of(plain) - named).max() > 1e-3
+    assert np.array_equal(of(with_tasks, task="rest"), of(with_tasks))
+    # The checkpoint's own processor, by which the model normalises pictures, is as it was.
+    assert with_tasks.builder.processor.image_processor.size["longest_edge"] == 7056
+    item = Item("a", content_of("word " * 200))
+    with pytest.warns(UserWarning, match="more than 150 tokens"):
+        with_tasks.for_task("naming").encode([item], side="query", mode="direct")
+    with pytest.raises(ValueError, match="knows no task 'other'"):
+        with_tasks.for_task("other")
+    # What is asked on loading holds for every task.
+    large = Embedder.from_pretrained(with_tasks.checkpoint, max_prompt_tokens=300, max_pixels=7056)
+    settings = large.for_task("naming").settings
+    assert (settings.profile, settings.max_prompt_tokens, settings.pixels.max) == ("plain", 300, 7056)
+    assert with_tasks.with_(profile="rge").for_task("naming").settings.profile == "rge"
+
+
 def test_errors(encoder, items, tmp_path):
     with pytest.raises(ValueError, match="mode must be one of reasoning, direct, auto, latent, got 'fast'"):
         encoder.encode(items, side="query", mode="fast")

@@ -35,7 +35,7 @@ from rge.checkpoints import checkpoint_manager, training_state
 from rge.common.errors import RecipeError, UserError
 from rge.config import Recipe, load_recipe, to_dict
 from rge.data import loader
-from rge.data.collate import Batch
+from rge.data.collate import Batch, make_batches
 from rge.data.config import DataConfig
 from rge.data.sources import RecordFile
 from rge.distributed import launch
@@ -134,7 +134,6 @@ ENTRIES: dict[str, Changes | Refused] = {
     "data.max_prompt_tokens": Changes("data.max_prompt_tokens=64", "metrics"),
     "data.max_negatives": Changes("data.max_negatives=2", "metrics"),
     "data.positives": Changes("data.positives=all", "metrics"),
-    "data.batches": Changes("data.batches=homogeneous", "metrics", TWO_SOURCES),
     "data.sort_by_length": Changes("data.sort_by_length=false", "weights", ("train.micro_batch_size=2",)),
     "data.num_workers": Changes("data.num_workers=1", "processes"),
     "data.on_bad": Refused("data.on_bad=stop", "picture HOME/gone.png does not exist", BAD),
@@ -735,8 +734,8 @@ def test_patience_is_how_long_nothing_may_differ(arguments, lively, home):
 
 WAYS = {
     "dataset": ("{dataset: HOME/named/one}", "{dataset: HOME/named/two}"),
-    "name": ("{dataset: HOME/named, name: one}", "{dataset: HOME/named, name: two}"),
-    "split": ("{dataset: HOME/named, name: one}", "{dataset: HOME/named, name: one, split: test}"),
+    "subset": ("{dataset: HOME/named, subset: one}", "{dataset: HOME/named, subset: two}"),
+    "split": ("{dataset: HOME/named, subset: one}", "{dataset: HOME/named, subset: one, split: test}"),
     "revision": ("{dataset: nobody/here}", "{dataset: nobody/here, revision: v2}"),
     "columns": ("{dataset: HOME/named/one}", "{dataset: HOME/named/one, columns: {query.text: other}}"),
     "streaming": ("{dataset: HOME/named/one}", "{dataset: HOME/named/one, streaming: true}"),
@@ -827,7 +826,59 @@ def test_a_source_is_what_each_of_its_keys_says(key, arguments, named, monkeypat
     assert one == opened(SOURCE_KEYS[key][0])
 
 
+OWN_KEYS = {
+    "name": "name: given",
+    "profile": "profile: rge",
+    "instruction": "instruction: find it",
+    "min_pixels": "min_pixels: 3000",
+    "max_pixels": "max_pixels: 784",
+    "max_prompt_tokens": "max_prompt_tokens: 64",
+}
+STAGES = ("cold_start", "joint", "rl")
+OWN_KEYS_OF_STAGES = {
+    **{f"{stage}.sources.{key}": value for stage in STAGES for key, value in OWN_KEYS.items()},
+    **{f"{stage}.sources.max_negatives": "max_negatives: 2" for stage in STAGES},
+    **{f"{stage}.sources.positives": "positives: all" for stage in STAGES},
+    **{f"{stage}.sources.batch": "batch: own" for stage in STAGES},
+    **{f"{stage}.sub_batches": "sub_batches=2" for stage in STAGES},
+    **{f"{stage}.compare_across": "compare_across=true" for stage in STAGES},
+}
+
+
+@pytest.mark.parametrize("key", OWN_KEYS_OF_STAGES)
+def test_a_source_is_trained_on_as_each_of_its_keys_says(key, arguments, home, embedder):
+    stage, *_, name = key.split(".")
+    own = OWN_KEYS_OF_STAGES[key]
+
+    def made(first: str, second: str = "", *more: str) -> list[Any]:
+        paths = [home / f"{file}.jsonl" for file in ("records", "others")]
+        sources = ", ".join(
+            f"{{path: {path}{words}}}" for path, words in zip(paths, (first, second), strict=True)
+        )
+        recipe = load_recipe(arguments(f"stage={stage}", f"{stage}.sources=[{sources}]", *more))
+        records = {str(path): RecordFile(path) for path in paths}
+        batches = make_batches(recipe, getattr(recipe, stage), embedder.processor, records)
+        found: list[Any] = [batches.coverage(1)]
+        for batch in (batches[step] for step in range(4)):
+            prompts = [*batch.queries, *batch.candidates]
+            pixels = [None if one.pixels is None else one.pixels.numpy().tobytes() for one in prompts]
+            ids = [one.input_ids.tolist() for one in prompts]
+            found.append(
+                [batch.record_ids, ids, pixels, batch.negatives, batch.groups, batch.candidate_groups]
+            )
+        return found
+
+    if name == "sub_batches":
+        assert made(", batch: own") != made(", batch: own", "", f"{stage}.sub_batches=2")
+    elif name == "compare_across":
+        apart = ", batch: own", "", f"{stage}.sub_batches=2"
+        assert made(*apart) != made(*apart, f"{stage}.compare_across=true")
+    else:
+        assert made("") != made(f", {own}")
+
+
 ELSEWHERE = {
+    **dict.fromkeys(OWN_KEYS_OF_STAGES, test_a_source_is_trained_on_as_each_of_its_keys_says),
     **dict.fromkeys(SOURCE_KEYS, test_a_source_is_what_each_of_its_keys_says),
     "data.max_rationale_tokens": test_max_rationale_tokens_bounds_what_is_trained_on,
     "optim.skip_nonfinite": test_skip_nonfinite_is_how_many_steps_in_a_row_may_fail,

@@ -1,5 +1,6 @@
 """The joint step against its definition: three stock forward passes, labels by hand, InfoNCE in loops."""
 
+import json
 import math
 from dataclasses import fields, replace
 from functools import partial
@@ -18,11 +19,16 @@ from stock import (
     worst_gradient_error,
 )
 
+from rge.data.collate import Collator, Source
+from rge.data.config import DataConfig
+from rge.data.mixture import Draw
+from rge.data.sources import RecordFile
 from rge.losses import CONTRASTIVE_LOSSES, info_nce, register_loss
 from rge.model.adapters import add_adapters
 from rge.model.backbone import load_backbone
 from rge.model.config import LoraConfig
 from rge.model.embedding_model import EmbeddingModel, encode_prompts
+from rge.model.families import with_pixels
 from rge.model.packing import Branch
 from rge.model.prompts import PromptBuilder
 from rge.objective import Objective
@@ -421,6 +427,73 @@ def test_labelled_negatives_and_all_positives_reach_the_loss_in_numbers(lively, 
     chunked, found = run_step(lively, batch, objective, rationales, micro_batch_size=2)
     assert chunked == pytest.approx(more, rel=1e-6)
     assert worst_gradient_error(found, expected)[0] < 1e-5
+
+
+@pytest.fixture
+def two_sources(tmp_path, picture, lively64):
+    """Sources with pictures, several positives and labelled negatives, and different profiles, picture sizes and negatives."""
+    for number in range(4):
+        picture(80 + 30 * number, 120 - 20 * number, number).save(tmp_path / f"{number}.png")
+
+    def target(number, **more):
+        shown = {"image": f"{number % 4}.png"} if number % 2 else {}
+        return {"id": f"t{number}", "text": f"egg {number}", **shown, **more}
+
+    found = []
+    for name, count, most, settings in (
+        ("a", 3, 1600, DataConfig(profile="rge", max_negatives=2)),
+        ("b", 4, 7056, DataConfig(profile="plain", max_negatives=0, positives="all")),
+    ):
+        records = [
+            {
+                "id": f"{name}{number}", "group": "g", "source": name, "split": "train", "instruction": "open it",
+                "query": {"text": "what key" + " turns" * number, "images": [f"{number}.png"][: number % 3]},
+                "positives": [target(number + place, rationale="a key" * (1 + place)) for place in (0, 9)],
+                "negatives": [target(20 + number), target(31 + number)],
+            }
+            for number in range(count)
+        ]  # fmt: skip
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        prompts = PromptBuilder(with_pixels(lively64.processor, 784, most), settings.profile)
+        found.append(Source(RecordFile(path), prompts, settings, group=len(found)))
+    return found
+
+
+@pytest.mark.parametrize("micro_batch_size", [2, 100])
+def test_sources_of_their_own_in_one_step_equal_separate_passes(
+    lively64, two_sources, roll_out, micro_batch_size
+):
+    """Losses are means over all queries and labels, each of them computed from its own source's batch alone."""
+    draws = [
+        Draw(source, index, index)
+        for source, index in ((1, 0), (0, 0), (1, 1), (0, 1), (1, 2), (0, 2), (1, 3))
+    ]
+    whole = Collator(two_sources).collate(draws)
+    parts = [
+        Collator([source]).collate([replace(draw, source=0) for draw in draws if draw.source == number])
+        for number, source in enumerate(two_sources)
+    ]
+    assert whole.groups.count(0) == 3
+    objective = Objective(0.3, 0.7, TEMPERATURE)
+    report, found = run_step(
+        lively64, whole, objective, roll_out(lively64, whole), micro_batch_size=micro_batch_size
+    )
+    expected: dict[str, torch.Tensor] = {}
+    losses = {"loss_lm": 0.0, "loss_contrastive": 0.0, "hit_at_1": 0.0, "negatives_mean": 0.0}
+    for part in parts:
+        rationales = roll_out(lively64, part)
+        labels = objective.num_lm_tokens(part) / objective.num_lm_tokens(whole)
+        queries = len(part.queries) / len(whole.queries)
+        for share, weights in ((labels, (0.3, 0.0)), (queries, (0.0, 0.7))):
+            alone, gradient = run_step(lively64, part, Objective(*weights, TEMPERATURE), rationales)
+            for name in losses.keys() & alone.keys():
+                losses[name] += share * alone[name]
+            for name, value in gradient.items():
+                expected[name] = expected.get(name, 0) + share * value
+    for name, value in losses.items():
+        assert report[name] == pytest.approx(value, rel=1e-9), name
+    assert worst_gradient_error(found, expected)[0] < 1e-6
 
 
 @pytest.mark.parametrize("micro_batch_size", [2, 100])

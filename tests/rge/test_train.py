@@ -361,7 +361,7 @@ def test_adapters_and_the_other_batch_settings_train(whole, home):
         run(
             home, out, "stage=joint", f"init={start}", "joint.steps=3",
             "model.lora={rank: 2, alpha: 4, dropout: 0.1, targets: [q_proj]}",
-            "data.positives=all", "data.batches=homogeneous", "loss.matryoshka_dims=[16]",
+            "data.positives=all", "loss.matryoshka_dims=[16]",
         )
     )  # fmt: skip
     lines = metrics(out / "joint")

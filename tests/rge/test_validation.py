@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rge.config import Recipe, ValidationConfig
-from rge.data.collate import Collator
+from rge.data.collate import Collator, Source
 from rge.data.config import DataConfig
 from rge.data.sources import RecordError, RecordFile
 from rge.distributed.config import TrainConfig
@@ -55,7 +55,7 @@ def records(tmp_path, picture):
 
 
 def make(records, embedder, objective, micro_batch_size=3, max_records=100, **settings):
-    collator = Collator([records], PromptBuilder(embedder.processor), PLAIN, **settings)
+    collator = Collator([Source(records, PromptBuilder(embedder.processor), PLAIN)], **settings)
     recipe = Recipe(
         recipe="tiny",
         rollout=RolloutConfig(max_new_tokens=6),
@@ -68,7 +68,7 @@ def make(records, embedder, objective, micro_batch_size=3, max_records=100, **se
 def by_hand(embedder, records, objective):
     """Every query against the targets of all records, one forward a row."""
     builder = PromptBuilder(embedder.processor)
-    collator = Collator([records], builder, PLAIN)
+    collator = Collator([Source(records, builder, PLAIN)])
     from rge.data.mixture import Draw
 
     rows = [collator.collate([Draw(0, index, index)]) for index in range(len(records))]

@@ -12,7 +12,7 @@ from qwen_vl_utils import process_vision_info
 from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
 
 from rge.checkpoints.checkpoint_manager import CheckpointManager
-from rge.checkpoints.description import instructions_of, model_card, trained_on
+from rge.checkpoints.description import instructions_of, model_card, prompts_of, trained_on
 from rge.checkpoints.export import (
     checkpoint_hash,
     export,
@@ -23,7 +23,7 @@ from rge.checkpoints.resume import check_same_recipe, check_start, finished
 from rge.checkpoints.settings import CheckpointError, CheckpointSettings, read_settings
 from rge.common.parts import content_of
 from rge.common.schema import Item
-from rge.config import load_recipe, to_dict
+from rge.config import Recipe, load_recipe, to_dict
 from rge.data.config import SourceConfig
 from rge.embedder import Embedder
 from rge.model.prompts import PromptBuilder
@@ -472,3 +472,37 @@ def test_the_card_names_pretrained_parts(tmp_path):
     )
     assert "base_model: somebody/words\n" in card
     assert "license_link: https://huggingface.co/somebody/words\n" in card
+
+
+def test_prompts_are_described_by_task(tmp_path):
+    """The settings of most queries, and those of tasks that have others; a source's name and instruction replace its records'."""
+
+    def source(file, count, **more):
+        lines = [
+            {"id": f"{file}{number}", "group": "g", "source": "s", "split": "train", "instruction": "Find it.",
+             "query": {"text": "what"}, "positives": [{"id": "t", "text": "an egg"}]}
+            for number in range(count)
+        ]  # fmt: skip
+        (tmp_path / f"{file}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return SourceConfig(path=str(tmp_path / f"{file}.jsonl"), **more)
+
+    sources = [
+        source("a", 3),
+        source("b", 2, name="pages", profile="plain", max_pixels=10**6, instruction="Read it.", weight=4.0),
+        source("c", 2, name="same", instruction=""),
+    ]
+    recipe = Recipe(recipe="tiny")
+    instructions = instructions_of(sources)
+    assert instructions["default"] == "Read it."
+    assert instructions["by_task"] == {"pages": "Read it.", "s": "Find it.", "same": None}
+    large = {"min": recipe.model.min_pixels, "max": 10**6}
+    usual = {"min": recipe.model.min_pixels, "max": recipe.model.max_pixels}
+    found = prompts_of(recipe, sources, [1, 4, 1], instructions["by_task"])
+    other = {"profile": "rge", "pixels": usual}
+    assert found == {
+        "profile": "plain", "pixels": large, "max_prompt_tokens": 2048, "tasks": {"s": other, "same": other},
+    }  # fmt: skip
+    found = prompts_of(recipe, sources, [4, 1, 1], instructions["by_task"])
+    assert found["profile"] == "rge"
+    assert found["tasks"] == {"pages": {"profile": "plain", "pixels": large}}
+    assert "tasks" not in prompts_of(recipe, sources[::2], [1, 1], ["s", "same"])

@@ -24,7 +24,7 @@ from transformers import AutoProcessor
 
 from rge.common.images import ImageError
 from rge.data.bad_records import NAME, BadRecords
-from rge.data.collate import MAX_REPLACEMENTS, StepBatches, replacements
+from rge.data.collate import MAX_REPLACEMENTS, Source, StepBatches, replacements
 from rge.data.config import DataConfig
 from rge.data.loader import Loader
 from rge.data.mixture import Draw, Mixture
@@ -164,7 +164,7 @@ def batches_of(path: Path, builder, on_bad: str, rank: int = 0, world_size: int 
     file = RecordFile(path, need_rationale=True, on_bad=on_bad)
     mixture = Mixture([len(file)], [1.0], BATCH, seed=0)
     settings = DataConfig(on_bad=on_bad, **more)
-    return StepBatches([file], mixture, builder, settings, rank=rank, world_size=world_size)
+    return StepBatches([Source(file, builder, settings)], mixture, rank=rank, world_size=world_size)
 
 
 def loaded(batches: StepBatches, num_workers: int) -> list:
@@ -310,8 +310,8 @@ def batch_with(*names: str):
     return Drawn()
 
 
-class Source:
-    """Stands for a source of ten records."""
+class TenRecords:
+    """Stands for the records of a source."""
 
     bad: list = []
     size = 10
@@ -325,7 +325,9 @@ TEN = Mixture([10], [1.0], 2, 0)
 
 def test_the_list_is_whole_after_a_resume_and_has_no_line_twice(tmp_path):
     def start(first_step):
-        return BadRecords(DataConfig(on_bad="skip", max_bad_share=0.5), [Source()], tmp_path, first_step, TEN)
+        return BadRecords(
+            DataConfig(on_bad="skip", max_bad_share=0.5), [TenRecords()], tmp_path, first_step, TEN
+        )
 
     def listed():
         return [
@@ -345,7 +347,7 @@ def test_the_list_is_whole_after_a_resume_and_has_no_line_twice(tmp_path):
 
 
 def test_more_than_a_share_ends_the_run(tmp_path):
-    ledger = BadRecords(DataConfig(on_bad="skip", max_bad_share=0.2), [Source()], tmp_path, 0, TEN)
+    ledger = BadRecords(DataConfig(on_bad="skip", max_bad_share=0.2), [TenRecords()], tmp_path, 0, TEN)
     assert ledger.after_step(1, batch_with("1", "2", "1")) == {"bad_records": 2}
     with pytest.raises(
         RecordError, match=r"3 of 10 records are bad, more than data.max_bad_share=0.2; .* 'b4': gone"
@@ -355,7 +357,7 @@ def test_more_than_a_share_ends_the_run(tmp_path):
 
 
 def test_without_skipping_nothing_is_counted_or_written(tmp_path):
-    ledger = BadRecords(DataConfig(), [Source()], tmp_path, 0, TEN)
+    ledger = BadRecords(DataConfig(), [TenRecords()], tmp_path, 0, TEN)
     assert ledger.after_step(1, batch_with()) == {}
     assert list(tmp_path.iterdir()) == []
 

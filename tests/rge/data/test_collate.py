@@ -14,6 +14,8 @@ from rge.common.schema import Record
 from rge.config import Recipe, load_recipe
 from rge.data.augment import AUGMENTATIONS
 from rge.data.collate import (
+    Collator,
+    Source,
     StepBatches,
     make_batches,
     problems,
@@ -21,9 +23,10 @@ from rge.data.collate import (
     target_item,
 )
 from rge.data.config import DataConfig, SourceConfig
-from rge.data.mixture import Mixture
+from rge.data.mixture import Draw, Mixture
 from rge.data.sources import RecordError, RecordFile, identity
 from rge.embedder import Embedder
+from rge.model.families import with_pixels
 from rge.model.packing import Branch
 from rge.model.prompts import PromptBuilder
 from rge.objective import Objective
@@ -78,7 +81,8 @@ def batches(records, builder):
         mixture = Mixture([len(file) for file in records], [2, 1], batch_size, seed)
         needs = {name: options.pop(name) for name in ("need_oracle", "need_candidates") if name in options}
         settings = DataConfig(**{"sort_by_length": False, **options})
-        return StepBatches(records, mixture, builder, settings, rank=rank, world_size=world_size, **needs)
+        sources = [Source(file, builder, settings) for file in records]
+        return StepBatches(sources, mixture, rank=rank, world_size=world_size, **needs)
 
     return make
 
@@ -145,7 +149,7 @@ def test_candidates_are_the_drawn_positive_and_negatives(batches, records):
             positives[name, drawn.id] += 1
             assert batch.candidate_identity[place] == identity(drawn)
             # The oracle rationale is that of the drawn pair, not of the record's first.
-            assert batch.oracle_ids[row] == made.builder.rationale_ids(drawn.rationale, name)
+            assert batch.oracle_ids[row] == made.sources[0].builder.rationale_ids(drawn.rationale, name)
             assert batch.right_answers[row] == sorted(identity(target) for target in record.positives)
             allowed = {target.id for target in record.negatives}
             shown = [batch.candidates[column].id for column in batch.negatives[row]]
@@ -175,7 +179,7 @@ def test_a_step_asks_in_one_wording_and_draws_all_else_as_without_others(batches
         file.path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     files = [RecordFile(file.path) for file in records]
     drawn, seen = batches(), Counter()
-    drawn.files = files
+    drawn.sources = [replace(source, records=file) for source, file in zip(drawn.sources, files, strict=True)]
     for step, before in enumerate(plain):
         batch = drawn[step]
         for name, query in zip(batch.record_ids, batch.queries, strict=True):
@@ -240,7 +244,7 @@ def test_one_record_that_includes_its_wording_ends_a_run_whose_profile_adds_anot
         out.write(json.dumps(row) + "\n")
     records[1] = RecordFile(path)
     found = batches(on_bad=on_bad, profile="rge")
-    with pytest.raises(RecordError, match=r"record 'w' include their wording.*set data\.profile=plain"):
+    with pytest.raises(RecordError, match=r"record 'w' include their wording.*set profile: plain"):
         [found[step] for step in range(20)]
     found = batches(on_bad=on_bad, profile="plain")
     assert sum(len(found[step].queries) for step in range(20)) == 120
@@ -251,7 +255,8 @@ def test_training_and_evaluation_see_the_same_tokens_and_states(lively, records,
     """The collator's prompt of a record is the prompt that a loaded checkpoint makes, down to the embedding."""
     builder = PromptBuilder(lively.processor, "rge", max_tokens=150)
     mixture = Mixture([len(file) for file in records], [9, 5], 14, 0)
-    batch = StepBatches(records, mixture, builder, DataConfig(max_negatives=3), rank=0, world_size=1)[0]
+    sources = [Source(file, builder, DataConfig(max_negatives=3)) for file in records]
+    batch = StepBatches(sources, mixture, rank=0, world_size=1)[0]
     settings = settings_of(
         emb_id=lively.emb_id, profile="rge", max_prompt_tokens=150, min_pixels=784, max_pixels=7056, max_new_tokens=9,
         reasons="query", recipe={"model": {"dtype": "float32"}}, stage="joint", step=1,
@@ -325,6 +330,48 @@ def test_an_augmentation_that_returns_nothing_is_an_error_of_its_own(batches, mo
         batches(augment="forgetful")[0]
 
 
+def test_each_source_makes_prompts_in_its_own_way(records, embedder):
+    """Its profile, pictures, negatives and instruction, whatever the other sources of the batch have."""
+    small, large = (with_pixels(embedder.processor, 784, most) for most in (784, 7056))
+    settings = DataConfig(sort_by_length=False)
+    alone = [
+        Source(records[0], PromptBuilder(small, "rge"), replace(settings, max_negatives=0, positives="all")),
+        Source(records[1], PromptBuilder(large, "plain"), replace(settings, max_negatives=3), "look for"),
+    ]
+    draws = [Draw(number % 2, number // 2, number) for number in range(10)]
+    both = content(Collator(alone).collate(draws))
+    for number, source in enumerate(alone):
+        own = [Draw(0, draw.index, draw.seed) for draw in draws if draw.source == number]
+        rows = content(Collator([source]).collate(own))
+        assert [row[:2] for row in both[number::2]] == [row[:2] for row in rows]
+    batch = Collator(alone).collate(draws)
+    assert batch.sources == [0, 1] * 5
+    assert batch.groups == []
+    queries = [large.tokenizer.decode(prompt.input_ids) for prompt in batch.queries]
+    assert ["look for" in text for text in queries] == [False, True] * 5
+    assert [len(negatives) for negatives in batch.negatives] == [0, 0, 0, 1, 0, 2, 0, 3, 0, 0]
+    patches = {
+        number: max(len(batch.queries[row].pixels) for row in rows if batch.queries[row].pixels is not None)
+        for number, rows in ((0, range(0, 10, 2)), (1, range(1, 10, 2)))
+    }
+    assert patches[0] < patches[1]
+    # The model reads the processor that the sources' are copies of.
+    assert embedder.processor.image_processor.size["longest_edge"] not in (784, 3136)
+
+
+def test_candidates_know_the_group_of_their_source(records, builder):
+    sources = [
+        Source(file, builder, DataConfig(max_negatives=2), group=group)
+        for file, group in zip(records, (4, 7), strict=True)
+    ]
+    batch = Collator(sources).collate([Draw(number % 2, number // 2, number) for number in range(8)])
+    assert batch.groups == [(4, 7)[source] for source in batch.sources]
+    for row, group in enumerate(batch.groups):
+        columns = [batch.positive[row], *batch.negatives[row], *batch.more_positives[row]]
+        assert {batch.candidate_groups[column] for column in columns} == {group}
+    assert len(batch.candidate_groups) == len(batch.candidates)
+
+
 @pytest.mark.slow
 def test_what_the_recipe_says_of_data_reaches_the_batches(records, embedder):
     """Each key that decides what is in a batch, through the function that builds a stage's."""
@@ -349,6 +396,5 @@ def test_what_the_recipe_says_of_data_reaches_the_batches(records, embedder):
         {"augment": "drawing"},
         {"profile": "plain"},
         {"max_prompt_tokens": 100},
-        {"batches": "homogeneous"},
     ):
         assert made(**change) != plain, change

@@ -82,9 +82,9 @@ def test_sources_are_interleaved():
 
 
 @pytest.mark.parametrize(("weights", "batch_size"), SHARES)
-def test_homogeneous_batches_are_of_one_source_and_steps_follow_the_weights(weights, batch_size):
+def test_sources_of_their_own_take_turns_by_their_weights(weights, batch_size):
     size = 50
-    mixture = Mixture([size] * len(weights), weights, batch_size, seed=0, homogeneous=True)
+    mixture = Mixture([size] * len(weights), weights, batch_size, seed=0, groups=range(len(weights)))
     share = np.array(weights) / sum(weights)
     steps: Counter[int] = Counter()
     drawn: dict[int, list[int]] = {source: [] for source in range(len(weights))}
@@ -98,9 +98,34 @@ def test_homogeneous_batches_are_of_one_source_and_steps_follow_the_weights(weig
     for indices in drawn.values():  # every record as often as the others, give or take the epoch under way
         counts = Counter(indices)
         assert not indices or max(counts.values()) - min(counts[index] for index in range(size)) <= 2
-    assert mixture.batch(7) == Mixture([size] * len(weights), weights, batch_size, 0, homogeneous=True).batch(
-        7
-    )
+    assert mixture.batch(7) == Mixture(
+        [size] * len(weights), weights, batch_size, 0, groups=range(len(weights))
+    ).batch(7)
+
+
+@pytest.mark.parametrize("sub_batches", [1, 2, 4])
+def test_a_sub_batch_is_of_one_group_and_shares_stay_exact(sub_batches):
+    """Sources 0 and 2 share their sub-batches, the others have their own."""
+    weights, groups, batch_size = [3, 2, 1, 2], [0, 1, 0, 2], 12
+    mixture = Mixture([50] * 4, weights, batch_size, seed=0, groups=groups, sub_batches=sub_batches)
+    size = batch_size // sub_batches
+    drawn: Counter[int] = Counter()
+    at_once = Counter()
+    for step in range(200):
+        found = Counter(draw.source for draw in mixture.batch(step))
+        of_group = Counter()
+        for source, count in found.items():
+            of_group[groups[source]] += count
+            at_once[source] = max(at_once[source], count)
+        assert all(count % size == 0 for count in of_group.values())
+        assert sum(found.values()) == batch_size
+        drawn.update(found)
+        assert [drawn[source] for source in range(4)] == mixture.drawn_before(step + 1)
+        for source, weight in enumerate(weights):
+            assert abs(drawn[source] - weight / 8 * (step + 1) * batch_size) <= 3 * size
+    assert len(set(map(len, (mixture.batch(step) for step in range(9))))) == 1
+    assert all(at_once[source] <= mixture.most_at_once(source) + size for source in range(4))
+    assert all(mixture.most_at_once(source) <= at_once[source] for source in (1, 3))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 64, 65, 1000])

@@ -31,7 +31,7 @@ from rge.common.images import ImageError, PictureIndex, load_image
 from rge.config import ValidationConfig, load_recipe
 from rge.data import readers, streams
 from rge.data.bad_records import BadRecords
-from rge.data.collate import StepBatches
+from rge.data.collate import Source, StepBatches
 from rge.data.config import DataConfig, RecordsConfig, SourceConfig
 from rge.data.loader import Loader, WorkerError
 from rge.data.mixture import Mixture
@@ -220,7 +220,7 @@ COLUMNS = {
 
 
 def test_columns_of_other_names_become_fields(odd):
-    found = open_records(RecordsConfig(dataset=str(odd), name="all", columns=COLUMNS), need_rationale=True)
+    found = open_records(RecordsConfig(dataset=str(odd), subset="all", columns=COLUMNS), need_rationale=True)
     one = found[2]
     assert (one.query.text, [pixels(ref) for ref in one.query.images]) == ("q2", [pixels(drawing(2))])
     assert (one.positives[0].text, one.positives[0].rationale) == ("a0", "because 2")
@@ -229,7 +229,7 @@ def test_columns_of_other_names_become_fields(odd):
     assert one.group == one.id
     # What is the same answer is not a negative of itself.
     assert one.positives[0].id == found[0].positives[0].id != found[1].positives[0].id
-    assert len(open_records(RecordsConfig(dataset=str(odd), name="one", columns=COLUMNS))) == 1
+    assert len(open_records(RecordsConfig(dataset=str(odd), subset="one", columns=COLUMNS))) == 1
 
 
 def test_a_column_may_have_the_name_of_the_field_that_it_is_a_part_of(tmp_path):
@@ -611,7 +611,8 @@ def test_each_row_is_drawn_as_often_as_every_other(share, shards, tmp_path):
         path = tmp_path / "file.jsonl"
         path.write_text((tmp_path / "s1" / "0.jsonl").read_text())
         sources[1] = RecordFile(path)
-    mixture = Mixture([one.size for one in sources], weights, 6, 0, homogeneous=batches == "homogeneous")
+    groups = range(len(weights)) if batches == "homogeneous" else None
+    mixture = Mixture([one.size for one in sources], weights, 6, 0, groups=groups)
     steps = range(17 if batches == "mixed" and len(weights) == 1 else 40)
     orders = []
     for of, num_workers in ((1, 0), (1, 2), (1, 4), (2, 0), (2, 3)):
@@ -619,7 +620,8 @@ def test_each_row_is_drawn_as_often_as_every_other(share, shards, tmp_path):
         needs = {"need_oracle": False, "need_candidates": False}
         found = []
         for rank in range(of):
-            made = StepBatches(sources, mixture, Bare(), settings, rank=rank, world_size=of, **needs)
+            parts = [Source(one, Bare(), settings) for one in sources]
+            made = StepBatches(parts, mixture, rank=rank, world_size=of, **needs)
             found.append([batch.record_ids for batch in Loader(made, steps, settings)])
         orders.append([[name for part in step for name in part] for step in zip(*found, strict=True)])
     assert all(order == orders[0] for order in orders)
@@ -699,7 +701,8 @@ def builder(tiny_path, tmp_path_factory):
 def step_batches(files, builder, rank=0, world_size=1, batch_size=6, **data):
     mixture = Mixture([file.size for file in files], [1.0, 2.0][: len(files)], batch_size, 0)
     settings = DataConfig(**{"num_workers": 2, "sort_by_length": False, **data})
-    return StepBatches(files, mixture, builder, settings, rank=rank, world_size=world_size)
+    sources = [Source(file, builder, settings) for file in files]
+    return StepBatches(sources, mixture, rank=rank, world_size=world_size)
 
 
 def shown(batch) -> list:
@@ -856,7 +859,7 @@ def test_keys_tell_sources_apart():
     ]
     assert {source.key for source in same} == {"a.jsonl"}
     others = [
-        SourceConfig(dataset="d"), SourceConfig(dataset="d", split="x"), SourceConfig(dataset="d", name="x"),
+        SourceConfig(dataset="d"), SourceConfig(dataset="d", split="x"), SourceConfig(dataset="d", subset="x"),
         SourceConfig(dataset="d", revision="x"), SourceConfig(dataset="d", streaming=True),
         SourceConfig(dataset="d", streaming=True, shuffle_buffer=2), SourceConfig(dataset="d", columns={"id": "x"}),
         SourceConfig(type="d"), SourceConfig(type="d", options={"a": 1}),

@@ -84,6 +84,10 @@ NAMES += ["both states-100", "both states-2", "three states-100", "three states-
 NAMES += ["adaptive states-100", "adaptive states-2"]
 NAMES += ["capped-self-2", "capped-self-once-100"]
 NAMES += ["mixed-self-keep-2", "mixed-self-once-keep-2", "mixed-none-keep-2", "rl dapo-keep-2"]
+NAMES += [
+    "mixed-self-groups-2",
+    "mixed-none-groups-100",
+]  # of sources whose queries see their own candidates alone
 NAMES += ["mixed-self-once-100", "one rank without pictures-self-once-100"]  # two forwards, one backward
 
 
@@ -162,6 +166,11 @@ def cases(paired, lively_path, make_batch, roll_out, without_negatives, longer_r
             make_batch(builder, 0, pictures[0], pictures[0]),
             longer_rationales(without_negatives(make_batch(builder, 10, pictures[1], pictures[1])), builder),
         ]
+        for batch in batches if "-groups-" in name else ():
+            batch.groups.extend(row % 2 for row in range(len(batch.queries)))
+            owners = {column: row for row, column in enumerate(batch.positive)}
+            owners |= {column: row for row, columns in enumerate(batch.negatives) for column in columns}
+            batch.candidate_groups.extend(owners[column] % 2 for column in range(len(batch.candidates)))
         rationales, rl = [roll_out(embedder, batch) for batch in batches], None
         if layout == "capped":
             settings = {"max_new_tokens": 12, "batch_size": 8, "caps": [0, 2, 12, 5, 1]}

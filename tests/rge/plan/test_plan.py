@@ -23,7 +23,7 @@ from rge.common.errors import RecipeError, UserError
 from rge.common.parts import content_of
 from rge.common.schema import Item
 from rge.config import Recipe, load_recipe
-from rge.data.collate import StepBatches, flatten
+from rge.data.collate import Source, StepBatches, flatten
 from rge.data.layout import COLUMNS, Layout
 from rge.data.loader import Loader
 from rge.data.mixture import Mixture
@@ -1032,8 +1032,8 @@ def test_host_memory_and_descriptors_against_a_real_loader(
         host(recipe, shapes, load, Setup(), PlanOptions(num_gpus=1, cpu=True)),
     )
     batches = StepBatches(
-        [RecordFile(tmp_path / "records.jsonl")], Mixture([8], [1.0], 8, seed=0),
-        PromptBuilder(backbone.processor, "plain", 4096), recipe.data, rank=0, world_size=1, need_oracle=False,
+        [Source(RecordFile(tmp_path / "records.jsonl"), PromptBuilder(backbone.processor, "plain", 4096), recipe.data)],
+        Mixture([8], [1.0], 8, seed=0), rank=0, world_size=1, need_oracle=False,
     )  # fmt: skip
     assert flatten(batches[0])[1].nbytes == batch_bytes
 

@@ -60,7 +60,7 @@ def test_the_published_records_are_those_of_the_file(run):
     stages.split(run)
     folder = run.out / "dataset"
     of_file = RecordFile(folder / "train.jsonl")[0]
-    of_table = open_records(RecordsConfig(dataset=str(folder), name="train"), pictures=PictureIndex())[0]
+    of_table = open_records(RecordsConfig(dataset=str(folder), subset="train"), pictures=PictureIndex())[0]
     assert of_table.model_dump(exclude={"query", "positives", "negatives"}) == of_file.model_dump(
         exclude={"query", "positives", "negatives"}
     )

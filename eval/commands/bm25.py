@@ -21,6 +21,9 @@ from eval.scoring.search import Ranking, stack_rankings
 from eval.sets.contents import with_readable_content
 from eval.sets.retrieval_set import RetrievalSet
 from rge.common.errors import UserError
+from rge.common.parts import PdfPart
+from rge.common.schema import Item
+from rge.content import pdf
 from rge.stats.words import LETTERS, SIGNS
 
 METHOD = "lucene"
@@ -76,6 +79,14 @@ def bm25(options: Bm25Options) -> Path:
     return options.out
 
 
+def written(item: Item) -> str:
+    """What is written in an item: its texts, and the text of its documents' pages."""
+    pages = [
+        text for part in item.content if isinstance(part, PdfPart) for text in pdf.texts(part.pdf, part.pages)
+    ]
+    return "\n".join([item.text or "", *pages]).strip()
+
+
 def rank(wanted: RetrievalSet, options: Bm25Options, depth: int) -> Ranking:
     """Rank the candidates that share a word with each query, best first, equal scores by id, with all ties of the last rank."""
     try:
@@ -84,7 +95,7 @@ def rank(wanted: RetrievalSet, options: Bm25Options, depth: int) -> Ranking:
         raise UserError("BM25 needs bm25s: pip install -e '.[baselines]', or pip install bm25s") from None
     texts = [""] * len(wanted.corpus_ids)
     for row, item in zip(wanted.file_order_C.tolist(), wanted.corpus_items(), strict=True):
-        texts[row] = item.text or ""
+        texts[row] = written(item)
     stopwords = None if options.stopwords == "null" else options.stopwords
 
     def words(parts: list[str]) -> list[list[str]]:

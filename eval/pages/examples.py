@@ -21,7 +21,9 @@ from eval.pages.wording import slice_order, tag
 from eval.sets.retrieval_set import UNCATEGORISED, RetrievalSet, given_rationales
 from rge.common.errors import UserError
 from rge.common.images import ImageError, load_image, open_picture, picture_bytes
-from rge.common.parts import ImageRef
+from rge.common.parts import ImagePart, TextPart
+from rge.common.schema import Item
+from rge.content.preview import SHOWN, sheet, shown
 
 MAX_SIDE_PX = 360  # longest side of an embedded picture, the size of the enlarged view
 MAX_PICTURE_BYTES = 16_384  # larger files are re-encoded even if their sides are short enough
@@ -95,25 +97,46 @@ class Gallery:
         """The pictures in the order in which they were added."""
         return list(self._by_digest.values())
 
-    def add(self, ref: ImageRef, owner: str) -> Picture:
-        """Embed a picture, unless it already is."""
+    def shown(self, item: Item, owner: str) -> list[Picture]:
+        """An item's pictures, pages and frames in their order, of a document or a clip the first few."""
+        pictures: list[Picture] = []
         try:
-            data = picture_bytes(ref)
-            digest = hashlib.sha256(data).hexdigest()
-            if digest not in self._by_digest:
-                self._by_digest[digest] = _embed(f"p{len(self._by_digest)}", data)
+            for part in item.content:
+                if isinstance(part, ImagePart):
+                    pictures.append(self.add(picture_bytes(part.image)))
+                else:
+                    pictures += [self.add(image) for image in shown(part)]
         except ImageError as error:
             raise UserError(f"{owner}: {error}") from error
+        return pictures
+
+    def cover(self, item: Item, owner: str) -> Picture | None:
+        """One picture of all that an item shows; None for a text."""
+        visual = [part for part in item.content if not isinstance(part, TextPart)]
+        if len(visual) == 1 and isinstance(visual[0], ImagePart):
+            return self.shown(item, owner)[0]
+        try:
+            pictures = [image for part in visual for image in shown(part)][:SHOWN]
+            return self.add(sheet(pictures)) if pictures else None
+        except ImageError as error:
+            raise UserError(f"{owner}: {error}") from error
+
+    def add(self, picture: bytes | Image.Image) -> Picture:
+        """Embed a picture, unless it already is."""
+        data = picture if isinstance(picture, bytes) else repr(picture.size).encode() + picture.tobytes()
+        digest = hashlib.sha256(data).hexdigest()
+        if digest not in self._by_digest:
+            self._by_digest[digest] = _embed(f"p{len(self._by_digest)}", picture)
         return self._by_digest[digest]
 
 
-def _embed(name: str, data: bytes) -> Picture:
-    image = load_image(data)
-    small = max(image.size) <= MAX_SIDE_PX and len(data) <= MAX_PICTURE_BYTES
-    with open_picture(data) as original:
-        kind = Image.MIME.get(original.format or "")
-        upright = original.size == image.size and not original.getexif()
-    if not (small and upright and kind in ("image/webp", "image/png", "image/jpeg")):
+def _embed(name: str, picture: bytes | Image.Image) -> Picture:
+    image, data, kind = load_image(picture), b"", None
+    if isinstance(picture, bytes) and max(image.size) <= MAX_SIDE_PX and len(picture) <= MAX_PICTURE_BYTES:
+        with open_picture(picture) as original:
+            upright = original.size == image.size and not original.getexif()
+            data, kind = picture, Image.MIME.get(original.format or "") if upright else None
+    if kind not in ("image/webp", "image/png", "image/jpeg"):
         image.thumbnail((MAX_SIDE_PX, MAX_SIDE_PX), Image.Resampling.LANCZOS)
         buffer = io.BytesIO()
         image.save(buffer, "WEBP", quality=WEBP_QUALITY, method=6)
@@ -155,9 +178,7 @@ class SetView:
         values = {column: str(row[column]) for column in columns}
         facets = {f"f{place}": value for place, value in enumerate(values.values())}
         return {
-            "pictures": [
-                self._gallery.add(ref, f"query {item.id!r} of {self._path}") for ref in item.pictures
-            ],
+            "pictures": self._gallery.shown(item, f"query {item.id!r} of {self._path}"),
             "text": item.text,
             "num_positives": len(self._right[query]),
             "data": {"query": query, **facets, "outcome": outcome_of(as_rank(row[RANK_COLUMN])), **data},
@@ -190,7 +211,7 @@ class SetView:
     def _candidate(self, name: str) -> dict[str, Any]:
         item = self._corpus[name]
         owner = f"candidate {name!r} of {self._path}"
-        picture = self._gallery.add(item.pictures[0], owner) if item.pictures else None
+        picture = self._gallery.cover(item, owner)
         alt = item.text or self._names.get(name, name)
         return {"id": name, "picture": picture, "text": item.text, "alt": alt}
 

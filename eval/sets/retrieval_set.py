@@ -26,7 +26,7 @@ from pydantic import BaseModel, ValidationError
 from eval.sets.tables import SetError, Table, items_of, optional_rows
 from rge.common.errors import UserError
 from rge.common.files import find_shipped
-from rge.common.parts import content_of
+from rge.common.parts import TextPart, content_of
 from rge.common.schema import Item
 from rge.identity.set_fingerprint import set_fingerprint
 
@@ -117,7 +117,7 @@ class RetrievalSet:
         return items_of(Table(self.path / "corpus.parquet"))
 
     def query_items(self, modality: Modality) -> list[Item]:
-        """Queries reduced to a modality: ``text`` drops the pictures, ``image`` drops text and instruction.
+        """Queries reduced to a modality: ``text`` drops pictures, pages and clips, ``image`` drops text and instruction.
 
         A `SetError` if a query would be empty.
         """
@@ -126,8 +126,11 @@ class RetrievalSet:
         if modality == "text":
             kept = [Item(q.id, content_of(q.text), q.instruction) for q in self.queries]
         else:
-            kept = [Item(q.id, content_of(None, q.pictures)) for q in self.queries]
-        if empty := [item.id for item in kept if not item.text and not item.pictures]:
+            kept = [
+                Item(q.id, tuple(part for part in q.content if not isinstance(part, TextPart)))
+                for q in self.queries
+            ]
+        if empty := [item.id for item in kept if not item.text and not item.is_visual]:
             raise SetError(
                 f"{self.path}: {len(empty)} of {len(kept)} queries have no {modality}, so query_modality={modality} "
                 f"would leave them empty: {some(empty)}"

@@ -1,7 +1,9 @@
 """Parquet tables of a retrieval set: columns that are checked when they are read, and items with their pictures."""
 
+import json
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rge.common.errors import UserError
-from rge.common.parts import ImageRef, content_of
+from rge.common.parts import (
+    Content,
+    ImagePart,
+    ImageRef,
+    Part,
+    PdfPart,
+    VideoPart,
+    content_of,
+    parts_from_json,
+)
 from rge.common.schema import Item
 from rge.tables.rows import is_text
 
@@ -54,9 +65,11 @@ class Table:
     def ids(self) -> list[str]:
         """The column ``id``, of distinct names that TREC run files can hold: they separate columns by white space."""
         ids = self.read("id")
-        if {"text", "image"}.isdisjoint(self.names):
+        if {"text", "image", "content"}.isdisjoint(self.names):
             names = ", ".join(self.names)
-            raise SetError(f"{self.path}: columns 'text' and 'image' are both missing; there are {names}")
+            raise SetError(
+                f"{self.path}: columns 'text', 'image' and 'content' are all missing; there are {names}"
+            )
         if not ids:
             raise SetError(f"{self.path} has no rows")
         seen: set[str] = set()
@@ -75,22 +88,50 @@ def optional_rows(path: Path, *columns: str) -> Iterator[tuple[str, ...]]:
 
 
 def items_of(table: Table) -> Iterator[Item]:
-    """The queries or candidates of a table, read lazily; a SetError if one has neither text nor image."""
-    wanted = [name for name in ("id", "text", "image", "instruction") if name in table.names]
-    for name in {"text", "instruction"}.intersection(wanted):
+    """The queries or candidates of a table, read lazily; a SetError if one shows nothing."""
+    wanted = [name for name in ("id", "text", "image", "content", "instruction") if name in table.names]
+    for name in {"text", "content", "instruction"}.intersection(wanted):
         table.check(name, null=True)
     for batch in table.file.iter_batches(batch_size=READ_ROWS, columns=wanted):
         for row in batch.to_pylist():
-            item = Item(
-                id=row["id"],
-                content=content_of(
-                    row.get("text") or None, _pictures(table.path, row["id"], row.get("image"))
-                ),
-                instruction=row.get("instruction") or None,
-            )
-            if not item.text and not item.pictures:
+            item = Item(row["id"], _content(table.path, row), row.get("instruction") or None)
+            if not item.text and not item.is_visual:
                 raise SetError(f"{table.path}: {item.id!r} has neither text nor image")
             yield item
+
+
+def _content(path: Path, row: dict[str, Any]) -> Content:
+    """The column ``content``, parts in their order as JSON, or the short form in the columns ``image`` and ``text``."""
+    short = content_of(row.get("text") or None, _pictures(path, row["id"], row.get("image")))
+    if not row.get("content"):
+        return short
+    if short:
+        raise SetError(
+            f"{path}: {row['id']!r} has content, and text or image, which are its short form: leave one out"
+        )
+    try:
+        parts = parts_from_json(json.loads(row["content"]))
+    except ValueError as error:
+        raise SetError(f"{path}: content of {row['id']!r}: {error}") from None
+    return tuple(_located(path, row["id"], part) for part in parts)
+
+
+def _located(path: Path, name: str, part: Part) -> Part:
+    """A part whose files are in the set's folder."""
+
+    def located(ref: Any) -> Any:
+        return _in_folder(path, name, ref) if isinstance(ref, str) else ref
+
+    if isinstance(part, ImagePart):
+        return replace(part, image=located(part.image))
+    if isinstance(part, PdfPart):
+        return replace(part, pdf=located(part.pdf))
+    if isinstance(part, VideoPart):
+        frames = part.video
+        return replace(
+            part, video=tuple(map(located, frames)) if isinstance(frames, tuple) else located(frames)
+        )
+    return part
 
 
 def _pictures(path: Path, name: str, cell: Any) -> tuple[ImageRef, ...]:

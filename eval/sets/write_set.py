@@ -4,9 +4,12 @@ The set is written to a temporary directory, checked by `eval.sets.retrieval_set
 """
 
 import hashlib
+import json
 import os
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,18 @@ from eval.sets.retrieval_set import NAMES, RetrievalSet, load_set
 from eval.sets.tables import SetError
 from rge.common.files import replacing_folder, write_json
 from rge.common.images import ImageError, load_image, picture_bytes
+from rge.common.parts import (
+    Content,
+    ImagePart,
+    ImageRef,
+    Part,
+    PdfPart,
+    VideoPart,
+    parts_to_json,
+    pictures_of,
+)
+from rge.content import pdf
+from rge.content.video import probe
 from rge.identity.set_fingerprint import set_fingerprint
 
 WRITE_ROWS = 64
@@ -25,16 +40,17 @@ WRITE_ROWS = 64
 
 @dataclass(frozen=True)
 class Candidate:
-    """One row of the pool. ``image``: encoded bytes, or the path of a picture file."""
+    """One row of the pool. ``image``: encoded bytes, or the path of a picture file; ``content``: parts, instead of text and image."""
 
     id: str
     text: str | None = None
     image: bytes | Path | None = None
+    content: Content = ()
 
 
 @dataclass(frozen=True)
 class Query:
-    """One query; it needs a text or a picture."""
+    """One query; it needs a text, a picture or ``content``: parts in their order, instead of both."""
 
     id: str  # unique, without white space
     text: str | None = None  # the user's text; None for a query of pictures only
@@ -43,6 +59,7 @@ class Query:
     group: str | None = None
     """Queries that share it, or a picture, are resampled together; None: the query's id."""
     instruction: str | None = None  # task instruction
+    content: Content = ()
     columns: Mapping[str, str | int] = field(default_factory=dict)
     """Further columns of ``queries.parquet``, strings or integers, the same for every query."""
 
@@ -109,6 +126,64 @@ class _Pictures:
     embed: bool
     decode: bool
     num_links: int = 0
+    files: dict[Path, str] = field(default_factory=dict)  # documents and clips in the set, by where they were
+
+    def content(self, content: Content, name: str) -> str | None:
+        """The cell of parts: JSON, whose files are in the set's folder."""
+        if not content:
+            return None
+        return json.dumps(
+            parts_to_json(tuple(self._part(part, name) for part in content)), ensure_ascii=False
+        )
+
+    def _part(self, part: Part, name: str) -> Part:
+        if isinstance(part, ImagePart):
+            return replace(part, image=self._picture(part.image, name))
+        if isinstance(part, PdfPart):
+            if self.decode:
+                pdf.page_sizes(part.pdf, part.pages)
+            return replace(part, pdf=self._file(part.pdf, ".pdf", name))
+        if isinstance(part, VideoPart):
+            video = part.video
+            if isinstance(video, tuple):
+                return replace(part, video=tuple(self._picture(frame, name) for frame in video))
+            if self.decode:
+                probe(video)
+            return replace(part, video=self._file(video, ".mp4", name))
+        return part
+
+    def _picture(self, ref: ImageRef, name: str) -> str:
+        if self.decode:
+            self.check(ref, name)
+        if isinstance(ref, str) and ".parquet#" in ref:
+            ref = picture_bytes(ref)
+        return self._file(ref, ".png", name)
+
+    def _file(self, ref: str | bytes, ending: str, name: str) -> str:
+        """The name in the set of a file that it links to, or a copy of, once for all rows that show it."""
+        known = Path(os.path.abspath(ref)) if isinstance(ref, str) else Path(hashlib.sha256(ref).hexdigest())
+        if known not in self.files:
+            own = f"{len(self.files):06d}" + ("" if isinstance(ref, bytes) else f"_{known.stem[:80]}")
+            target = (
+                self.root / "files" / f"{own}{ending if isinstance(ref, bytes) else known.suffix.lower()}"
+            )
+            target.parent.mkdir(exist_ok=True)
+            if isinstance(ref, bytes):
+                target.write_bytes(ref)
+            else:
+                try:
+                    shutil.copyfile(known, target)
+                except OSError as error:
+                    raise SetError(f"{ref} of {name!r} cannot be copied: {error.strerror}") from None
+            self.files[known] = target.relative_to(self.root).as_posix()
+        return self.files[known]
+
+    def check(self, ref: ImageRef, name: str) -> None:
+        """A `SetError` if a picture cannot be decoded."""
+        try:
+            load_image(ref)
+        except ImageError as error:
+            raise SetError(f"picture of {name!r}: {error}") from None
 
     def cell(self, image: bytes | Path | None, name: str) -> bytes | str | None:
         """The cell of a picture; ``name``: the item's id, for messages."""
@@ -116,10 +191,7 @@ class _Pictures:
             return None
         ref = image if isinstance(image, bytes) else str(image)
         if self.decode:
-            try:
-                load_image(ref)
-            except ImageError as error:
-                raise SetError(f"picture of {name!r}: {error}") from None
+            self.check(ref, name)
         if isinstance(ref, bytes) or self.embed:
             return picture_bytes(ref)
         link = self.root / "pictures" / f"{self.num_links:07d}{Path(ref).suffix.lower()}"
@@ -143,7 +215,7 @@ def joined_groups(queries: Sequence[Query]) -> list[str]:
 
     for query in queries:
         group = root((0, query.group or query.id))
-        for image in query.images:
+        for image in (*query.images, *pictures_of(query.content)):
             data = image if isinstance(image, bytes) else picture_bytes(str(image))
             group, other = sorted((root(group), root((1, hashlib.sha256(data).hexdigest()))))
             parent[other] = group
@@ -151,18 +223,29 @@ def joined_groups(queries: Sequence[Query]) -> list[str]:
 
 
 def _write_corpus(path: Path, corpus: Iterable[Candidate], place: _Pictures) -> list[str]:
-    kind = pa.binary() if place.embed else pa.string()
-    schema = pa.schema([("id", pa.string()), ("image", kind), ("text", pa.string())])
+    candidates = iter(corpus)
+    first = next(candidates, None)
+    columns = {"id": pa.string(), "image": pa.binary() if place.embed else pa.string(), "text": pa.string()}
+    if first is not None and first.content:
+        columns["content"] = pa.string()
+    schema = pa.schema(columns)
     ids: list[str] = []
     rows: list[dict[str, Any]] = []
     weight = 0
     with pq.ParquetWriter(path, schema, compression="zstd") as writer:
-        for candidate in corpus:
+        for candidate in chain([] if first is None else [first], candidates):
             ids.append(candidate.id)
+            if candidate.content and "content" not in columns:
+                raise SetError(
+                    f"{candidate.id!r} has content and the first candidate has none: give it to all"
+                )
             image = place.cell(candidate.image, candidate.id)
             if isinstance(image, bytes) and not place.embed:
                 raise SetError(f"picture of {candidate.id!r} is not a file to link to: pass pictures=embed")
-            rows.append({"id": candidate.id, "image": image, "text": candidate.text or None})
+            content = place.content(candidate.content, candidate.id)
+            rows.append(
+                {"id": candidate.id, "image": image, "text": candidate.text or None, "content": content}
+            )
             weight += 128 if image else 1
             if weight >= 128 * WRITE_ROWS:
                 writer.write_table(pa.Table.from_pylist(rows, schema))
@@ -175,13 +258,17 @@ def _write_corpus(path: Path, corpus: Iterable[Candidate], place: _Pictures) -> 
 def _write_queries(path: Path, queries: Sequence[Query], place: _Pictures) -> None:
     binary = place.embed or any(isinstance(image, bytes) for query in queries for image in query.images)
     place = replace(place, embed=binary)
-    columns = dict.fromkeys(("id", "text", "image", "category", "group", "instruction"), pa.string())
+    names = ("id", "text", "image", "category", "group", "instruction")
+    columns = dict.fromkeys(
+        (*names, "content") if any(query.content for query in queries) else names, pa.string()
+    )
     schema = pa.schema(columns | {"image": pa.list_(pa.binary() if binary else pa.string())})
     rows = [
         {
             **vars(query),
             "text": query.text or None,
             "image": [place.cell(one, query.id) for one in query.images],
+            "content": place.content(query.content, query.id),
             "group": group,
         }
         for query, group in zip(queries, joined_groups(queries), strict=True)

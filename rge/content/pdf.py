@@ -11,7 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import pypdfium2
 from PIL import Image
@@ -136,6 +136,33 @@ def texts(source: Source, pages: Sequence[int] | None = None) -> list[str]:
             finally:
                 sheet.close()
     return found
+
+
+class Bookmark(NamedTuple):
+    """An entry of a document's outline: its depth from 0, its title, and its page from 1, if it leads to one."""
+
+    level: int
+    title: str
+    page: int | None
+
+
+class Outline(NamedTuple):
+    """A document's bookmarks in order, and the printed number of each page: its label, else its place."""
+
+    bookmarks: list[Bookmark]
+    labels: list[str]
+
+
+def outline(source: Source) -> Outline:
+    """How a document is divided. Raises `PdfError`."""
+    with _document(source) as document:
+        marks = []
+        for mark in document.get_toc():
+            target = mark.get_dest()
+            index = None if target is None else target.get_index()
+            marks.append(Bookmark(mark.level, mark.get_title(), None if index is None else index + 1))
+        labels = [document.get_page_label(index) or str(index + 1) for index in range(len(document))]
+    return Outline(marks, labels)
 
 
 def _size(points: tuple[float, float], dpi: float, max_pixels: int) -> tuple[int, int]:

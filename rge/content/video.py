@@ -18,7 +18,7 @@ from PIL import Image
 from rge.common.errors import UserError
 from rge.common.files import POINTER_NOTE, is_pointer
 from rge.common.images import load_image, picture_bytes, picture_size
-from rge.common.schema import ImageRef
+from rge.common.parts import ImageRef
 from rge.content.media_errors import MediaError, title
 
 if TYPE_CHECKING:
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 SUFFIXES = (
     ".3g2", ".3gp", ".asf", ".avi", ".f4v", ".flv", ".m1v", ".m2ts", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".mts",
-    ".ogg", ".ogv", ".rm", ".swf", ".ts", ".vob", ".webm", ".wmv",
+    ".ogv", ".rm", ".vob", ".webm", ".wmv",
 )  # fmt: skip
-"""Endings of files that are clips; an animated GIF is one where it is given as a video."""
+"""Endings of clips in a folder. Files that end in .ts, .ogg and .swf are mostly something else, and GIFs are pictures."""
 FORMATS = (
     "3g2", "3gp", "apng", "asf", "avi", "dv", "flv", "gif", "h264", "hevc", "ivf", "matroska", "mj2", "mov", "mp4", "mpeg",
     "mpegts", "mpegvideo", "mxf", "nut", "ogg", "rm", "swf", "webm", "webp_anim", "yuv4mpegpipe",

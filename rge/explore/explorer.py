@@ -16,9 +16,10 @@ from pydantic import BaseModel, Field
 
 from rge.common.errors import UserError
 from rge.common.files import find_shipped
-from rge.common.images import WEB, load_image, picture_bytes
+from rge.common.images import WEB, load_image
 from rge.common.parts import content_of
 from rge.common.schema import Item
+from rge.content.preview import preview_bytes
 from rge.embedder import Embedder
 from rge.index.reading import Reader
 from rge.index.rows import Row
@@ -136,7 +137,7 @@ class Explorer:
         ref, thumbnail = self.index.picture(source, name)
         if ref is not None and not ref.startswith(WEB):
             try:
-                return picture_bytes(ref)
+                return preview_bytes(ref)
             except UserError:
                 if thumbnail is None:
                     raise

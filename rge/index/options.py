@@ -14,8 +14,8 @@ class Reading(PluginOptions):
     """Options of commands that read a source."""
 
     src: Path
-    """A folder of pictures and texts, or a table (``.csv``, ``.tsv``, ``.xlsx``, ``.jsonl``, ``.json``, ``.parquet``). In a folder, ``x.txt``
-    or ``x.jpg.txt`` next to ``x.jpg`` is its caption, and any other ``.txt`` is an item of its own; hidden files are
+    """A folder of pictures, PDFs and texts, one PDF, or a table (``.csv``, ``.tsv``, ``.xlsx``, ``.jsonl``, ``.json``, ``.parquet``). PDFs are
+    read by page. In a folder, ``x.txt`` or ``x.jpg.txt`` next to ``x.jpg`` is its caption, and any other ``.txt`` is an item of its own; hidden files are
     skipped."""
     exclude: tuple[str, ...] = ()
     """Files and folders of a folder to leave out, by patterns as in ``.gitignore``. Folders of thumbnails and deleted files

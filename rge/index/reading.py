@@ -116,14 +116,14 @@ class Reader:
 
     def _prepare(self, entry: Entry, known: Container[str]) -> Prepared:
         content = load(entry, self.thumbnail_px, self.captions, self.max_file_pixels)
-        without_bytes = replace(content, data=None)
+        without_bytes = replace(content, data=None, page=None)
         if content.digest in known:
             return Prepared(entry, without_bytes, None)
         try:
-            images = []
+            images = [] if content.page is None else [content.page]
             if content.data is not None:
                 images = [load_image(content.data, max_file_pixels=self.max_file_pixels)]
-            text = content.text if content.data is None or self.captions else None
+            text = content.text if not images or self.captions else None
             item = Item(entry.id, content_of(text, images), self.instruction)
             prompt = self.embedder.prompt(item, "query" if self.side == "query" else "candidate")
         except ValueError as error:

@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from rge.common.errors import UserError
 from rge.common.images import WEB, is_there
+from rge.content.references import PDF, named
 from rge.index.columns import LARGEST_INTEGER
 from rge.index.sources import Content, Entry, Source, composed
 from rge.tables.pictures import SUFFIXES
@@ -184,8 +185,8 @@ def typed_name(id: str, words: str) -> int:
     separators and the composition of accents do not matter.
     """
     typed = _split(words)
-    path, ending = os.path.splitext(id)
-    if ending.lower() not in (*SUFFIXES, ".txt"):
+    path, ending = os.path.splitext(named(id).file)
+    if ending.lower() not in (*SUFFIXES, PDF, ".txt"):
         path, ending = id, ""
     best = 0
     for stem in (path, path.rpartition("/")[2]):
@@ -226,7 +227,7 @@ def hits_of(rows: pa.Table, query_D: np.ndarray, k: int) -> list[Hit]:
 
 def _hit(score: float, row: dict[str, Any]) -> Hit:
     image = row["image"]
-    gone = bool(image) and not image.startswith(WEB) and not is_there(image)
+    gone = bool(image) and not image.startswith(WEB) and not is_there(named(image).file)
     metadata = _finite(row["metadata"]) if row["metadata"] else {}
     return Hit(row["source"], row["id"], score, row["text"], image, metadata, gone, row.get("thumbnail"))
 

@@ -1,4 +1,4 @@
-"""What to embed: pictures (HEIC too) and texts of a folder, or rows of a table.
+"""What to embed: pictures (HEIC too), pages of PDFs and texts of a folder, or rows of a table.
 
 Listing opens no picture file. An entry's stamp changes whenever its content may have changed; `load` reads the entry and computes
 a digest of the content.
@@ -15,8 +15,9 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -25,6 +26,8 @@ from PIL import ExifTags, Image
 from rge.common.errors import UserError
 from rge.common.files import write_text
 from rge.common.images import WEB, ImageError, load_image, open_picture, picture_bytes
+from rge.content import pdf
+from rge.content.references import PDF, named, page_reference
 from rge.index.columns import make_comparable, texts_as_numbers
 from rge.index.options import Reading
 from rge.tables.errors import reading
@@ -61,7 +64,7 @@ class Entry:
     stamp: str  # differs if the content may differ
     text: str | None = None  # caption or text, if it is known without opening a file
     text_file: str | None = None  # file with the text otherwise
-    image: str | None = None  # path of a picture, ``library.parquet#row`` or a web address
+    image: str | None = None  # path of a picture, ``library.parquet#row``, ``x.pdf#page=3`` or a web address
     metadata: dict[str, Any] = field(default_factory=dict)  # a row's other columns
 
 
@@ -135,9 +138,10 @@ class Unreadable:
 class Content:
     """An entry that has been read."""
 
-    text: str | None  # caption or text
+    text: str | None  # caption, text, or what is written on a page
     data: bytes | None  # encoded picture
     digest: str  # SHA-256 over what is embedded
+    page: Image.Image | None = None  # of a document, rendered
     thumbnail: bytes | None = None  # WebP
     # From the picture's EXIF: ``taken``, ``year``, ``month``, ``latitude``, ``longitude``.
     facts: dict[str, Any] = field(default_factory=dict)
@@ -170,15 +174,23 @@ def read_source(
         ) from None
     if path.is_dir():
         source = _folder(path, Exclude(exclude))
-        empty = f"{path} holds no pictures ({', '.join(SUFFIXES)}) and no texts (.txt)"
+        empty = f"{path} holds no pictures ({', '.join(SUFFIXES)}), no PDFs and no texts (.txt)"
         if source.skipped:
             empty += f", only {source.skipped}"
     elif path.suffix.lower() in TABLES and path.is_file():
         source = _table(path, id, text, image, form)
         empty = f"{path} has no rows"
+    elif path.suffix.lower() == PDF and path.is_file():
+        source = Source(
+            os.path.abspath(path), [_picture(path.parent, {path.name: _stamp(path)}, path.name, None)], {}
+        )
+        empty = ""
     else:
         reason = "is neither a folder nor a table" if path.exists() else "does not exist"
-        raise SourceError(f"src={path} {reason}: give a folder, or a file that ends in {', '.join(TABLES)}")
+        raise SourceError(
+            f"src={path} {reason}: give a folder, or a file that ends in {', '.join((*TABLES, PDF))}"
+        )
+    source = _by_page(source)
     if not source.entries and not source.faults:
         raise SourceError(empty)
     return source
@@ -208,6 +220,8 @@ def load(
         if not (text or "").strip():
             raise SourceError("it is empty")
         return Content(text, None, hashlib.sha256(embedded_text).hexdigest())
+    if named(entry.image).is_document:
+        return _page(entry.image, text, thumbnail_px, captions)
     data = fetch_picture(entry.image) if entry.image.startswith(WEB) else picture_bytes(entry.image)
     digest = hashlib.sha256(data + embedded_text if captions else data).hexdigest()
     try:
@@ -215,7 +229,29 @@ def load(
         small_copy = thumbnail(data, thumbnail_px, max_file_pixels) if thumbnail_px else None
     except ImageError as error:
         raise ImageError(re.sub(r"<\d+ bytes>", lambda _: str(entry.image), str(error))) from error
-    return Content(text, data, digest, small_copy, facts)
+    return Content(text, data, digest, None, small_copy, facts)
+
+
+def _page(ref: str, caption: str | None, thumbnail_px: int, captions: bool) -> Content:
+    """A page; its text is the document's caption, else what is written on it."""
+    about = named(ref)
+    assert about.page is not None
+    picture = pdf.render(about.file, about.page)
+    text = caption or _plain(pdf.texts(about.file, [about.page])[0])
+    digest = hashlib.sha256(f"{picture.size}".encode() + picture.tobytes())
+    if captions:
+        digest.update(b"\0" + (text or "").encode())
+    return Content(
+        text, None, digest.hexdigest(), picture, thumbnail(picture, thumbnail_px) if thumbnail_px else None
+    )
+
+
+def _plain(text: str) -> str | None:
+    """A page's text without what cannot be stored or shown: control characters, half characters."""
+    kept = "".join(
+        one for one in text if one in "\n\t" or unicodedata.category(one) not in ("Cc", "Cs", "Co", "Cn")
+    )
+    return kept.strip() or None
 
 
 def _first_frame(data: bytes, max_file_pixels: int | None) -> tuple[bytes, dict[str, Any]]:
@@ -257,8 +293,8 @@ def _degrees(parts: Sequence[Any], is_negative: bool) -> float:
     return round(-angle if is_negative else angle, 6)
 
 
-def thumbnail(data: bytes, size_px: int, max_file_pixels: int | None = None) -> bytes:
-    """Scale an encoded picture down to WebP. Raises `ImageError`: it cannot be decoded."""
+def thumbnail(data: bytes | Image.Image, size_px: int, max_file_pixels: int | None = None) -> bytes:
+    """Scale a picture down to WebP. Raises `ImageError`: it cannot be decoded."""
     image = load_image(data, near_px=size_px, first_frame=True, max_file_pixels=max_file_pixels)
     image.thumbnail((size_px, size_px), Image.Resampling.BICUBIC)
     out = io.BytesIO()
@@ -294,20 +330,57 @@ def _folder(root: Path, exclude: Exclude) -> Source:
 
     for folder, names in visible_files(root, unreadable, exclude, skipped):
         for path in (os.path.join(folder, name) for name in names):
-            if not path.lower().endswith((*SUFFIXES, ".txt")):
+            if not path.lower().endswith((*SUFFIXES, PDF, ".txt")):
                 skipped.add(path)
             elif _printable(name := _relative(path, root)) != name:
                 faults[_printable(name)] = "its name is not UTF-8"
             else:
                 try:
-                    stat = os.stat(path)
+                    files[name] = _stamp(path)
                 except OSError as error:
                     unreadable(error)
-                else:
-                    files[name] = f"{stat.st_size}:{stat.st_mtime_ns}"
     if "." in faults:
         raise SourceError(f"{root} cannot be read: {faults['.']}")
     return Source(os.path.abspath(root), _entries(root, files), faults, skipped, frozenset(unseen))
+
+
+def _stamp(path: str | Path) -> str:
+    stat = os.stat(path)
+    return f"{stat.st_size}:{stat.st_mtime_ns}"
+
+
+def _by_page(source: Source) -> Source:
+    """The source with an entry for each page in place of each document; one that cannot be opened is a fault."""
+    entries: list[Entry] = []
+    for entry in source.entries:
+        about = named(entry.image or "")
+        if not about.is_document or (entry.image or "").startswith(WEB):
+            entries.append(entry)
+            continue
+        try:
+            count = _num_pages(about.file, entry.stamp)
+        except ImageError as error:
+            source.faults[entry.id] = str(error)
+            continue
+        if about.page is not None and about.page > count:
+            source.faults[entry.id] = f"document {about.file} has {count:,} pages"
+            continue
+        for number in range(1, count + 1) if about.page is None else [about.page]:
+            name = entry.id if about.page is not None else page_reference(entry.id, number)
+            metadata = entry.metadata | {
+                "document": PurePosixPath(entry.id).name,
+                "page": number,
+                "pages": count,
+            }
+            ref = page_reference(about.file, number)
+            entries.append(replace(entry, id=name, image=ref, metadata=metadata))
+    return replace(source, entries=entries)
+
+
+@lru_cache(maxsize=1 << 16)
+def _num_pages(file: str, _stamp: str) -> int:
+    """Kept for the next listing of a watched folder."""
+    return pdf.num_pages(file)
 
 
 def _entries(root: Path, files: dict[str, str]) -> list[Entry]:

@@ -26,13 +26,31 @@ def page(
     return f"/MediaBox[0 0 {width} {height}]{font}{more}".encode(), content.encode()
 
 
-def pdf(pages: Sequence[tuple[bytes, bytes]], trailer: bytes = b"") -> bytes:
-    """A document of these pages."""
+def pdf(
+    pages: Sequence[tuple[bytes, bytes]],
+    trailer: bytes = b"",
+    bookmarks: Sequence[tuple[str, int]] = (),
+    num_roman: int = 0,
+) -> bytes:
+    """A document of these pages, the first `num_roman` of them with Roman numbers; a bookmark has a title and a page from 1."""
     kids = b" ".join(b"%d 0 R" % (3 + 2 * i) for i in range(len(pages)))
-    objects = [b"<</Type/Catalog/Pages 2 0 R>>", b"<</Type/Pages/Kids[%s]/Count %d>>" % (kids, len(pages))]
+    outline = 3 + 2 * len(pages)
+    more = b"/Outlines %d 0 R" % outline if bookmarks else b""
+    if num_roman:
+        more += b"/PageLabels<</Nums[0<</S/r>>%d<</S/D>>]>>" % num_roman
+    objects = [
+        b"<</Type/Catalog/Pages 2 0 R%s>>" % more,
+        b"<</Type/Pages/Kids[%s]/Count %d>>" % (kids, len(pages)),
+    ]
     for i, (about, content) in enumerate(pages):
         objects.append(b"<</Type/Page/Parent 2 0 R/Contents %d 0 R%s>>" % (4 + 2 * i, about))
         objects.append(b"<</Length %d>>stream\n%s\nendstream" % (len(content), content))
+    if bookmarks:
+        objects.append(b"<</First %d 0 R/Last %d 0 R>>" % (outline + 1, outline + len(bookmarks)))
+    for place, (title, number) in enumerate(bookmarks, start=1):
+        following = b"/Next %d 0 R" % (outline + place + 1) if place < len(bookmarks) else b""
+        target = b"/Dest[%d 0 R/Fit]" % (1 + 2 * number)
+        objects.append(b"<</Title(%s)/Parent %d 0 R%s%s>>" % (title.encode(), outline, target, following))
     file, offsets = b"%PDF-1.4\n", b""
     for number, content in enumerate(objects, 1):
         offsets += b"%010d 00000 n \n" % len(file)

@@ -203,7 +203,7 @@ def _columns(table, **columns):
         (_drop("qrels", "score"), "qrels.parquet: column 'score' is missing"),
         (
             _columns("corpus", id=["a", "b", "c"], title=["x", "y", "z"]),
-            "columns 'text' and 'image' are both missing",
+            "columns 'text', 'image' and 'content' are all missing",
         ),
         (_put("corpus", "id", 1, "b"), "corpus.parquet: id 'b' occurs twice, again in row 1"),
         (_put("queries", "id", 1, "q1"), "queries.parquet: id 'q1' occurs twice, again in row 1"),

@@ -1,0 +1,135 @@
+"""A folder of PDFs is indexed and searched by page, with `rge index` and `rge search`."""
+
+import io
+import os
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from pdfs import BLUE, GREEN, PASSWORD_NEEDED, RED, page, pdf
+from PIL import Image
+
+pytest.importorskip("lancedb", exc_type=ImportError)
+
+from rge.content.preview import preview
+from rge.content.references import Named, named, page_reference
+from rge.embedder import Embedder
+from rge.explore.explorer import Explorer
+from rge.index.__main__ import main as index
+from rge.index.embed import main as embed
+from rge.index.search import main as search
+from rge.index.sources import load, read_source
+from rge.index.store import Index
+
+
+@pytest.fixture
+def manuals(tmp_path, monkeypatch):
+    """Two documents, one in a folder of its own, a picture, a caption and a document that needs a password."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "manuals"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "a.pdf").write_bytes(pdf([page("padlock", RED), page("anchor", GREEN), page("kettle", BLUE)]))
+    (folder / "sub" / "b.PDF").write_bytes(pdf([page("lantern", GREEN)]))
+    (folder / "sub" / "b.txt").write_text("About lanterns")
+    (folder / "locked.pdf").write_bytes(pdf([page("x")], PASSWORD_NEEDED))
+    Image.new("RGB", (40, 50), "red").save(folder / "red.png")
+    return folder
+
+
+def test_references():
+    assert named("a/b.pdf#page=12") == ("a/b.pdf", 12, None, None)
+    assert named("a#page=2.pdf") == Named("a#page=2.pdf")
+    assert named("a.PDF") == Named("a.PDF")
+    assert named("a.mp4#t=10,20.5") == ("a.mp4", None, 10.0, 20.5)
+    assert named("a.mp4#t=10") == ("a.mp4", None, 10.0, None)
+    assert named("a.mp4#t=,20") == ("a.mp4", None, None, 20.0)
+    assert named("lib.parquet#page=3") == Named("lib.parquet#page=3")
+    assert (named("a.pdf").is_document, named("a.pdf#page=1").is_document, named("a.png").is_document) == (
+        True,
+        True,
+        False,
+    )
+    assert page_reference("a.pdf", 3) == "a.pdf#page=3"
+
+
+def test_a_file_that_is_called_like_a_page_is_that_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.pdf#page=1").write_bytes(b"")
+    assert named("a.pdf#page=1") == Named("a.pdf#page=1")
+
+
+def test_pages_are_listed_and_read(manuals):
+    source = read_source(manuals)
+    assert [entry.id for entry in source.entries] == [
+        "a.pdf#page=1", "a.pdf#page=2", "a.pdf#page=3", "red.png", "sub/b.PDF#page=1",
+    ]  # fmt: skip
+    assert source.faults.keys() == {"locked.pdf"}
+    second, last = source.entries[1], source.entries[4]
+    assert second.metadata == {"album": "manuals", "document": "a.pdf", "page": 2, "pages": 3}
+    assert os.path.isabs(second.image)
+    content = load(second, thumbnail_px=64)
+    assert content.text == "anchor"
+    assert tuple(np.asarray(content.page)[3, 3]) == GREEN
+    assert Image.open(io.BytesIO(content.thumbnail)).size == (64, 32)
+    assert load(last).text == "About lanterns"
+
+
+def test_a_digest_is_of_a_page_and_not_of_its_document(manuals):
+    before = [load(entry).digest for entry in read_source(manuals).entries if "a.pdf" in entry.id]
+    (manuals / "a.pdf").write_bytes(pdf([page("padlock", RED), page("changed", GREEN), page("kettle", BLUE)]))
+    entries = [entry for entry in read_source(manuals).entries if "a.pdf" in entry.id]
+    assert [load(entry).digest == old for entry, old in zip(entries, before, strict=True)] == [
+        True,
+        False,
+        True,
+    ]
+
+
+def test_one_document_is_a_source(manuals):
+    assert [entry.id for entry in read_source(manuals / "a.pdf").entries] == [
+        f"a.pdf#page={n}" for n in (1, 2, 3)
+    ]
+
+
+def test_a_table_names_documents_and_pages(manuals, tmp_path):
+    (tmp_path / "t.csv").write_text(
+        "id,image,shelf\nx,manuals/a.pdf,7\ny,manuals/a.pdf#page=2,8\nz,manuals/a.pdf#page=9,9\n"
+    )
+    source = read_source(tmp_path / "t.csv")
+    assert [(entry.id, entry.metadata["page"], entry.metadata["shelf"]) for entry in source.entries] == [
+        ("x#page=1", 1, 7), ("x#page=2", 2, 7), ("x#page=3", 3, 7), ("y", 2, 8),
+    ]  # fmt: skip
+    assert source.faults.keys() == {"z"}
+
+
+@pytest.mark.slow
+def test_a_folder_of_documents_is_searched_by_page(manuals, capsys, monkeypatch):
+    demo = Embedder.from_pretrained("demo")
+    monkeypatch.setattr(Embedder, "from_pretrained", classmethod(lambda cls, checkpoint, **options: demo))
+    assert index(["manuals", "out=gallery", "checkpoint=demo", "max_unreadable=0.5"]) == 0
+    assert "5 added" in capsys.readouterr().out
+    assert search(["gallery", "kettle", "hybrid=true", "k=1", "mode=direct"]) == 0
+    assert "a.pdf#page=3" in capsys.readouterr().out
+    assert search(["gallery", "key", "where=page = 2 and document = 'a.pdf'", "mode=direct"]) == 0
+    assert "a.pdf#page=2" in capsys.readouterr().out
+
+    store = Index.open("gallery")
+    [[hit]] = store.search(demo.encode_query(["x"]), 1, where="page = 3")
+    assert (hit.id, hit.metadata["page"], hit.text, hit.gone) == ("a.pdf#page=3", 3, "kettle", False)
+    shown = Explorer(demo, store, []).picture(hit.source, hit.id)
+    assert tuple(np.asarray(Image.open(io.BytesIO(shown)))[3, 3]) == BLUE
+
+    # The page itself finds its vector, whichever way it is embedded.
+    picture = preview(str(manuals / "a.pdf#page=3"))
+    vector_D = demo.encode_document(images=[picture])
+    assert (
+        float(np.ravel(vector_D) @ store.vectors_of([store.known(hit.source)[hit.id][1]]).popitem()[1])
+        > 1 - 1e-5
+    )
+
+    assert embed(["manuals", "out=v.parquet", "checkpoint=demo", "max_unreadable=0.5"]) == 0
+    assert "a.pdf#page=2" in pq.read_table("v.parquet")["id"].to_pylist()
+
+    (manuals / "a.pdf").unlink()
+    assert index(["manuals", "out=gallery", "max_unreadable=0.5"]) == 0
+    assert "3 removed" in capsys.readouterr().out

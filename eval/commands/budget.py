@@ -1,6 +1,6 @@
-"""Accuracy against test-time cost: no rationale, one for each query, or only for some queries.
+"""Accuracy against test-time cost: no rationale, one of at most N tokens for each query, or only for some queries.
 
-    rge eval budget checkpoint=DIR set=DIR out=DIR [auto=0.25,0.5]
+    rge eval budget checkpoint=DIR set=DIR out=DIR [caps=4,8,16] [auto=0.25,0.5]
 
 Each point (docs/evaluation.md lists them) gets an evaluation directory under ``out``, which `compare`, `report` and `rerank`
 accept like those of ``run``. On a suite, accuracy, gains and costs are means over members.
@@ -31,13 +31,15 @@ from eval.scoring.tables import write_tables
 from rge.common.errors import UserError
 from rge.common.files import write_text
 from rge.common.modes import Mode
+from rge.common.options import Count
 from rge.common.schema import Encoded
 from rge.stats.intervals import OF_DIFFERENCES, Bootstrap, figures, in_words
 from rge.vectors.fill_cache import Embeds
 
 PLOT, TABLE = "budget.svg", "budget"
 DECIDED = "direct to reasoning, decided by the model"
-SETTINGS = ("auto", "batch_size", "seed")
+FIXED = "the same cap for all queries"
+SETTINGS = ("caps", "auto", "batch_size", "seed")
 """Options that budget.json records."""
 Fraction = Annotated[float, Field(gt=0, lt=1)]
 
@@ -46,6 +48,9 @@ Fraction = Annotated[float, Field(gt=0, lt=1)]
 class BudgetOptions(RunOptions):
     """Evaluate a checkpoint in all modes: accuracy against tokens and time."""
 
+    caps: tuple[Count, ...] | None = None
+    """Caps on every rationale, in tokens: each is a point of a curve from direct to reasoning. null: 1, 2, 4, ... below the
+    longest rationale, for a checkpoint of rge."""
     auto: tuple[Fraction, ...] = (0.02, 0.1, 0.25, 0.5, 0.75, 0.9, 0.98)
     """For a checkpoint that decides for itself (docs/modes.md): thresholds: it writes no rationale if the probability of
     `<emb>` as the first token is at least this high; each is a point of a curve."""
@@ -67,9 +72,10 @@ class Point:
 
 def budget(options: BudgetOptions, load: Callable[[], Embeds] | None = None) -> Path:
     """Evaluate all points, print the table, write curves and page; returns ``out``. ``load``: see `eval.commands.run.run`."""
-    if options.query_mode != ("reasoning",) or options.query_modality != ("both",):
+    given = (options.query_mode, options.query_modality, options.max_rationale_tokens)
+    if given != (("reasoning",), ("both",), None):
         raise UserError(
-            "budget sets the query mode and modality itself: leave out query_mode= and query_modality="
+            "budget sets query mode, modality and cap itself: leave out query_mode=, query_modality= and max_rationale_tokens="
         )
     options.check_model()
     metric = options.metric or options.protocol().headline[0]
@@ -89,12 +95,13 @@ def budget(options: BudgetOptions, load: Callable[[], Embeds] | None = None) -> 
     _add_gains(
         rows, options.out, metric, partial(mean_over, names=["value"], members=suite, seed=options.seed)
     )
+    is_capped = any(row["curve"] == FIXED for row in rows)
     for row in rows:
         if row["name"] in BASES:  # the ends of the curve: no query reasons, all queries reason
-            row["curve"] = DECIDED
+            row["curve"] = FIXED if is_capped else DECIDED
     content = _content(options, metric, rows)
     formatted = table(content)
-    print(f"\n{formatted.to_string(index=False)}")
+    print(f"\n{formatted.to_string(index=False)}", *content["notes"], sep="\n")
     text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False, default=str)
     write_text(options.out / BUDGET, text + "\n")
     write_text(options.out / PLOT, budget_file(content))
@@ -116,19 +123,22 @@ def _of_set(options: BudgetOptions, metric: str, load: Callable[[], Embeds]) -> 
     session.embeddings.fill_candidates()
     for mode in BASES:
         session.embeddings.fill_queries(mode, "both")
-    process_group, written_Q = session.embeddings.process_group, np.array([])
+    process_group, written_Q, longest = session.embeddings.process_group, np.array([]), 0
     if process_group.is_first:
         candidate_CD = session.embeddings.candidates()
         encoded: dict[Mode, Encoded] = {mode: session.embeddings.queries(mode, "both") for mode in BASES}
         ranked = {mode: session.rank(of_mode.embeddings, candidate_CD) for mode, of_mode in encoded.items()}
         base = _Base(session, candidate_CD, encoded, ranked)
+        longest = int(encoded["reasoning"].num_rationale_tokens.max(initial=0))
         written_Q = encoded["reasoning"].num_rationale_tokens > 0
     decides = process_group.once(lambda: bool(written_Q.any() and not written_Q.all()))
     always = _always_writing(session.embeddings) if decides else None
+    capped = _capped(session.embeddings, options.caps, process_group.once(lambda: longest))
     if not process_group.is_first:
         return []
     points = chain(
         (Point(mode, mode, 1, ranked[mode], encoded[mode]) for mode in BASES),
+        _at_caps(base, capped),
         _decided(base, always) if always else (),
         _thresholds(base, options.auto),
     )
@@ -166,6 +176,7 @@ def table(content: Mapping[str, Any]) -> pd.DataFrame:
             f"{content['metric']}, %": f"{100 * row['value']:.1f} {in_words(row['low'], row['high'])}",
             "over direct": _signed(row["gain"]),
             "over random": _signed(row.get("over_random")),
+            "over caps": _signed(row.get("over_caps")),
             "tokens": f"{row['tokens']:.1f}",
             "ms": f"{row['ms']:.1f}",
         }
@@ -190,6 +201,17 @@ def _always_writing(embeddings: Embeddings) -> Embeddings | None:
     always = embeddings.asking(min_new_tokens=1)
     always.fill_queries("reasoning", "both")
     return always
+
+
+def _capped(embeddings: Embeddings, caps: Sequence[int] | None, longest: int) -> dict[int, Embeddings]:
+    """The same with every cap, embedded; a cap of 0 is direct mode, which is measured anyway."""
+    if caps is None:
+        caps = [1 << place for place in range(max(longest - 1, 0).bit_length())]
+        caps = caps if embeddings.encoder.settings.recipe else []  # trained here
+    found = {cap: embeddings.asking(max_rationale_tokens=cap) for cap in sorted({*caps} - {0})}
+    for at_cap in found.values():
+        at_cap.fill_queries("reasoning", "both")
+    return found
 
 
 @dataclass(frozen=True)
@@ -227,6 +249,13 @@ def _either(reason_Q: np.ndarray, reasoned: Encoded, direct: Encoded) -> Encoded
         generate_ms=np.where(reason_Q, reasoned.generate_ms, 0.0),
         embed_ms=direct.embed_ms + np.where(reason_Q, reasoned.embed_ms, 0.0),
     )
+
+
+def _at_caps(base: _Base, capped: Mapping[int, Embeddings]) -> Iterator[Point]:
+    """Every rationale ends after as many tokens."""
+    for cap, embeddings in capped.items():
+        written = embeddings.queries("reasoning", "both")
+        yield Point(f"cap-{cap}", FIXED, cap, base.rank(written), written, {"cap": cap})
 
 
 def _decided(base: _Base, always: Embeddings) -> Iterator[Point]:
@@ -278,6 +307,26 @@ def _add_gains(
             expected = (1 - share_Q) * direct[metric] + share_Q * written
             row["over_random"] = figure(value_Q - expected)
             row["at_random"] = row["value"] - row["over_random"]["value"]
+    fixed = sorted((row for row in rows if row["curve"] == FIXED or row["name"] in BASES), key=_tokens)
+    for row in rows if len(fixed) > len(BASES) else ():
+        if "decided" in row:
+            expected = _between(row["tokens"], fixed, values, metric)
+            row["over_caps"] = figure(values[row["name"]][metric] - expected)
+
+
+def _tokens(row: Mapping[str, Any]) -> float:
+    return float(row["tokens"])
+
+
+def _between(
+    tokens: float, fixed: Sequence[Mapping[str, Any]], values: Mapping[str, pd.DataFrame], metric: str
+) -> pd.Series:
+    """Per-query values on the curve of fixed caps at as many tokens: a share of the queries has one cap, the others the next."""
+    after = next((place for place, row in enumerate(fixed) if row["tokens"] >= tokens), len(fixed) - 1)
+    high, low = fixed[after], fixed[max(after - 1, 0)]
+    span = high["tokens"] - low["tokens"]
+    share = min((tokens - low["tokens"]) / span, 1.0) if span > 0 else 1.0
+    return (1 - share) * values[low["name"]][metric] + share * values[high["name"]][metric]
 
 
 def _joined(of_member: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -294,6 +343,16 @@ def _means(parts: Sequence[Mapping[str, Any]], keys: Iterable[str]) -> dict[str,
     return {key: float(np.mean([part[key] for part in parts])) for key in keys}
 
 
+def _notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Which of the model's own decisions are no better than one cap for all queries."""
+    below = [row["name"] for row in rows if "over_caps" in row and not (row["over_caps"]["low"] or 0) > 0]
+    if not below:
+        return []
+    return [
+        f"Not above the curve of fixed caps at as many tokens: {', '.join(below)} (the interval of `over caps` is not above 0)."
+    ]
+
+
 def _content(options: BudgetOptions, metric: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     results = read_results(options.out / BASES[0])
     about = results["set"]
@@ -306,5 +365,6 @@ def _content(options: BudgetOptions, metric: str, rows: Sequence[Mapping[str, An
         "settings": {key: getattr(options, key) for key in SETTINGS},
         "costs": f"means over {'members' if results.get('suite') else 'queries'}: tokens generated; milliseconds of a batch divided by its rows, search not counted",
         "points": list(rows),
+        "notes": _notes(rows),
         "versions": versions(),
     }

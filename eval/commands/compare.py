@@ -20,14 +20,14 @@ import pandas as pd
 from eval.benchmarks.published_tables import beside
 from eval.benchmarks.suite import mean_over
 from eval.embedding.identity import differences, versions
-from eval.pages.charts import interval_chart
+from eval.pages.charts import interval_chart, side_by_side
 from eval.pages.comparison import write_comparison
-from eval.pages.evaluations import Evaluation, check_one_set, read_evaluation, warnings_of
+from eval.pages.evaluations import BASES, BUDGET, Evaluation, check_one_set, read_evaluation, warnings_of
 from eval.scoring.output_files import FORMAT, statistics_settings
 from eval.scoring.stats import POWER, effect_size, holm, minimum_detectable, sign_flip_p
 from eval.scoring.tables import write_tables
 from rge.common.errors import UserError
-from rge.common.files import write_text
+from rge.common.files import read_json, write_text
 from rge.common.options import Count
 from rge.common.registry import PluginOptions
 from rge.identity.run_identity import in_words as what_differs
@@ -44,9 +44,9 @@ class CompareOptions(PluginOptions):
     """Compare two evaluations of one set with a paired test."""
 
     a: Path
-    """Evaluation directory."""
+    """Evaluation directory, or an output of `budget`, whose mode reasoning is compared; the page shows its curves."""
     b: Path
-    """Evaluation directory of the same set; differences are a - b."""
+    """The same, of the same set; differences are a - b."""
     metric: tuple[str, ...] = DEFAULT_METRICS
     """Metrics to test; `all`: every metric that both have."""
     out: Path | None = None
@@ -61,7 +61,10 @@ class CompareOptions(PluginOptions):
 
 def compare(options: CompareOptions) -> pd.DataFrame:
     """Test every metric on every slice, print the table, and write it if ``out`` is given; returns `paired_tests`."""
-    a, b = read_evaluation(options.a), read_evaluation(options.b)
+    a, b = (
+        read_evaluation(path / BASES[-1] if (path / BUDGET).exists() else path)
+        for path in (options.a, options.b)
+    )
     check_one_set([a, b])
     frame_b = b.per_query.loc[a.per_query.index]
     names = _metrics(options.metric, a, frame_b)
@@ -103,7 +106,18 @@ def _write(
     write_text(out / COMPARE, json.dumps(content, indent=1, allow_nan=False) + "\n")
     tables = write_tables(out / TABLE, rows, _formatted(rows))
     print("", out / COMPARE, out / PLOT, *tables, sep="\n")
-    print(write_comparison(a, b, out / PAGE, content, options.examples, options.set))
+    budget = _budget(options)
+    print(write_comparison(a, b, out / PAGE, content, options.examples, options.set, budget))
+
+
+def _budget(options: CompareOptions) -> dict[str, Any] | None:
+    """The curves of both outputs of `budget`, or of the one; None without any."""
+    of_sides = {"A": read_json(options.a / BUDGET), "B": read_json(options.b / BUDGET)}
+    known = {letter: one for letter, one in of_sides.items() if one is not None}
+    if len({one["metric"] for one in known.values()}) > 1:
+        names = ", ".join(f"{letter} by {one['metric']}" for letter, one in known.items())
+        raise UserError(f"the curves are of different metrics: {names}; measure both with one metric=")
+    return side_by_side(known) if known else None
 
 
 def paired_tests(

@@ -24,20 +24,20 @@ from typing import Any, Literal
 import yaml
 
 from eval.benchmarks.published_tables import published
-from eval.pages.evaluations import caveats, ways_of
+from eval.pages.evaluations import BASES, BUDGET, caveats, ways_of
 from eval.scoring.output_files import RUN, read_results
 from eval.scoring.protocol import Protocol
 from eval.scoring.tables import in_per_cent, latex, numbers
 from eval.scoring.trec import read_lines
 from rge.common.errors import UserError
-from rge.common.files import write_json, write_text
+from rge.common.files import read_json, write_json, write_text
 from rge.common.mmeb_prompts import SETS
 from rge.common.options import one_of
 from rge.common.registry import PluginOptions
 
 OF_ONE_SET = ("pinpoint", "top50", "mteb")
 """Formats that suites do not have."""
-EVALUATION = "## Evaluation"
+EVALUATION, BUDGET_SECTION = "## Evaluation", "## Accuracy against tokens"
 _HEAD = ("| set | asked | metric | all queries, with 95 % interval |", "|---|---|---|---|")
 _UNKNOWN = (
     "model_backbone", "model_size", "embedding_dimension", "max_length_tokens", "model_release_date",
@@ -51,7 +51,7 @@ class ExportOptions(PluginOptions):
     format: Literal["pinpoint", "top50", "mmeb", "mteb", "csv", "latex", "card"]
     """What is written (docs/evaluation.md)."""
     eval: Path
-    """Evaluation directory."""
+    """Evaluation directory; with format=card also an output of `budget`, whose curve is added."""
     out: Path
     """File to write; with format=card, the model card to extend (the checkpoint's README.md)."""
     model: str = "unnamed"
@@ -64,7 +64,8 @@ class ExportOptions(PluginOptions):
 
 def export(options: ExportOptions) -> Path:
     """Write the file and return its path; a UserError if the evaluation lacks what the format needs."""
-    results = read_results(options.eval)
+    budget = read_json(options.eval / BUDGET) if options.format == "card" else None
+    results = read_results(options.eval if budget is None else options.eval / BASES[-1])
     for warning in caveats(results):
         print(f"WARNING: {warning}", file=sys.stderr, flush=True)
     if results.get("suite") and options.format in OF_ONE_SET:
@@ -72,6 +73,8 @@ def export(options: ExportOptions) -> Path:
             f"{options.eval} is of a suite, and format={options.format} of one set: export those in its members/"
         )
     content = FORMATS[options.format](options, results)
+    if budget is not None:
+        content = with_budget(content, budget)
     write = write_text if isinstance(content, str) else write_json
     write(options.out, content)
     print(options.out)
@@ -193,6 +196,29 @@ def with_evaluation(card: str, results: dict[str, Any]) -> str:
     section = "\n".join([EVALUATION, "", *_HEAD, *kept("| "), *rows, "", *kept("* "), *notes])
     text = f"{before.rstrip()}\n\n{section.rstrip()}\n" + (f"\n## {after}" if after else "")
     return _indexed(text, name, condition, figures)
+
+
+def with_budget(card: str, budget: dict[str, Any]) -> str:
+    """Add the curve of a budget.json to a model card, in place of an older one."""
+    metric = budget["metric"]
+    rows = [
+        f"| `{one['name']}` | {one['value']:.4f} {_interval(one)} | {one['tokens']:.1f} | {one['ms']:.1f} |"
+        for one in sorted(budget["points"], key=lambda point: point["tokens"])
+    ]
+    lines = [
+        BUDGET_SECTION,
+        "",
+        f"On {budget['set']['name']}; means over queries. `cap-N` is `max_rationale_tokens=N`.",
+        "",
+        f"| queries | {metric}, with 95 % interval | tokens | ms |",
+        "|---|---|---|---|",
+        *rows,
+        *(f"\n{note}" for note in budget["notes"]),
+    ]
+    before, _, rest = card.partition(f"\n{BUDGET_SECTION}\n")
+    after = rest.partition("\n## ")[2]
+    section = "\n".join(lines)
+    return f"{before.rstrip()}\n\n{section}\n" + (f"\n## {after}" if after else "")
 
 
 def _interval(figure: dict[str, Any]) -> str:

@@ -124,7 +124,20 @@ def budget_on_page(budget: Mapping[str, Any]) -> dict[str, Any]:
         ends = (f"{name}: {100 * last[name]['value']:.1f} % at {number(last[name][cost])}" for name in labels)
         spec = _over_cost(points, cost, x_label)
         charts.append(_on_page(spec, f"{metric} against {x_label}. {'; '.join(ends)}"))
-    return {"charts": charts, "labels": labels, "rows": points, "metric": metric, "costs": budget["costs"]}
+    return {"charts": charts, "labels": labels, "rows": points} | {
+        key: budget[key] for key in ("metric", "costs", "notes")
+    }
+
+
+def side_by_side(budgets: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """One budget.json with the points and curves of several, each under its letter."""
+    points = [
+        {**point, "name": f"{letter}: {point['name']}", "curve": f"{letter}: {point['curve']}"}
+        for letter, budget in budgets.items()
+        for point in budget["points"]
+    ]
+    notes = [f"{letter}: {note}" for letter, budget in budgets.items() for note in budget["notes"]]
+    return {**next(iter(budgets.values())), "points": points, "notes": notes}
 
 
 def budget_file(budget: Mapping[str, Any]) -> str:

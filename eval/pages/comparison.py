@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 
 from eval.pages import examples
+from eval.pages.charts import budget_on_page
 from eval.pages.evaluations import RANK_COLUMN, Evaluation, name_of, note_of
 from eval.pages.examples import Gallery, SetView
 from eval.pages.single_file import write_page
@@ -30,11 +31,12 @@ def write_comparison(
     compared: Mapping[str, Any],
     num_examples: int,
     set_dir: Path | None,
+    budget: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write the page of a comparison; the same input gives the same bytes.
 
     ``compared``: content of compare.json; the first metric of its rows decides who wins a query. Without examples the set
-    is not needed.
+    is not needed. ``budget``: `eval.pages.charts.side_by_side` of the sides' curves, if there are any.
     """
     sides = {"A": a, "B": b}
     labels = [f"{name_of(side)}, {note_of(side)}" for side in (a, b)]
@@ -57,6 +59,7 @@ def write_comparison(
         metrics=metrics,
         examples=side_by_side(sides, gallery, num_examples, set_dir, main) if num_examples else None,
         differs=compared["differs"],
+        budget=None if budget is None else budget_on_page(budget),
         pictures=gallery.pictures,
     )
     return write_page(out, "compare.html.j2", ["report.css", "compare.css"], content)

@@ -9,7 +9,8 @@ import pytest
 from eval_fakes import NUM_QUERIES, FakeEncoder, loader, write_set
 
 from eval.__main__ import main, usage
-from eval.commands.budget import DECIDED, BudgetOptions, budget
+from eval.commands import export as exporting
+from eval.commands.budget import DECIDED, FIXED, BudgetOptions, budget
 from eval.commands.compare import CompareOptions, compare
 from rge.common.errors import UserError
 
@@ -37,7 +38,7 @@ def frame(out, name):
 def test_every_way_of_asking_is_an_evaluation(done):
     _, out, content = done
     names = [row["name"] for row in content["points"]]
-    assert names == ["direct", "reasoning", "auto-0.25", "auto-0.5"]
+    assert names == ["direct", "reasoning", "cap-1", "cap-2", "cap-4", "auto-0.25", "auto-0.5"]
     for row in content["points"]:
         results = json.loads((out / row["name"] / "results.json").read_text())
         assert results["micro"]["mrr"]["value"] == row["value"]
@@ -51,13 +52,65 @@ def test_every_way_of_asking_is_an_evaluation(done):
 
 
 @pytest.mark.slow
+def test_what_the_model_decides_is_held_against_one_cap_for_all(done):
+    """At as many tokens, by a mixture of the two nearest caps; a point that is not above is named on the page, too."""
+    _, out, content = done
+    rows = {row["name"]: row for row in content["points"]}
+    for cap in (1, 2, 4):
+        assert frame(out, f"cap-{cap}")["rationale_tokens"].max() == cap
+        assert rows[f"cap-{cap}"]["curve"] == rows["direct"]["curve"] == rows["reasoning"]["curve"] == FIXED
+    fixed = sorted((row for row in rows.values() if row["curve"] == FIXED), key=lambda row: row["tokens"])
+    assert [row["name"] for row in fixed] == ["direct", "cap-1", "cap-2", "cap-4", "reasoning"]
+    not_above = []
+    for name in ("auto-0.25", "auto-0.5"):
+        found = rows[name]
+        expected = np.interp(found["tokens"], *([row[key] for row in fixed] for key in ("tokens", "value")))
+        assert found["over_caps"]["value"] == pytest.approx(found["value"] - expected)
+        assert found["over_caps"]["low"] < found["over_caps"]["value"] < found["over_caps"]["high"]
+        not_above += [name] if found["over_caps"]["low"] <= 0 else []
+    assert not_above
+    assert len(content["notes"]) == 1
+    assert all(name in content["notes"][0] for name in not_above)
+    assert content["notes"][0].partition(":")[0] in (out / "report.html").read_text()
+
+
+@pytest.mark.slow
+def test_a_card_and_a_comparison_show_the_curve(done, set_dir, tmp_path, monkeypatch):
+    _, out, content = done
+    card = tmp_path / "README.md"
+    card.write_text("# me/mine\n\n## Training\n\nMuch.\n")
+    monkeypatch.setattr(exporting, "_card", lambda path, results: path.read_text())
+    for _ in range(2):  # the second takes the place of the first
+        exporting.export(exporting.ExportOptions("card", out, card))
+    text = card.read_text()
+    assert text.count("## Accuracy against tokens") == text.count("## Training") == 1
+    assert [line for line in text.splitlines() if line.startswith("| `")] == [
+        f"| `{row['name']}` | {row['value']:.4f} [{row['low']:.4f}, {row['high']:.4f}] | {row['tokens']:.1f} | {row['ms']:.1f} |"
+        for row in sorted(content["points"], key=lambda row: row["tokens"])
+    ]
+    other = tmp_path / "other"
+    budget(BudgetOptions(checkpoint="fake", set=set_dir, out=other, caps=(0, 3), auto=(), metric="mrr", report=False), loader(FakeEncoder(skill=0.5)))  # fmt: skip
+    compare(CompareOptions(a=out, b=other, metric=("mrr",), out=tmp_path / "ab", examples=0))
+    page = (tmp_path / "ab" / "compare.html").read_text()
+    assert f"A: {FIXED}" in page
+    assert '<th scope="row">B: cap-3</th>' in page
+    assert '<th scope="row">B: cap-0</th>' not in page
+    compare(CompareOptions(a=out / "cap-2", b=other / "direct", metric=("mrr",), out=tmp_path / "c", examples=0))  # fmt: skip
+    assert "Accuracy and cost" not in (tmp_path / "c" / "compare.html").read_text()
+    metric = json.loads((other / "budget.json").read_text()) | {"metric": "hit@1"}
+    (other / "budget.json").write_text(json.dumps(metric))
+    with pytest.raises(UserError, match="different metrics: A by mrr, B by hit@1"):
+        compare(CompareOptions(a=out, b=other, metric=("mrr",), out=tmp_path / "ab", examples=0))
+
+
+@pytest.mark.slow
 def test_thresholds_of_a_checkpoint_that_was_trained_to_decide(set_dir, tmp_path):
     """Below the threshold a query reasons; every share is held against as many queries chosen at random."""
     encoder = FakeEncoder(recipe={"loss": {"adaptive": {"share": 0.5}}})
     likely = np.linspace(0, 1, NUM_QUERIES)
     encoder.direct_probabilities = lambda items: likely[: len(list(items))]
     options = BudgetOptions(
-        checkpoint="fake", set=set_dir, out=tmp_path, auto=(0.3, 0.8), metric="mrr", report=False
+        checkpoint="fake", set=set_dir, out=tmp_path, caps=(), auto=(0.3, 0.8), metric="mrr", report=False
     )
     budget(options, loader(encoder))
     rows = {row["name"]: row for row in json.loads((tmp_path / "budget.json").read_text())["points"]}

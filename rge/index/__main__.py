@@ -4,13 +4,15 @@
     rge index photos out=gallery                  # later: embeds only what is new or changed
     rge index photos out=gallery watch=true       # the same whenever something changes, until Ctrl-C
 
-Embeddings are written every few hundred items, so a stopped command continues where it was.
+Embeddings are written every few seconds, so a stopped command continues where it was.
 """
 
 import os
 import sys
 import time
 from collections import Counter
+from collections.abc import Container, Iterable
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -23,11 +25,16 @@ from rge.index.sources import Source, Unreadable, source_of
 from rge.index.store import DEPTH, NUM_QUERIES, Index, SearchIndexError, writing
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from rge.embedder import Embedder
     from rge.index.reading import Reader
 
 WATCH_S = 2.0
 """Seconds between two listings of a watched source; a file that is still growing waits until two listings agree."""
+
+COMMIT_ROWS, COMMIT_S = 4096, 10.0
+"""Rows that wait for a commit, and how long, at most: many small commits slow an index down."""
 
 
 def main(words: list[str]) -> int:
@@ -178,16 +185,16 @@ def _embed(
     if not todo:
         return counts
     at_start = index.as_of_now()
-    indexed = at_start.digests()
+    indexed = at_start.digests(len(todo))
     index.declare(entry.metadata for entry in source.entries)
-    with progress_bar(total=len(todo), unit="item") as bar:
+    with progress_bar(total=len(todo), unit="item") as bar, _Commits(index, known) as commits:
         for window in reader.read(todo, unreadable, indexed):
             readable = {item.entry.id: item for item in window if item is not None}
             by_digest = {item.content.digest: item for item in readable.values()}
-            found = by_digest.keys() & indexed
+            found = {digest for digest in by_digest if digest in indexed}
             # Of the index at the start: when files are renamed in turn (a to b, b to c), a row is replaced before the next needs its vector.
             vectors = at_start.vectors_of(found)
-            vectors |= index.vectors_of(found - vectors.keys())
+            vectors |= commits.vectors_of(found - vectors.keys())
             for name, item in readable.items():
                 digest, before = item.content.digest, known.get(name, ("", None))[1]
                 counts["added"] += before is None
@@ -195,14 +202,45 @@ def _embed(
                 counts["again"] += digest in vectors and digest != before
             fresh = reader.vectors([item for digest, item in by_digest.items() if digest not in vectors])
             vectors |= {item.content.digest: item.vector for item in fresh}
-            indexed |= by_digest.keys()
-            rows = [
+            indexed.update(by_digest)
+            commits.add(
                 Row.of(source, item.entry, item.content, vectors[item.content.digest])
                 for item in readable.values()
-            ]
-            counts["unfit"] += index.put(rows)
+            )
             bar.update(len(window))
+    counts["unfit"] += commits.unfit
     return counts
+
+
+class _Commits:
+    """Rows on their way into an index, committed `COMMIT_ROWS` at a time, after `COMMIT_S`, and at the end, whatever ends it."""
+
+    def __init__(self, index: Index, known: Container[str]):
+        self._index, self._known, self._rows, self._since = index, known, list[Row](), time.monotonic()
+        self.unfit = 0
+
+    def __enter__(self) -> "_Commits":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.commit()
+
+    def add(self, rows: Iterable[Row]) -> None:
+        self._rows += rows
+        if len(self._rows) >= COMMIT_ROWS or time.monotonic() - self._since > COMMIT_S:
+            self.commit()
+
+    def commit(self) -> None:
+        rows, self._rows = self._rows, []
+        for is_new in (True, False):
+            some = [row for row in rows if (row.id not in self._known) is is_new]
+            self.unfit += self._index.put(some, new=is_new)
+        self._since = time.monotonic()
+
+    def vectors_of(self, digests: AbstractSet[str]) -> "dict[str, np.ndarray]":
+        """Vectors of contents that were added, by digest."""
+        vectors = {row.digest: row.vector for row in self._rows if row.digest in digests}
+        return vectors | self._index.vectors_of(digests - vectors.keys())
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """Rows of an index: from items to Arrow columns, and from these to hits."""
 
+import hashlib
 import json
 import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from rge.index.sources import Content, Entry, Source, composed
 from rge.tables.pictures import SUFFIXES
 
 COLUMNS = {
+    "key": pa.string(),
     "source": pa.string(),
     "id": pa.string(),
     "stamp": pa.string(),
@@ -29,7 +30,7 @@ COLUMNS = {
     "thumbnail": pa.binary(),
 }
 PRIVATE = frozenset(
-    {"source", "stamp", "digest", "image", "metadata", "thumbnail", "vector", "words"}
+    {"key", "source", "stamp", "digest", "image", "metadata", "thumbnail", "vector", "words"}
     | {"_rowid", "_rowaddr", "_rowoffset", "_row_created_at_version", "_row_last_updated_at_version"}
     | {"_distance", "_score", "_relevance_score"}
 )
@@ -38,6 +39,9 @@ EXIF = {
     "taken": pa.string(), "year": pa.int64(), "month": pa.int64(), "latitude": pa.float64(), "longitude": pa.float64(),
     "album": pa.string(),
 }  # fmt: skip
+_PLAIN = frozenset({str, int, float, bool, type(None)})
+"""Types whose values JSON returns as they were."""
+_dumps = json.JSONEncoder(ensure_ascii=False).encode
 _ARROW: dict[type, pa.DataType] = {bool: pa.bool_(), float: pa.float64()}
 _INTEGERS = {pa.int64(): (-1 << 63, (1 << 63) - 1), pa.uint64(): (0, LARGEST_INTEGER)}
 HIT_COLUMNS = ("source", "id", "text", "image", "metadata", "thumbnail")
@@ -57,6 +61,11 @@ class Row:
     # A table's other columns, a file's album (folder), and facts from the picture's EXIF.
     metadata: dict[str, Any] | None = None
     thumbnail: bytes | None = None  # WebP
+
+    @property
+    def key(self) -> str:
+        """A digest of source and id, so that one index finds the row."""
+        return row_key(self.source, self.id)
 
     @classmethod
     def of(cls, source: Source, entry: Entry, content: Content, vector: np.ndarray) -> "Row":
@@ -78,6 +87,11 @@ class Hit:
     metadata: dict[str, Any]
     gone: bool  # the picture is no longer where it was when it was indexed
     thumbnail: bytes | None = None
+
+
+def row_key(source: str, id: str) -> str:
+    """The key of a row, 32 hexadecimal digits."""
+    return hashlib.blake2b(f"{source}\0{id}".encode(), digest_size=16).hexdigest()
 
 
 def new_schema(about: dict[str, Any]) -> pa.Schema:
@@ -107,36 +121,51 @@ def metadata_fields(metadata: Iterable[dict[str, Any]]) -> list[pa.Field]:
     return [pa.field(name, _common(kinds, integers.get(name, ()))) for name, kinds in types.items()]
 
 
-def as_table(rows: Sequence[Row], schema: pa.Schema) -> tuple[pa.Table, int]:
+def as_table(rows: Sequence[Row], vector_ND: np.ndarray, schema: pa.Schema) -> tuple[pa.Table, int]:
     """Rows as a table, and the number of metadata values that do not fit the type of their column and are left out of it."""
-    # Values that JSON has no form for become texts; pictures in other columns are left out.
-    plain = partial(json.dumps, default=lambda value: None if isinstance(value, bytes) else str(value))
-    metadata = [_finite(plain(row.metadata or {})) for row in rows]
-    vector_ND = np.stack([row.vector for row in rows]).astype(np.float32)
+    metadata, texts = zip(*(_as_json(row.metadata) for row in rows), strict=True)
     columns: dict[str, Any] = {name: [getattr(row, name) for row in rows] for name in COLUMNS}
     columns |= {
-        "metadata": [json.dumps(row, ensure_ascii=False) if row else None for row in metadata],
+        "metadata": texts,
         "vector": pa.FixedSizeListArray.from_arrays(pa.array(vector_ND.ravel()), vector_ND.shape[1]),
         "words": [_words(row) for row in rows],
     }
-    unfit = 0
     spelt = {name.lower(): name for name in schema.names} | {name: name for name in schema.names}
-
-    def column_of(name: str) -> str | None:
-        column = column_name(name)
-        return spelt.get(column) or spelt.get(column.lower())
-
-    # An empty cell `Year` does not replace the year that the picture itself tells.
-    by_column = [
-        {column_of(name): value for name, value in sorted(row.items(), key=lambda item: item[1] is not None)}
-        for row in metadata
-    ]
+    column_of: dict[str, str | None] = {}
+    values: dict[str, list[Any]] = {}
+    for number, row in enumerate(metadata):
+        for name, value in row.items():
+            if name not in column_of:
+                column = column_name(name)
+                column_of[name] = spelt.get(column) or spelt.get(column.lower())
+            # An empty cell `Year` does not replace the year that the picture itself tells.
+            if value is not None and (found := column_of[name]) is not None:
+                if found not in values:
+                    values[found] = [None] * len(rows)
+                values[found][number] = value
+    unfit = 0
     for field in schema:
-        if field.name not in columns:
-            values = [row.get(field.name) for row in by_column]
-            columns[field.name] = fitting = [_fitting(value, field.type) for value in values]
-            unfit += fitting.count(None) - values.count(None)
+        if field.name in values and field.name not in columns:
+            columns[field.name] = fitting = [_fitting(value, field.type) for value in values[field.name]]
+            unfit += fitting.count(None) - values[field.name].count(None)
+        elif field.name not in columns:
+            columns[field.name] = pa.nulls(len(rows), field.type)
     return pa.table(columns, schema=schema), unfit
+
+
+def _as_json(metadata: dict[str, Any] | None) -> tuple[dict[str, Any], str | None]:
+    """Metadata as JSON can hold it, and as JSON; None if there is none."""
+    if not metadata:
+        return {}, None
+    if {*map(type, metadata)} == {str} and {*map(type, metadata.values())} <= _PLAIN:
+        text = _dumps(metadata)
+        if "NaN" not in text and "Infinity" not in text:
+            return metadata, text
+    # Values that JSON has no form for become texts; pictures in other columns are left out.
+    plain = _finite(
+        json.dumps(metadata, default=lambda value: None if isinstance(value, bytes) else str(value))
+    )
+    return plain, _dumps(plain)
 
 
 def column_name(name: str) -> str:

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import lru_cache, partial
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,7 @@ from rge.index.rows import (
     matrix,
     metadata_fields,
     new_schema,
+    row_key,
     typed_name,
 )
 from rge.index.sources import composed
@@ -49,14 +51,31 @@ if TYPE_CHECKING:
 
     from rge.embedder import Embedder
 
-TABLE = "items"
+TABLE, FORMAT = "items", 2
 VERSION_AGE = timedelta(minutes=10)
 """Old versions of the table are deleted after this time, since a search may still read them."""
 NUM_QUERIES, DEPTH = 100, 10
 """To measure the recall of an ANN index: rows used as queries at most, and neighbours per query."""
 BLOCK_ROWS = 8192
+"""Vectors that are read, or compared with all queries, at once."""
+ROW_ID_BATCH = 1 << 16
+"""Ids of the rows that meet a condition come in batches of this size; LanceDB's own are slower."""
+SPARSE = 0.1
+"""Share of rows up to which a condition's are gathered instead of masked."""
+FEW_COMMITS, FEW_NEW, FEW_DELETED = 100, 1 / 32, 1 / 8
+"""Changes since the last upkeep that it waits for: commits, and shares of rows that are new to the indices or were deleted."""
+INDEXED_FROM = 50_000
+"""With at least so many rows, an index of a column costs less than reading the column."""
+LOOKUP_ROWS = 4_000
+"""To look one digest up takes as long as to read so many."""
+FILTERED = 24
+"""Columns with an index for conditions, at most."""
+GROWTH = 2
+"""An approximate index is trained anew when it has so many times the rows that it was trained on."""
 Block = tuple[np.ndarray, np.ndarray]
 """Row ids (N,) and vectors (N, D)."""
+UPKEEP = "rge.upkeep"
+"""Key of the metadata of the vectors' column that describes the last upkeep."""
 CACHE_BYTES = 512 << 20
 """Vectors of an index stay in memory between exact searches if all of them take no more."""
 MIN_FUSED = 100
@@ -105,7 +124,7 @@ class Snapshot:
 
     def __init__(self, table: "Table", version: int, *, cached: bool):
         self.table, self.version, self._cached = table, version, cached
-        self._blocks: list[Block] | None = None
+        self._all: Block | None = None
 
     def search(
         self, query_QD: np.ndarray, k: int, where: str | None, columns: Sequence[str]
@@ -113,10 +132,13 @@ class Snapshot:
         """The k nearest rows of each query that meet a condition."""
         nothing = np.empty(0, np.uint64), np.empty(0, np.float32)
         best = [nothing] * len(query_QD)
-        for id_N, vector_ND in self._rows(where):
+        for id_N, vector_ND, mask_N in self._blocks(where):
+            score_QN = query_QD @ vector_ND.T
+            if mask_N is not None:
+                id_N, score_QN = id_N[mask_N], score_QN[:, mask_N]
             best = [
                 _best(np.append(ids, id_N), np.append(scores, score_N), k)
-                for (ids, scores), score_N in zip(best, query_QD @ vector_ND.T, strict=True)
+                for (ids, scores), score_N in zip(best, score_QN, strict=True)
             ]
         all_ids = np.unique(np.concatenate([ids for ids, _ in [nothing, *best]]))
         if not len(all_ids):
@@ -127,18 +149,41 @@ class Snapshot:
             for query_D, (ids, _) in zip(query_QD, best, strict=True)
         ]
 
-    def _rows(self, where: str | None) -> Iterable[Block]:
+    def _blocks(self, where: str | None) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray | None]]:
+        """Row ids (N,), vectors (N, D), and which of them meet the condition (N,), None: all."""
         if not self._cached:
-            return self._read(where)
-        if self._blocks is None:
-            self._blocks = list(self._read(None))
+            yield from ((*block, None) for block in self._read(where))
+            return
+        if self._all is None:
+            self._all = self._read_all()
+        id_N, vector_ND = self._all
+        slices = [slice(at, at + BLOCK_ROWS) for at in range(0, len(id_N), BLOCK_ROWS)]
         if where is None:
-            return self._blocks
-        query = self.table.search().where(where).select(["id"]).with_row_id(True).limit(None)
-        wanted = query.to_arrow()["_rowid"].to_numpy()
-        masks = (np.isin(id_N, wanted) for id_N, _ in self._blocks)
-        blocks = zip(self._blocks, masks, strict=True)
-        return [(id_N[mask_N], vector_ND[mask_N]) for (id_N, vector_ND), mask_N in blocks]
+            yield from ((id_N[part], vector_ND[part], None) for part in slices)
+            return
+        query = self.table.search().where(where).select(["_rowid"]).limit(None)
+        batches = [batch["_rowid"].to_numpy() for batch in query.to_batches(ROW_ID_BATCH)]
+        wanted = _places(id_N, np.concatenate([id_N[:0], *batches]))
+        if len(wanted) < SPARSE * len(id_N):  # copies of so few cost less than products with all
+            for at in range(0, len(wanted), BLOCK_ROWS):
+                part_N = wanted[at : at + BLOCK_ROWS]
+                yield id_N[part_N], vector_ND[part_N], None
+            return
+        mask_N = np.zeros(len(id_N), bool)
+        mask_N[wanted] = True
+        yield from ((id_N[part], vector_ND[part], mask_N[part]) for part in slices)
+
+    def _read_all(self) -> Block:
+        """All vectors, and no more memory than they take."""
+        blocks, rows = self._read(None), self.table.count_rows()
+        id_N, vector_ND, end = np.empty(rows, np.uint64), np.empty((rows, 0), np.float32), 0
+        for some_N, some_ND in blocks:
+            if not end:
+                vector_ND = np.empty((rows, some_ND.shape[1]), np.float32)
+            id_N[end : end + len(some_N)], vector_ND[end : end + len(some_N)] = some_N, some_ND
+            end += len(some_N)
+        assert end == rows, (end, rows)
+        return id_N, vector_ND
 
     def _read(self, where: str | None) -> Iterator[Block]:
         query = self.table.search().select(["vector"]).with_row_id(True).limit(None)
@@ -148,6 +193,14 @@ class Snapshot:
                 yield rows["_rowid"].to_numpy(), matrix(rows)
 
 
+def _places(id_N: np.ndarray, some: np.ndarray) -> np.ndarray:
+    """Where some of the ids are, ascending."""
+    # Fragments that were merged have the newest ids, wherever they are.
+    order_N = None if (id_N[1:] > id_N[:-1]).all() else np.argsort(id_N)
+    places = np.searchsorted(id_N, np.sort(some), sorter=order_N)
+    return places if order_N is None else np.sort(order_N[places])
+
+
 def _best(id_N: np.ndarray, score_N: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
     """The k best rows and all ties of the last."""
     if len(id_N) <= k:
@@ -155,6 +208,24 @@ def _best(id_N: np.ndarray, score_N: np.ndarray, k: int) -> tuple[np.ndarray, np
     # A matrix product rounds equal vectors differently by position, by less than this.
     mask_N = score_N >= np.partition(score_N, -k)[-k] - 1e-5
     return id_N[mask_N], score_N[mask_N]
+
+
+class Digests:
+    """Contents that an index holds (looked up unless `index` is None) and others, by digest."""
+
+    def __init__(self, index: "Index | None", others: Iterable[str] = ()):
+        self._index, self._others = index, set(others)
+
+    def __contains__(self, digest: object) -> bool:
+        if digest in self._others:
+            return True
+        return self._index is not None and bool(
+            self._index._select(["digest"], f"digest = {_quoted(str(digest))}", limit=1)
+        )
+
+    def update(self, digests: Iterable[str]) -> None:
+        """Add others."""
+        self._others.update(digests)
 
 
 class Index:
@@ -173,8 +244,10 @@ class Index:
                 f"there is no index at {uri}: make one with `rge index FOLDER out={uri} checkpoint=...`"
             )
         about = _about(uri, opened[1])
-        if about["format"] != 1:
-            raise SearchIndexError(f"{uri} has format {about['format']}, this version reads format 1")
+        if about["format"] != FORMAT:
+            raise SearchIndexError(
+                f"{uri} has format {about['format']}, this version reads format {FORMAT}: make the index anew"
+            )
         return cls(uri, *opened, about)
 
     @staticmethod
@@ -198,7 +271,7 @@ class Index:
         """
         uri = str(uri)
         about = {
-            "format": 1,
+            "format": FORMAT,
             "checkpoint": checkpoint,
             "checkpoint_hash": checkpoint_hash,
             "dimensions": dimensions,
@@ -240,7 +313,8 @@ class Index:
 
     def sources(self) -> dict[str, int]:
         """Number of rows by source."""
-        return dict(sorted(Counter(self._select(["source"])["source"].to_pylist()).items()))
+        counts = pc.value_counts(self._select(["source"])["source"])
+        return {row["values"]: row["counts"] for row in sorted(counts.to_pylist(), key=itemgetter("values"))}
 
     def known(self, source: str) -> dict[str, tuple[str, str]]:
         """Stamp and digest of every row of a source, by id."""
@@ -274,10 +348,10 @@ class Index:
             with _lancedb_errors(self.uri):
                 self._table.add_columns(new)
 
-    def put(self, rows: Sequence[Row]) -> int:
+    def put(self, rows: Sequence[Row], *, new: bool = False) -> int:
         """Add rows, or replace those with the same source and id, in one commit.
 
-        Returns the number of metadata values that do not fit the type of their column, and which `where` ignores. A vector of
+        With `new`, the caller knows that none is in the index, and no row is looked for. Returns the number of metadata values that do not fit the type of their column, and which `where` ignores. A vector of
         another size, or one that is not finite, is a ValueError.
         """
         if not rows:
@@ -285,17 +359,25 @@ class Index:
         wanted = self.about["dimensions"]
         if sizes := {len(row.vector) for row in rows} - {wanted}:
             raise ValueError(f"{self.uri} holds vectors of {wanted}, got {min(sizes)}")
-        if not all(np.isfinite(row.vector).all() for row in rows):
+        vector_ND = np.stack([row.vector for row in rows], dtype=np.float32)
+        if not np.isfinite(vector_ND).all():
             raise ValueError("a vector is not finite")
-        table, unfit = as_table(rows, self._table.schema.remove_metadata())
+        table, unfit = as_table(rows, vector_ND, self._table.schema.remove_metadata())
         with _lancedb_errors(self.uri):
-            merge = self._table.merge_insert(["source", "id"])
+            if (
+                new and _folder(self.uri) is not None
+            ):  # elsewhere, no lock keeps another writer from adding the same
+                self._table.add(table)
+                return unfit
+            merge = self._table.merge_insert("key")
             merge.when_matched_update_all().when_not_matched_insert_all().execute(table)
         return unfit
 
-    def digests(self) -> set[str]:
-        """Digests of all embedded contents."""
-        return set(self._select(["digest"])["digest"].to_pylist())
+    def digests(self, num_asked: int) -> "Digests":
+        """Digests of all embedded contents; those of few are looked up one by one, for more all are read."""
+        if num_asked * LOOKUP_ROWS <= len(self) and self._indices("digest"):
+            return Digests(self)
+        return Digests(None, self._select(["digest"])["digest"].to_pylist())
 
     def vectors_of(self, digests: Iterable[str]) -> dict[str, np.ndarray]:
         """Vectors (D,) of contents by digest, from any row."""
@@ -308,33 +390,82 @@ class Index:
     def remove(self, source: str, ids: Iterable[str] | None = None) -> None:
         """Delete rows of a source; None: all of them."""
         with _lancedb_errors(self.uri):
-            for condition in ["TRUE"] if ids is None else _one_of("id", ids):
-                self._table.delete(f"source = {_quoted(source)} AND {condition}")
+            if ids is None:
+                self._table.delete(f"source = {_quoted(source)}")
+                return
+            for condition in _one_of("key", (row_key(source, id) for id in ids)):
+                self._table.delete(condition)
 
     def refresh(self, ann_from: int) -> float | None:
-        """After writing: merge small files, delete old versions, index words, and create, keep or drop the ANN index.
+        """After writing: the upkeep of files and indices, if enough has changed since the last; until then searches read both.
 
-        Returns the share of the exact `DEPTH` nearest neighbours that it finds; None with fewer rows than `ann_from`.
+        It merges small files, deletes old versions, and brings the indices of words, of keys and of columns for conditions up to
+        date. With at least `ann_from` rows there is an approximate index (ANN) of the vectors, with fewer there is none.
+
+        Returns the share of the exact `DEPTH` nearest neighbours that it found when it was last brought up to date; None without.
         """
-        from lancedb.index import FTS, IvfFlat, IvfRq
-
         with _lancedb_errors(self.uri):
+            kept, num_rows, ann = self._upkeep(), len(self), self._indices("vector")
+            if not self._is_aged(kept, num_rows) and bool(ann) == (num_rows >= ann_from):
+                return kept["recall"]
             self._table.optimize(cleanup_older_than=VERSION_AGE)
-            if not self._indices("words"):
-                self._table.create_index("words", config=FTS(max_token_length=MAX_WORD))
-            ann = self._indices("vector")
-            if len(self) < ann_from:
+            self._index_columns(num_rows)
+            trained, recall = kept.get("trained", 0), None
+            if num_rows < ann_from:
                 for name in ann:
                     self._table.drop_index(name)
-                return None
-            if not ann:
-                # Four bits per component find candidates, which the true vectors rank (docs/search.md says what that misses).
-                # Few components are too few bits, and bits are packed into bytes.
-                size = self.about["dimensions"]
-                packs = size >= 256 and size % 8 == 0
-                config = IvfRq(distance_type="dot", num_bits=4) if packs else IvfFlat(distance_type="dot")
-                self._table.create_index("vector", config=config)
-            return self._recall()
+            else:
+                if not ann or num_rows >= GROWTH * trained:
+                    self._train()
+                    trained = num_rows
+                recall = self._recall()
+            kept = {"version": self._table.version + 1, "trained": trained, "recall": recall}
+            self._table.update_field_metadata({"path": "vector", "metadata": {UPKEEP: json.dumps(kept)}})
+            return recall
+
+    def _upkeep(self) -> dict[str, Any]:
+        """What is known of the last upkeep: ``version``, rows that the ANN index was ``trained`` on, its ``recall``; else nothing."""
+        metadata = self._table.schema.field("vector").metadata or {}
+        kept: dict[str, Any] = json.loads(metadata.get(UPKEEP.encode(), b"{}"))
+        return kept
+
+    def _is_aged(self, kept: Mapping[str, Any], num_rows: int) -> bool:
+        """Whether an upkeep is due, by numbers that the table keeps."""
+        if not kept or self._table.version - kept["version"] > FEW_COMMITS:
+            return True
+        stats: Any = self._table.stats()  # a dictionary, whatever its annotation says
+        files = stats["fragment_stats"]
+        num_deleted = files["lengths"]["mean"] * files["num_fragments"] - num_rows
+        words = self._table.index_stats(self._indices("words")[0])
+        num_new = words.num_unindexed_rows if words is not None else num_rows
+        return num_new > FEW_NEW * num_rows or num_deleted > FEW_DELETED * num_rows
+
+    def _index_columns(self, num_rows: int) -> None:
+        """Make what is missing of the indices of words, keys, digests and columns for conditions."""
+        from lancedb.index import FTS, BTree
+
+        if not self._indices("words"):
+            self._table.create_index("words", config=FTS(max_token_length=MAX_WORD))
+        if num_rows < INDEXED_FROM:
+            return
+        for name in (
+            "key",
+            "digest",
+            *[name for name in self.columns if name not in ("id", "text")][:FILTERED],
+        ):
+            if not self._indices(name):
+                self._table.create_index(name, config=BTree())
+
+    def _train(self) -> None:
+        """Make the ANN index, in place of one that there may be."""
+        from lancedb.index import IvfFlat, IvfRq
+
+        # Four bits per component find candidates, which the true vectors rank (docs/search.md says what that misses).
+        # Few components are too few bits, and bits are packed into bytes.
+        size = self.about["dimensions"]
+        packs = size >= 256 and size % 8 == 0
+        config = IvfRq(distance_type="dot", num_bits=4) if packs else IvfFlat(distance_type="dot")
+        self._table.create_index("vector", config=config)
 
     # ------------------------------------------------------------------------------------------------------ searching
 
@@ -424,7 +555,7 @@ class Index:
 
     def picture(self, source: str, id: str) -> tuple[str | None, bytes | None]:
         """A row's picture and its thumbnail, each None if there is none; `SearchIndexError` without such a row."""
-        condition = f"source = {_quoted(source)} AND id = {_quoted(id)}"
+        condition = f"key = {_quoted(row_key(source, id))}"
         rows = self._select(["image", "thumbnail"], condition, limit=1).to_pylist()
         if not rows:
             raise SearchIndexError(f"{self.uri} holds no {id!r} of {source}")

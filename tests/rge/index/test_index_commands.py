@@ -30,6 +30,7 @@ from rge.embedder import Embedder
 from rge.index import __main__ as index_command
 from rge.index.__main__ import main as index
 from rge.index.embed import main as embed
+from rge.index.reading import Reader
 from rge.index.search import main as search
 from rge.index.sources import SourceError, read_source
 from rge.index.store import Index
@@ -425,6 +426,23 @@ def test_unreadable_files_are_listed_also_if_the_command_is_interrupted(photos, 
     with pytest.raises(KeyboardInterrupt):
         run(["src=pho tos", out, "checkpoint=demo", "max_unreadable=0.5", "unreadable=bad.tsv"])
     assert [line.split("\t")[0] for line in open("bad.tsv")] == ["broken.png"]
+
+
+def test_what_an_interrupted_command_has_embedded_is_kept(photos, monkeypatch):
+    embedded, real = counted(monkeypatch), Reader.read
+
+    def interrupted(self, *args):
+        yield next(real(self, *args))
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Reader, "read", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            index(["pho tos", "out=gallery", "checkpoint=demo", "batch_size=1"])
+    assert names() == EVERYTHING[:4]
+    index(["pho tos", "out=gallery"])
+    assert names() == EVERYTHING
+    assert sum(embedded) == 7
 
 
 def test_what_lies_below_a_folder_that_cannot_be_read_is_kept(photos, capsys, monkeypatch):

@@ -452,6 +452,138 @@ def test_a_search_goes_on_when_the_version_that_it_reads_is_deleted(index, monke
 
 
 @pytest.mark.slow
+def test_an_update_leaves_files_and_indices_until_enough_has_changed(index, monkeypatch):
+    """Of a million rows, to merge the files and to measure the recall took seconds for each new picture."""
+    monkeypatch.setattr(store, "INDEXED_FROM", 100)
+    monkeypatch.setattr(store, "FEW_COMMITS", 6)
+    stored_ND = vectors(400)
+    index.put(rows(stored_ND), new=True)
+    recall = index.refresh(ann_from=300)
+    assert recall > 0.9
+
+    def commits(work):
+        before = index._table.version
+        work()
+        return index._table.version - before
+
+    def unindexed():
+        return {each.columns[0]: each.num_unindexed_rows for each in index._table.list_indices()}
+
+    assert {"words", "vector", "key", "digest", "year", "album"} <= unindexed().keys()
+    for number in range(400, 402):
+        one = rows(vectors(1, seed=number), first=number, text=f"number{number}")
+        assert commits(lambda one=one: index.put(one, new=True)) == 1
+        assert commits(lambda: index.refresh(300)) == 0
+        assert index.refresh(300) == recall
+        # What no index knows yet is found all the same.
+        assert index.search(vectors(1, seed=number), 1)[0][0].id == f"it's {number}.png"
+        fused = index.search(stored_ND[:1], 2, words=[f"number{number}"])
+        assert {hit.id for hit in fused[0]} == {"it's 0.png", f"it's {number}.png"}
+        assert len(index.search(stored_ND[:1], 1, where=f"text = 'number{number}'")[0]) == 1
+    assert set(unindexed().values()) == {2}
+    index.put(rows(stored_ND[1:2]))  # replaced, by its key
+    index.remove("/a folder", ["it's 400.png"])
+    assert len(index) == 401
+    [hits] = index.search(stored_ND[1:2], 2)
+    assert {hit.id for hit in hits} == {"it's 0.png", "it's 1.png"}
+    assert commits(lambda: index.refresh(300)) == 0
+    for _ in range(4):
+        index.put(rows(stored_ND[:1]))
+    assert index.refresh(300) > 0.9
+    assert set(unindexed().values()) == {0}
+
+
+@pytest.mark.parametrize("change", ["many rows are new", "many rows are gone"])
+def test_many_changes_bring_the_indices_up_to_date_at_once(index, change):
+    index.put(rows(vectors(400)), new=True)
+    index.refresh(ann_from=500)
+    version = index._table.version
+    if change == "many rows are new":
+        index.put(rows(vectors(30), first=400), new=True)
+    else:
+        index.remove("/a folder", [f"it's {n}.png" for n in range(60)])
+    index.refresh(ann_from=500)
+    assert index._upkeep()["version"] > version + 1
+    assert {each.num_unindexed_rows for each in index._table.list_indices()} == {0}
+    lengths = index._table.stats()["fragment_stats"]["lengths"]
+    assert lengths["max"] == (340 if change == "many rows are gone" else 400)  # files with gaps are rewritten
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", range(6))
+def test_an_upkeep_that_is_killed_at_any_step_is_made_up_for(index, step, monkeypatch):
+    """Each step of it is one commit; what a reader finds is the same before, between and after them."""
+    monkeypatch.setattr(store, "INDEXED_FROM", 100)
+    stored_ND = vectors(400)
+    index.put(rows(stored_ND), new=True)
+    expected = index.search(stored_ND[:3], 5)
+    done = []
+
+    def killed_before(real):
+        def call(*args, **more):
+            if len(done) == step:
+                raise KeyboardInterrupt
+            done.append(1)
+            return real(*args, **more)
+
+        return call
+
+    table = type(index._table)
+    with monkeypatch.context() as patch:
+        for name in ("optimize", "create_index", "update_field_metadata"):
+            patch.setattr(table, name, killed_before(getattr(table, name)))
+        patch.setattr(Index, "_recall", killed_before(Index._recall))
+        patch.setattr(store, "FILTERED", 1)
+        with pytest.raises(KeyboardInterrupt):
+            index.refresh(ann_from=300)
+    again = Index.open(index.uri)
+    assert again.search(stored_ND[:3], 5, exact=True) == expected
+    assert again._upkeep() == {}
+    assert again.refresh(ann_from=300) > 0.9
+    assert {each.num_unindexed_rows for each in again._table.list_indices()} == {0}
+
+
+@pytest.mark.slow
+def test_an_approximate_index_is_trained_anew_when_its_rows_have_doubled(index, monkeypatch):
+    trained, real = [], Index._train
+    monkeypatch.setattr(Index, "_train", lambda self: trained.append(len(self)) or real(self))
+    for first in range(0, 800, 200):
+        index.put(rows(vectors(200, seed=first), first=first), new=True)
+        index.refresh(ann_from=300)
+    assert trained == [400, 800]
+
+
+def test_what_is_called_new_is_looked_for_where_no_lock_keeps_others_out():
+    index = Index.create("memory://", dimensions=16, **MADE)
+    for _ in range(2):
+        index.put(rows(vectors(3)), new=True)
+    assert len(index) == 3
+
+
+def test_digests_of_a_few_are_looked_up(index, monkeypatch):
+    monkeypatch.setattr(store, "INDEXED_FROM", 100)
+    monkeypatch.setattr(store, "LOOKUP_ROWS", 100)
+    index.put([Row("s", str(n), "1", f"d{n}", vector_D) for n, vector_D in enumerate(vectors(200))], new=True)
+    index.refresh(ann_from=500)
+    index.put([Row("s", "later", "1", "e", vectors(1)[0])], new=True)
+    selected, real = [], Index._select
+    monkeypatch.setattr(
+        Index, "_select", lambda self, columns, where=None, limit=None: selected.append(where) or real(self, columns, where, limit)
+    )  # fmt: skip
+    few, many = index.digests(2), index.digests(3)
+    for found in (few, many):
+        found.update(["here"])
+        assert [name in found for name in ("d7", "e", "here", "it's", "d200")] == [
+            True,
+            True,
+            True,
+            False,
+            False,
+        ]
+    assert selected.count(None) == 1
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [16, 256])
 def test_the_recall_of_an_approximate_index_is_measured_and_it_goes_with_the_rows(tmp_path, size):
     index = Index.create(tmp_path / "x", dimensions=size, **MADE)

@@ -7,7 +7,9 @@ calls, in turns: `add` of ready Arrow tables, and its search, which breaks ties 
 
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -154,7 +156,7 @@ def beside_lancedb(folder: Path, options: Options) -> Rows:
         return search.distance_type("dot").limit(K).select(["id", "_distance"]).to_arrow()
 
     one, _ = as_table(rows_of(query_QD[:1], options.rows), query_QD[:1], schema)
-    work = {
+    work: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
         "add one": (put_one, lambda: plain.add(one)),
         "change one": (change_one, lambda: merge(7)),
         "exact search": (
@@ -162,10 +164,10 @@ def beside_lancedb(folder: Path, options: Options) -> Rows:
         ),
     }  # fmt: skip
     for name, where in CONDITIONS.items():
+        narrowed = plain.search(query_QD[0]).where(where)
         work[f"exact search in {name}"] = (
-            lambda where=where: index.search(query_QD[:1], K, exact=True, where=where),
-            lambda where=where: found_by(plain.search(query_QD[0]).where(where)),
-        )
+            partial(index.search, query_QD[:1], K, exact=True, where=where), partial(found_by, narrowed),
+        )  # fmt: skip
     for name, (here, there) in work.items():
         here(), there()  # what is read once
         found[name] = medians(in_turns({"rge": here, "LanceDB": there}, repeats=3)[0])

@@ -39,6 +39,7 @@ from rge.common.options import AtLeastOne, Count, one_of
 from rge.common.prompt_profiles import PROFILES
 from rge.common.schema import Encoded
 from rge.embedders.registry import ModelOptions
+from rge.index.nearest import search_device
 from rge.stats.intervals import few_groups
 from rge.vectors.fill_cache import Embeds, mean_cosine
 from rge.vectors.processes import join
@@ -269,6 +270,7 @@ class Session:
             excluded=self.measurement.wanted.excluded,
             candidates=self.measurement.wanted.candidates,
             block_rows=rows_within(self.embeddings.memory_mb, candidate_CD.shape[1]),
+            device=search_device(),
         )
 
     def warnings(self, mode: Mode) -> list[str]:

@@ -1,9 +1,9 @@
-"""Exact fp32 inner-product search by faiss, with ties broken by id.
+"""Exact fp32 inner-product search by faiss, or on a GPU by torch, with ties broken by id.
 
 Shape suffixes: Q = queries, C = candidates, D = embedding dimension, K = candidates fetched, W = width of the result
 (depth plus ties).
 
-A score is the float32 number that faiss computes. Equal scores are ordered by row, which is the order of ids
+A score is the float32 number that the library computes. Equal scores are ordered by row, which is the order of ids
 (`eval.sets.retrieval_set`). Unlike a plain top-k call, this is exact:
 
 - A top-k call drops arbitrary candidates that tie with its last one; here all of them are fetched.
@@ -14,8 +14,9 @@ A score is the float32 number that faiss computes. Equal scores are ordered by r
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import faiss
 import numpy as np
+
+from rge.index.nearest import top
 
 DEPTH = 1000
 BLOCK_ROWS = 1 << 18
@@ -41,16 +42,17 @@ def search(
     excluded: Sequence[np.ndarray] | None = None,
     candidates: Sequence[np.ndarray] | None = None,
     block_rows: int = BLOCK_ROWS,
+    device: str | None = None,
 ) -> Ranking:
     """Rank candidates by inner product: highest score first, then lowest row.
 
     Embeddings are float32 of unit norm, those of candidates in the order of ids, possibly a memory map. A query's ranking has
-    no rows of ``excluded`` and only rows of ``candidates`` (None: all). ``block_rows`` bounds the memory.
+    no rows of ``excluded`` and only rows of ``candidates`` (None: all). ``block_rows`` bounds the memory. ``device`` is where torch searches a shared pool; None: faiss on the CPU.
     """
     query_QD = np.ascontiguousarray(query_QD)
     same_C = _first_equal(candidate_CD, block_rows)
     if candidates is None:
-        row_QW, score_QW = _search_pool(query_QD, candidate_CD, same_C, depth, excluded, block_rows)
+        row_QW, score_QW = _search_pool(query_QD, candidate_CD, same_C, depth, excluded, block_rows, device)
     else:
         row_QW, score_QW = _search_lists(query_QD, candidate_CD, same_C, candidates, excluded)
     return cut_ranking(row_QW, score_QW, depth)
@@ -95,6 +97,7 @@ def _search_pool(
     depth: int,
     excluded: Sequence[np.ndarray] | None,
     block_rows: int,
+    device: str | None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The best ``depth`` candidates of a shared pool, or more, with all ties of the last one, in final order."""
     kept = None if same_C is None else np.flatnonzero(same_C == np.arange(len(same_C)))
@@ -105,7 +108,7 @@ def _search_pool(
     fetch = depth + most_excluded + SPARE
     while len(open_Q):
         fetch = min(fetch, num_kept)
-        row_QW, score_QW, unseen_Q = _fetch(query_QD[open_Q], candidate_CD, kept, fetch, block_rows)
+        row_QW, score_QW, unseen_Q = _fetch(query_QD[open_Q], candidate_CD, kept, fetch, block_rows, device)
         if same_C is not None:
             row_QW, score_QW = _expand(row_QW, score_QW, same_C)
         if excluded is not None:
@@ -124,9 +127,14 @@ def _search_pool(
 
 
 def _fetch(
-    query_QD: np.ndarray, candidate_CD: np.ndarray, kept: np.ndarray | None, k: int, block_rows: int
+    query_QD: np.ndarray,
+    candidate_CD: np.ndarray,
+    kept: np.ndarray | None,
+    k: int,
+    block_rows: int,
+    device: str | None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Best k by faiss: rows (Q, k), scores (Q, k), and an upper bound of the scores of the others (Q,)."""
+    """Best k: rows (Q, k), scores (Q, k), and an upper bound of the scores of the others (Q,)."""
     num_rows = len(candidate_CD) if kept is None else len(kept)
     row_QK = np.empty((len(query_QD), 0), np.int32)
     score_QK = np.empty((len(query_QD), 0), np.float32)
@@ -135,9 +143,7 @@ def _fetch(
         stop = min(start + block_rows, num_rows)
         block = candidate_CD[start:stop] if kept is None else candidate_CD[kept[start:stop]]
         take = min(k, len(block))
-        score, index = faiss.knn(
-            query_QD, np.ascontiguousarray(block), take, metric=faiss.METRIC_INNER_PRODUCT
-        )
+        score, index = top(query_QD, np.ascontiguousarray(block), take, device)
         row = (index + start).astype(np.int32) if kept is None else kept[index + start].astype(np.int32)
         if take < len(block):
             unseen_Q = np.maximum(unseen_Q, score[:, -1])
@@ -186,7 +192,7 @@ def _search_lists(
 
 def in_final_order(row_QW: np.ndarray, score_QW: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Order by (score descending, row ascending); padding goes last."""
-    # faiss already sorts by score, so only the few queries with ties need sorting
+    # the best come sorted by score, so only the few queries with ties need sorting
     todo = np.flatnonzero(~(score_QW[:, 1:] < score_QW[:, :-1]).all(axis=1))
     if len(todo):
         # one integer per pair: score descending in the upper half, row ascending in the lower; all differ

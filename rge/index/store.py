@@ -29,6 +29,7 @@ import pyarrow.compute as pc
 from rge.checkpoints.run_lock import held
 from rge.checkpoints.settings import CheckpointError
 from rge.common.errors import UserError
+from rge.index.nearest import search_device, within
 from rge.index.rows import (
     EXIF,
     HIT_COLUMNS,
@@ -46,6 +47,7 @@ from rge.index.rows import (
 from rge.index.sources import composed
 
 if TYPE_CHECKING:
+    import torch
     from lancedb.db import DBConnection
     from lancedb.table import Table
 
@@ -60,6 +62,8 @@ BLOCK_ROWS = 8192
 """Vectors that are read, or compared with all queries, at once."""
 ROW_ID_BATCH = 1 << 16
 """Ids of the rows that meet a condition come in batches of this size; LanceDB's own are slower."""
+ROUNDING = 1e-5
+"""A matrix product rounds equal vectors differently by position, by less than this."""
 SPARSE = 0.1
 """Share of rows up to which a condition's are gathered instead of masked."""
 FEW_COMMITS, FEW_NEW, FEW_DELETED = 100, 1 / 32, 1 / 8
@@ -124,7 +128,7 @@ class Snapshot:
 
     def __init__(self, table: "Table", version: int, *, cached: bool):
         self.table, self.version, self._cached = table, version, cached
-        self._all: Block | None = None
+        self._all: tuple[np.ndarray, np.ndarray | torch.Tensor] | None = None
 
     def search(
         self, query_QD: np.ndarray, k: int, where: str | None, columns: Sequence[str]
@@ -132,13 +136,18 @@ class Snapshot:
         """The k nearest rows of each query that meet a condition."""
         nothing = np.empty(0, np.uint64), np.empty(0, np.float32)
         best = [nothing] * len(query_QD)
-        for id_N, vector_ND, mask_N in self._blocks(where):
-            score_QN = query_QD @ vector_ND.T
-            if mask_N is not None:
-                id_N, score_QN = id_N[mask_N], score_QN[:, mask_N]
+        for id_N, vectors, mask_N in self._blocks(where):
+            if isinstance(vectors, np.ndarray):
+                score_QN = query_QD @ vectors.T
+                if mask_N is not None:
+                    id_N, score_QN = id_N[mask_N], score_QN[:, mask_N]
+                found = [(id_N, score_N) for score_N in score_QN]
+            else:
+                near = within(query_QD, vectors, mask_N, k, ROUNDING)
+                found = [(id_N[row_K], score_K) for row_K, score_K in near]
             best = [
-                _best(np.append(ids, id_N), np.append(scores, score_N), k)
-                for (ids, scores), score_N in zip(best, score_QN, strict=True)
+                _best(np.append(ids, new_ids), np.append(scores, new_scores), k)
+                for (ids, scores), (new_ids, new_scores) in zip(best, found, strict=True)
             ]
         all_ids = np.unique(np.concatenate([ids for ids, _ in [nothing, *best]]))
         if not len(all_ids):
@@ -149,22 +158,33 @@ class Snapshot:
             for query_D, (ids, _) in zip(query_QD, best, strict=True)
         ]
 
-    def _blocks(self, where: str | None) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray | None]]:
-        """Row ids (N,), vectors (N, D), and which of them meet the condition (N,), None: all."""
+    def _blocks(
+        self, where: str | None
+    ) -> "Iterator[tuple[np.ndarray, np.ndarray | torch.Tensor, np.ndarray | None]]":
+        """Row ids (N,), vectors (N, D), and which of them meet the condition (N,), None: all.
+
+        What is cached lies on the GPU, if there is one, and is one block there.
+        """
         if not self._cached:
             yield from ((*block, None) for block in self._read(where))
             return
         if self._all is None:
             self._all = self._read_all()
+            if (device := search_device()) is not None:
+                import torch
+
+                self._all = self._all[0], torch.from_numpy(self._all[1]).to(device)
         id_N, vector_ND = self._all
-        slices = [slice(at, at + BLOCK_ROWS) for at in range(0, len(id_N), BLOCK_ROWS)]
+        is_here = isinstance(vector_ND, np.ndarray)
+        size = BLOCK_ROWS if is_here else max(1, len(id_N))
+        slices = [slice(at, at + size) for at in range(0, len(id_N), size)]
         if where is None:
             yield from ((id_N[part], vector_ND[part], None) for part in slices)
             return
         query = self.table.search().where(where).select(["_rowid"]).limit(None)
         batches = [batch["_rowid"].to_numpy() for batch in query.to_batches(ROW_ID_BATCH)]
         wanted = _places(id_N, np.concatenate([id_N[:0], *batches]))
-        if len(wanted) < SPARSE * len(id_N):  # copies of so few cost less than products with all
+        if is_here and len(wanted) < SPARSE * len(id_N):  # copies of so few cost less than products with all
             for at in range(0, len(wanted), BLOCK_ROWS):
                 part_N = wanted[at : at + BLOCK_ROWS]
                 yield id_N[part_N], vector_ND[part_N], None
@@ -205,8 +225,7 @@ def _best(id_N: np.ndarray, score_N: np.ndarray, k: int) -> tuple[np.ndarray, np
     """The k best rows and all ties of the last."""
     if len(id_N) <= k:
         return id_N, score_N
-    # A matrix product rounds equal vectors differently by position, by less than this.
-    mask_N = score_N >= np.partition(score_N, -k)[-k] - 1e-5
+    mask_N = score_N >= np.partition(score_N, -k)[-k] - ROUNDING
     return id_N[mask_N], score_N[mask_N]
 
 
@@ -689,7 +708,7 @@ class Index:
         ):
             score_K = matrix(self._nearest(query_D, k, ["id"])) @ query_D
             # As good as the last exact hit, up to rounding: any of several equal pictures will do.
-            num_found += int((score_K >= hits[-1].score - 1e-5).sum()) - 1
+            num_found += int((score_K >= hits[-1].score - ROUNDING).sum()) - 1
         return num_found / ((k - 1) * len(drawn))
 
 

@@ -1,10 +1,11 @@
 """Search against a full sort. Embeddings of small integers make every float32 score exact, and ties frequent."""
 
+import faiss
 import numpy as np
 import pytest
 
-from eval.scoring import search as search_module
 from eval.scoring.search import from_ordered_integers, ordered_integers, search
+from rge.index import nearest
 
 
 def integers(rng, rows, dim=6, high=2):
@@ -36,27 +37,37 @@ def check(ranking, expected):
         assert found[: len(rows)].all()  # padding only at the end
 
 
+@pytest.fixture(params=[None, "cpu"], ids=["faiss", "torch"])
+def device(request, monkeypatch):
+    """What a GPU does is done on CPU tensors, a few queries at a time."""
+    monkeypatch.setattr(nearest, "SCORES", 1000)
+    return request.param
+
+
 @pytest.mark.parametrize("depth", [1, 3, 50, 200, 400, 1000])
 @pytest.mark.parametrize("high", [1, 3])
-def test_equals_a_full_sort_with_ties(depth, high):
+def test_equals_a_full_sort_with_ties(depth, high, device):
     rng = np.random.default_rng(depth + high)
     queries, candidates = integers(rng, 30, high=high), integers(rng, 400, high=high)
-    check(search(queries, candidates, depth=depth), full_sort(queries, candidates, depth))
+    check(search(queries, candidates, depth=depth, device=device), full_sort(queries, candidates, depth))
 
 
 @pytest.mark.parametrize("block_rows", [1, 7, 64, 399, 400])
-def test_blocks_change_nothing(block_rows):
+def test_blocks_change_nothing(block_rows, device):
     rng = np.random.default_rng(5)
     queries, candidates = integers(rng, 25), integers(rng, 400)
-    check(search(queries, candidates, depth=20, block_rows=block_rows), full_sort(queries, candidates, 20))
+    check(
+        search(queries, candidates, depth=20, block_rows=block_rows, device=device),
+        full_sort(queries, candidates, 20),
+    )
 
 
 @pytest.mark.parametrize("block_rows", [50, 1000])
-def test_exclusions(block_rows):
+def test_exclusions(block_rows, device):
     rng = np.random.default_rng(6)
     queries, candidates = integers(rng, 25), integers(rng, 300)
     excluded = [np.sort(rng.choice(300, rng.integers(0, 40), replace=False)) for _ in range(25)]
-    found = search(queries, candidates, depth=30, excluded=excluded, block_rows=block_rows)
+    found = search(queries, candidates, depth=30, excluded=excluded, block_rows=block_rows, device=device)
     check(found, full_sort(queries, candidates, 30, excluded=excluded))
     assert not any(np.isin(found.rows_QW[n], rows).any() for n, rows in enumerate(excluded))
 
@@ -76,10 +87,10 @@ def test_own_candidate_lists_with_and_without_exclusions():
     )
 
 
-def test_a_pool_of_equals_comes_in_the_order_of_ids():
+def test_a_pool_of_equals_comes_in_the_order_of_ids(device):
     """All of the pool ties with the last candidate that counts, far beyond what is fetched at first."""
     candidates = np.tile(np.array([[0.6, 0.8]], np.float32), (500, 1))
-    found = search(np.array([[1.0, 0.0]], np.float32), candidates, depth=5)
+    found = search(np.array([[1.0, 0.0]], np.float32), candidates, depth=5, device=device)
     assert found.rows_QW.tolist() == [list(range(500))]
 
 
@@ -89,10 +100,8 @@ def test_ties_at_the_cut_are_fetched_in_rounds(monkeypatch):
     candidates[:, 0] = np.where(np.arange(400) < 300, 1.0, -1.0)
     candidates[:, 1] = np.arange(400)
     fetched = []
-    knn = search_module.faiss.knn
-    monkeypatch.setattr(
-        search_module.faiss, "knn", lambda q, c, k, **kw: fetched.append((len(q), k)) or knn(q, c, k, **kw)
-    )
+    knn = faiss.knn
+    monkeypatch.setattr(faiss, "knn", lambda q, c, k, **kw: fetched.append((len(q), k)) or knn(q, c, k, **kw))
     queries = np.array([[1, 0, 0], [0, 1, 0]], np.float32)
     found = search(queries, candidates, depth=10)
     assert fetched == [(2, 18), (1, 36), (1, 72), (1, 144), (1, 288), (1, 400)]
@@ -101,7 +110,7 @@ def test_ties_at_the_cut_are_fetched_in_rounds(monkeypatch):
 
 def test_identical_embeddings_tie_even_if_the_product_rounds_them_apart(monkeypatch):
     """A matrix product that is off by an ulp in every other column must not order equals."""
-    knn = search_module.faiss.knn
+    knn = faiss.knn
 
     def noisy(q, c, k, **kw):
         score, row = knn(q, c, len(c), **kw)
@@ -109,7 +118,7 @@ def test_identical_embeddings_tie_even_if_the_product_rounds_them_apart(monkeypa
         order = np.argsort(-score, axis=1, kind="stable")[:, :k]
         return np.take_along_axis(score, order, 1), np.take_along_axis(row, order, 1)
 
-    monkeypatch.setattr(search_module.faiss, "knn", noisy)
+    monkeypatch.setattr(faiss, "knn", noisy)
     rng = np.random.default_rng(8)
     base = integers(rng, 40)
     base = base[np.unique(base @ rng.standard_normal(6), return_index=True)[1]]  # all different

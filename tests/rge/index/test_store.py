@@ -19,7 +19,7 @@ from lancedb.index import IvfFlat, IvfRq
 
 from rge.checkpoints.run_lock import InUseError
 from rge.common.errors import UserError
-from rge.index import store
+from rge.index import nearest, store
 from rge.index.rows import Row
 from rge.index.store import ConditionError, Index, SearchIndexError, writing
 
@@ -79,6 +79,27 @@ def test_ties_at_the_last_place_are_decided_by_name(index):
     index.put(rows(np.repeat(vectors(1), 50, axis=0)))
     [hits] = index.search(vectors(1), 3)
     assert [hit.id for hit in hits] == [f"it's {place}.png" for place in (0, 1, 10)]
+
+
+def test_a_search_on_a_device_finds_the_same(index, monkeypatch):
+    """On CPU tensors, with many ties and conditions that few and most rows meet."""
+    stored_ND = np.repeat(vectors(40), 5, axis=0)
+    numbers = np.random.default_rng(0).permutation(200).tolist()
+    index.declare([{"n": 1}])
+    index.put(
+        [Row("s", str(n), "1", str(n), vector_D, metadata={"n": n}) for n, vector_D in zip(numbers, stored_ND, strict=True)]
+    )  # fmt: skip
+    index.remove("s", ["3"])
+    asked = [
+        (vectors(4, seed=1), k, where) for k in (1, 7, 300) for where in (None, "n < 4", "n > 30", "n > 999")
+    ]
+    asked.append((stored_ND[:3], 3, None))
+    monkeypatch.setattr(nearest, "SCORES", 500)
+    expected = [index.search(query_QD, k, where=where) for query_QD, k, where in asked]
+    monkeypatch.setattr(store, "search_device", lambda: "cpu")
+    fresh = Index.open(index.uri)
+    assert [fresh.search(query_QD, k, where=where) for query_QD, k, where in asked] == expected
+    assert not isinstance(fresh._latest._all[1], np.ndarray)
 
 
 def test_columns_of_the_metadata_narrow_a_search(index):

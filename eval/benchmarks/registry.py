@@ -60,7 +60,7 @@ class MeasureOptions(PluginOptions):
     metrics: tuple[str, ...] = ()
     """Further metrics, at any cutoff: recall@100, ndcg@5."""
     benchmark: str = "generic"
-    """Protocol to use: rmir, mmeb, mmeb2, mmbright, pinpoint, mrmr, karpathy, manual, one that plugins= adds, or generic."""
+    """Protocol to use: rmir, mmeb, mmeb2, mmbright, pinpoint, mrmr, karpathy, uvrb, manual, one that plugins= adds, or generic."""
     profile: str = "clean"
     """clean: the protocol that we consider sound; official: what the benchmark's released code computes."""
     seed: Count = 0
@@ -79,7 +79,7 @@ class MeasureOptions(PluginOptions):
         return protocol, protocol.prepare(wanted)
 
 
-_RELEASES = ("rmir", "mmeb", "mmeb2", "mmbright", "pinpoint", "mrmr", "karpathy", "manual")
+_RELEASES = ("rmir", "mmeb", "mmeb2", "mmbright", "pinpoint", "mrmr", "karpathy", "uvrb", "manual")
 BENCHMARKS: Registry[Benchmark] = Registry(
     "benchmark", "rge.benchmarks", [f"eval.benchmarks.releases.{name}" for name in _RELEASES]
 )

@@ -27,6 +27,10 @@ MAX_PIXELS = 1 << 24
 """A page with more pixels than this (an A2 poster at 144 dpi has 15.9 million) is rendered at a lower resolution."""
 OPEN_DOCUMENTS = 4
 """Documents that stay open, in each process."""
+MAX_DEPTH = 16
+"""Forms within forms whose pictures are counted."""
+MAX_OBJECTS = 200_000
+"""Lines, texts and pictures of one page, where a page from elsewhere is checked."""
 POINTS = 72
 """Units of a PDF's coordinates in an inch."""
 Source = str | bytes
@@ -117,6 +121,22 @@ def render(source: Source, page: int, dpi: float = DPI, max_pixels: int = MAX_PI
                 return bitmap.to_pil().copy()
             finally:
                 bitmap.close()
+        finally:
+            sheet.close()
+
+
+def picture_pixels(source: Source, page: int) -> int:
+    """The number of pixels of the pictures in a page, as stored, from their headers. Raises `PdfError`."""
+    with _document(source) as document:
+        sheet = _of_page(source, document, page, document.get_page)
+        try:
+            total = 0
+            for number, part in enumerate(sheet.get_objects(max_depth=MAX_DEPTH)):
+                if number == MAX_OBJECTS:
+                    raise PdfError(f"it has more than {MAX_OBJECTS:,} objects", title(source), page)
+                if isinstance(part, pypdfium2.PdfImage):
+                    total += math.prod(part.get_px_size())
+            return total
         finally:
             sheet.close()
 

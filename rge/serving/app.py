@@ -31,7 +31,7 @@ from rge.serving.batches import MAX_FAILURES, Batches, Result
 from rge.serving.bodies import Bodies, JsonRoute
 from rge.serving.errors import BadInput, Refusal, error_response
 from rge.serving.guard import Guard, MemoryBudget, Metrics, guarded
-from rge.serving.inputs import Allowance, Raw, check_limits, fetch_pictures, make_prompt
+from rge.serving.inputs import Allowance, Raw, check_limits, fetch_files, make_prompt
 from rge.serving.options import ServeOptions
 from rge.serving.protocols import (
     Asked,
@@ -216,21 +216,17 @@ class Service:
     async def _prepare(self, raw: Raw, side: Side, instruction: str | None, allowance: Allowance) -> Prompt:
         """The prompt of one input. A cancelled request ends between two of its inputs."""
         with self.held.loan() as loan:
-            pictures = await fetch_pictures(raw, allowance, loan)
+            files = await fetch_files(raw, allowance, loan)
             self.num_preparing += 1
             try:
                 return await asyncio.get_running_loop().run_in_executor(
-                    self._threads, self._prompt, raw, pictures, side, instruction
+                    self._threads, self._prompt, raw, files, side, instruction
                 )
             finally:
                 self.num_preparing -= 1
 
-    def _prompt(
-        self, raw: Raw, pictures: Sequence[bytes | str], side: Side, instruction: str | None
-    ) -> Prompt:
-        return make_prompt(
-            self.embedder, raw, pictures, side, instruction, self.options.max_picture_mp, self.held
-        )
+    def _prompt(self, raw: Raw, files: Sequence[bytes | str], side: Side, instruction: str | None) -> Prompt:
+        return make_prompt(self.embedder, raw, files, side, instruction, self.options, self.held)
 
     def _check_dimensions(self, dimensions: int | None, param: str) -> None:
         sizes = self.embedder.sizes
@@ -305,7 +301,7 @@ class Service:
             plain, inputs, "document", max_tokens=body.max_tokens_per_doc, **options
         )
         ranked = body.ranked(documents.embeddings @ query.embeddings[0])
-        size = sum(len(raw.text or "") + sum(map(len, raw.pictures)) for raw in inputs)
+        size = sum(len(raw.text or "") + sum(map(len, raw.files)) for raw in inputs)
         if body.texts is not None:
             return await self.bodies.answer(ranked, size)
         usage = {key: query.usage[key] + documents.usage[key] for key in query.usage}

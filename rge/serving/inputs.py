@@ -1,14 +1,18 @@
-"""Validate a request's texts and pictures against the limits, and make prompts of them."""
+"""Validate a request's texts, pictures and documents against the limits, and make prompts of them."""
 
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from PIL import Image
 
 from rge.common.images import WEB, ImageError, decode_data_url, load_image, names_picture, upload_header
-from rge.common.parts import Content, pictures_of, text_of
+from rge.common.parts import Content, ImagePart, Part, PdfPart, refs_of, text_of
 from rge.common.schema import Item
+from rge.content import pdf
+from rge.content.media_errors import MediaError
+from rge.content.pdf import PdfError
 from rge.embedder import Embedder
 from rge.model.prompts import Prompt
 from rge.serving.errors import BadInput
@@ -26,12 +30,26 @@ _PICTURE_FORMS = {
     "documents": '{"documents": [{"image": ...}]}',
 }
 """How a picture is sent instead of a text, by the key of the text."""
-_DATA = re.compile(r"data:image/[\w.+-]{1,40};base64,", re.ASCII | re.IGNORECASE)
+_DATA = {
+    "image": re.compile(r"data:image/[\w.+-]{1,40};base64,", re.ASCII | re.IGNORECASE),
+    "pdf": re.compile(r"data:application/(?:pdf|octet-stream);base64,", re.ASCII | re.IGNORECASE),
+}
+_KEYS = {"image": "image_url", "pdf": "file"}
+"""Keys of files in a request, for messages."""
+PAGE_BYTES = 12
+"""Memory for a pixel of a page while it is rendered: PDFium's 3 bytes, and Pillow's 4 twice."""
+
+
+class Page(NamedTuple):
+    """A page that is to be rendered."""
+
+    document: bytes
+    number: int
 
 
 @dataclass(frozen=True)
 class Raw:
-    """An input as received; pictures are data URLs or addresses."""
+    """An input as received; pictures and documents are data URLs or addresses."""
 
     param: str
     content: Content
@@ -42,9 +60,9 @@ class Raw:
         return text_of(self.content)
 
     @property
-    def pictures(self) -> tuple[str, ...]:
-        """Data URLs and addresses of its pictures."""
-        return tuple(map(str, pictures_of(self.content)))
+    def files(self) -> tuple[str, ...]:
+        """Data URLs and addresses of its pictures and documents, in their order."""
+        return tuple(str(ref) for part in self.content for ref in refs_of(part))
 
 
 def check_limits(inputs: Sequence[Raw], instruction: str | None, options: ServeOptions) -> None:
@@ -55,13 +73,18 @@ def check_limits(inputs: Sequence[Raw], instruction: str | None, options: ServeO
         message = f"{len(inputs)} inputs, but a request may have at most {options.max_inputs}"
         raise BadInput(message, inputs[0].param.split("[")[0])
     _check_text("instruction", instruction, options)
-    num_pictures = sum(len(raw.pictures) for raw in inputs)
+    # Of a document whose pages are not named, the number is known when it is opened.
+    num_pictures = sum(
+        len(part.pages or (0,)) if isinstance(part, PdfPart) else len(refs_of(part))
+        for raw in inputs
+        for part in raw.content
+    )
     if num_pictures > options.max_pictures:
         raise BadInput(
             f"{num_pictures} pictures, but a request may have at most {options.max_pictures}", inputs[0].param
         )
     for raw in inputs:
-        if not (raw.text or "").strip() and not raw.pictures:
+        if not (raw.text or "").strip() and not raw.files:
             raise BadInput(f"{raw.param} is empty", raw.param)
         _check_text(raw.param, raw.text, options)
         if names_picture(raw.text or "", local=False):
@@ -97,27 +120,32 @@ class Allowance:
             raise ImageError(f"the request's pictures from the web are larger than {limit} together")
 
 
-async def fetch_pictures(raw: Raw, allowance: Allowance, loan: Loan) -> list[bytes | str]:
-    """Fetch an input's pictures that are web addresses, if that is allowed; data URLs stay.
+async def fetch_files(raw: Raw, allowance: Allowance, loan: Loan) -> list[bytes | str]:
+    """Fetch an input's pictures and documents that are web addresses, if that is allowed; data URLs stay.
 
     Raises:
-        BadInput: a picture cannot be fetched, or `allowance` is used up.
+        BadInput: one cannot be fetched, or `allowance` is used up.
         Refusal: there is no memory for it.
     """
-    try:
-        return [await _fetched(address, allowance, loan) for address in raw.pictures]
-    except ImageError as error:
-        raise BadInput(str(error), f"{raw.param}.image_url") from None
+    found = []
+    for part in raw.content:
+        kind = "pdf" if isinstance(part, PdfPart) else "image"
+        try:
+            found += [await _fetched(str(ref), kind, allowance, loan) for ref in refs_of(part)]
+        except ImageError as error:
+            raise BadInput(str(error), f"{raw.param}.{_KEYS[kind]}") from None
+    return found
 
 
-async def _fetched(address: str, allowance: Allowance, loan: Loan) -> bytes | str:
-    if _DATA.match(address):
+async def _fetched(address: str, kind: str, allowance: Allowance, loan: Loan) -> bytes | str:
+    if _DATA[kind].match(address):
         return address
+    what, media = ("a document", "application/pdf") if kind == "pdf" else ("a picture", "image/...")
     if not address.startswith(WEB):
-        raise ImageError("a picture must be sent as data:image/...;base64,... with its bytes in base64")
+        raise ImageError(f"{what} must be sent as data:{media};base64,... with its bytes in base64")
     if not allowance.options.allow_urls:
         raise ImageError(
-            "this server does not fetch pictures from the web: send their bytes as data:image/...;base64,..."
+            f"this server does not fetch {what[2:]}s from the web: send their bytes as data:{media};base64,..."
         )
 
     def count(num_bytes: int) -> None:
@@ -130,44 +158,91 @@ async def _fetched(address: str, allowance: Allowance, loan: Loan) -> bytes | st
 def make_prompt(
     embedder: Embedder,
     raw: Raw,
-    pictures: Sequence[bytes | str],
+    files: Sequence[bytes | str],
     side: str,
     instruction: str | None,
-    max_mp: float,
+    options: ServeOptions,
     held: MemoryBudget,
 ) -> Prompt:
     """The prompt of an input. Made before batching, so that an error (`BadInput`) concerns its own request only.
 
     Raises:
-        Refusal: `held` has no memory for its pictures, which are decoded and scaled one at a time.
+        Refusal: `held` has no memory for its pictures and pages, which are decoded and scaled one at a time.
     """
     try:
         with held.loan() as loan:
-            images = _images(embedder, pictures, max_mp, loan)
-            item = Item(raw.param, raw.content, instruction)
+            content, sources = _shown(raw, files, options, loan)
+            images = _images(embedder, sources, options.max_picture_mp, loan)
+            item = Item(raw.param, content, instruction)
             return embedder.prompt(
                 item, "candidate" if side == "document" else "query", lambda _: next(images)
             )
+    except MediaError as error:
+        raise BadInput(str(error), f"{raw.param}.{_KEYS['pdf']}") from None
     except ImageError as error:
-        raise BadInput(str(error), f"{raw.param}.image_url") from None
+        raise BadInput(str(error), f"{raw.param}.{_KEYS['image']}") from None
     except ValueError as error:
         raise BadInput(str(error), raw.param) from None
 
 
+def _shown(
+    raw: Raw, files: Sequence[bytes | str], options: ServeOptions, loan: Loan
+) -> tuple[Content, list[bytes | str | Page]]:
+    """The content with a picture in place of each page, and what is decoded for each picture."""
+    given = iter(files)
+    content: list[Part] = []
+    sources: list[bytes | str | Page] = []
+    for part in raw.content:
+        if not isinstance(part, PdfPart):
+            content.append(part)
+            sources += [next(given) for _ in refs_of(part)]
+            continue
+        data = next(given)
+        if isinstance(data, str):
+            loan.take(len(data) * 3 // 4)
+            data = decode_data_url(data)
+        count = pdf.num_pages(data)
+        pages = part.pages or range(1, count + 1)
+        if len(sources) + len(pages) > options.max_pictures:
+            raise MediaError(
+                f"it has {count:,} pages, but a request may have at most {options.max_pictures} pictures and pages: "
+                "name pages",
+                f"<{len(data)} bytes>",
+            )
+        sources += [Page(data, page) for page in pages]
+        content += [ImagePart(b"")] * len(pages)
+    return tuple(content), sources
+
+
 def _images(
-    embedder: Embedder, pictures: Sequence[bytes | str], max_mp: float, loan: Loan
+    embedder: Embedder, sources: Sequence[bytes | str | Page], max_mp: float, loan: Loan
 ) -> Iterator[Image.Image]:
     """Decode pictures one at a time: memory is taken before, and what is not needed once the picture is scaled is given back."""
     family, processor = embedder.builder.family, embedder.builder.processor.image_processor
-    for picture in pictures:
-        data = picture if isinstance(picture, bytes) else decode_data_url(picture)
-        width, height, num_bytes = upload_header(data)
-        if width * height > max_mp * 1e6:
-            raise ImageError(
-                f"picture <{len(data)} bytes> has {width} x {height} pixels, the limit is {max_mp:g} million"
-            )
+    for source in sources:
+        if isinstance(source, Page):
+            most = min(pdf.MAX_PIXELS, int(max_mp * 1e6))
+            [(width, height)] = pdf.page_sizes(source.document, [source.number], max_pixels=most)
+            num_bytes = PAGE_BYTES * width * height
+            loan.take(num_bytes)
+            # Pictures in the page are decoded whole, however small they are shown.
+            num_inside = pdf.picture_pixels(source.document, source.number)
+            if num_inside > max_mp * 1e6:
+                raise PdfError(
+                    f"its pictures have {num_inside:,} pixels, the limit is {max_mp:g} million",
+                    f"<{len(source.document)} bytes>",
+                    source.number,
+                )
+            yield pdf.render(source.document, source.number, max_pixels=most)
+        else:
+            data = source if isinstance(source, bytes) else decode_data_url(source)
+            width, height, num_bytes = upload_header(data)
+            if width * height > max_mp * 1e6:
+                raise ImageError(
+                    f"picture <{len(data)} bytes> has {width} x {height} pixels, the limit is {max_mp:g} million"
+                )
+            loan.take(num_bytes)
+            yield load_image(data)
         scaled_width, scaled_height = family.scaled_size((width, height), processor)
-        loan.take(num_bytes)
-        yield load_image(data)
         # The caller has scaled it. Some families leave that to the processor.
         loan.give(num_bytes - min(num_bytes, SCALED_BYTES * scaled_width * scaled_height))

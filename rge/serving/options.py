@@ -78,8 +78,9 @@ class ServeOptions(PluginOptions):
     """Maximum number of characters of an input's text, and of an instruction. Text beyond the checkpoint's maximum
     prompt is truncated with a warning."""
     max_pictures: AtLeastOne = 128
-    """Maximum number of pictures per request."""
+    """Maximum number of pictures, and pages of documents, per request."""
     max_picture_mp: Annotated[float, Field(gt=0, le=89)] = 50.0
-    """Maximum size of a picture in megapixels, checked before it is decoded."""
+    """Maximum size of a picture in megapixels, checked before it is decoded. Pages of documents are rendered at a
+    lower resolution instead; the pictures in one may have as many together."""
     allow_urls: bool = False
-    """Fetch pictures from public http and https addresses; false: only accept data URLs."""
+    """Fetch pictures and documents from public http and https addresses; false: only accept data URLs."""

@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from rge.common.modes import Mode
-from rge.common.parts import ImagePart, TextPart, content_of
+from rge.common.parts import ImagePart, Part, PdfPart, TextPart, content_of
 from rge.serving.inputs import Raw
 
 T = TypeVar("T")
@@ -38,17 +38,51 @@ class _Address(_Strict):
     """OpenAI's clients send it; pictures always have the checkpoint's sizes."""
 
 
+def _address(value: Any) -> Any:
+    return {"url": value} if isinstance(value, str) else value
+
+
 class _Picture(_Strict):
     type: Literal["image_url"]
-    image_url: _Address
-
-    @field_validator("image_url", mode="before")
-    @classmethod
-    def _plain(cls, value: Any) -> Any:
-        return {"url": value} if isinstance(value, str) else value
+    image_url: Annotated[_Address, BeforeValidator(_address)]
 
 
-Parts = Many[Annotated[_Text | _Picture, Field(discriminator="type")]]
+class _Data(_Strict):
+    file_data: str
+    filename: Name | None = None
+
+
+class _File(_Strict):
+    """A PDF, as OpenAI's clients send it, and of which pages."""
+
+    type: Literal["file"]
+    file: Annotated[
+        _Data, BeforeValidator(lambda value: {"file_data": value} if isinstance(value, str) else value)
+    ]
+    pages: Annotated[Some[Annotated[int, Field(ge=1)]], Field(max_length=1000)] | None = None
+
+
+_USUAL = {
+    "image": "image_url", "input_image": "image_url", "pdf": "file", "input_file": "file", "input_text": "text",
+}  # fmt: skip
+
+
+def _usual(value: Any) -> Any:
+    """A part in the form of OpenAI's and vLLM's chats: ours, which its only key names, and those of other APIs become it."""
+    if not isinstance(value, dict):
+        return value
+    own = [name for name in ("text", "image", "pdf") if name in value]
+    kind = value.get("type", own[0] if len(own) == 1 else None)
+    if not isinstance(kind, str):
+        return value
+    usual = _USUAL.get(kind, kind)
+    found = {usual if name == kind else name: one for name, one in value.items()}
+    if usual == "file" and "file_data" in found:  # OpenAI's responses
+        found["file"] = {name: found.pop(name) for name in ("file_data", "filename") if name in found}
+    return found | {"type": usual}
+
+
+Parts = Many[Annotated[_Text | _Picture | _File, Field(discriminator="type"), BeforeValidator(_usual)]]
 
 
 class _Content(_Strict):
@@ -56,7 +90,7 @@ class _Content(_Strict):
 
 
 class Message(_Strict):
-    """A message of the user: a text, or parts that are texts and pictures."""
+    """A message of the user: a text, or parts that are texts, pictures and documents."""
 
     role: Literal["user"]
     content: str | Parts
@@ -65,18 +99,28 @@ class Message(_Strict):
 class _JinaPart(_Strict):
     text: str | None = None
     image: str | None = None
+    pdf: str | None = None
 
 
 def _raw(param: str, item: str | Message | _Content | _JinaPart) -> Raw:
     if isinstance(item, _JinaPart):
-        return Raw(param, content_of(item.text, [] if item.image is None else [item.image]))
+        shown = (
+            *content_of(None, [item.image] if item.image else []),
+            *([PdfPart(item.pdf)] if item.pdf else []),
+        )
+        return Raw(param, (*shown, *content_of(item.text)))
     content = item if isinstance(item, str) else item.content
     if isinstance(content, str):
         return Raw(param, content_of(content))
-    parts = (
-        TextPart(part.text) if isinstance(part, _Text) else ImagePart(part.image_url.url) for part in content
-    )
-    return Raw(param, tuple(parts))
+    return Raw(param, tuple(map(_part, content)))
+
+
+def _part(part: _Text | _Picture | _File) -> Part:
+    if isinstance(part, _Text):
+        return TextPart(part.text)
+    if isinstance(part, _Picture):
+        return ImagePart(part.image_url.url)
+    return PdfPart(part.file.file_data, None if part.pages is None else tuple(part.pages))
 
 
 def _numbered(name: str, items: Iterable[str | Message | _Content | _JinaPart]) -> list[Raw]:

@@ -45,7 +45,17 @@ def module(folder, name, text):
 
 
 def test_ours_are_there():
-    assert set(BENCHMARKS) == {"rmir", "mmeb", "mmeb2", "mmbright", "pinpoint", "mrmr", "karpathy", "manual"}
+    assert set(BENCHMARKS) == {
+        "rmir",
+        "mmeb",
+        "mmeb2",
+        "mmbright",
+        "pinpoint",
+        "mrmr",
+        "karpathy",
+        "uvrb",
+        "manual",
+    }
     assert [one.profile for one in BENCHMARKS["mmeb"].protocols] == ["clean", "official"]
     for one in BENCHMARKS.values():
         schema, function = one.options(), one.importer

@@ -1,5 +1,6 @@
 """Pages are counted, measured and rendered; what cannot be is a `PdfError` that names the file and the page."""
 
+import io
 import multiprocessing
 import pickle
 import threading
@@ -12,9 +13,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from pdfs import BLUE, GREEN, PASSWORD_NEEDED, RED, page, pdf
+from PIL import Image
 
 from rge.content import pdf as reader
-from rge.content.pdf import MAX_PIXELS, PdfError, num_pages, page_sizes, render, texts
+from rge.content.pdf import (
+    MAX_PIXELS,
+    PdfError,
+    num_pages,
+    outline,
+    page_sizes,
+    picture_pixels,
+    render,
+    texts,
+)
 
 THREE = pdf([page("one", RED), page("two", GREEN), page("three", BLUE)])
 WIDE = "0 0 28346 20"  # ten metres
@@ -199,3 +210,23 @@ def test_a_document_of_2415_pages_takes_little(tmp_path):
     assert texts(str(path), [2415])[0].strip() == "2415"
     assert render(str(path), 2415).size == (400, 200)
     assert time.process_time() - start < 5
+
+
+def test_bookmarks_and_printed_numbers():
+    source = pdf([page(), page(), page("x"), page()], bookmarks=[("One", 3), ("Two", 4)], num_roman=2)
+    assert outline(source).bookmarks == [(0, "One", 3), (0, "Two", 4)]
+    assert outline(source).labels == ["i", "ii", "1", "2"]
+    assert outline(THREE) == ([], ["1", "2", "3"])
+
+
+def test_pictures_in_a_page_are_counted_as_stored(monkeypatch):
+    """They are decoded whole, however small they are shown."""
+    file = io.BytesIO()
+    Image.new("RGB", (3000, 2000)).save(file, "PDF", resolution=3000)
+    assert page_sizes(file.getvalue(), dpi=72) == [(72, 48)]
+    assert picture_pixels(file.getvalue(), 1) == 6_000_000
+    assert picture_pixels(THREE, 1) == 0
+    monkeypatch.setattr(reader, "MAX_OBJECTS", 1)
+    with pytest.raises(PdfError) as caught:
+        picture_pixels(THREE, 2)
+    assert caught.value.page == 2

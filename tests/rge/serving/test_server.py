@@ -31,11 +31,16 @@ import pytest
 import uvicorn
 from asgi_correlation_id import CorrelationIdFilter, correlation_id
 from paths import ROOT
+from pdfs import BLUE, GREEN, PASSWORD_NEEDED, RED, pdf
+from pdfs import page as pdf_page
 from PIL import Image
 
 from rge.checkpoints.export import export, settings_of
 from rge.common.errors import UserError
 from rge.common.images import ImageError, load_image
+from rge.common.parts import ImagePart, TextPart
+from rge.common.schema import Item
+from rge.content.pdf import render
 from rge.embedder import Embedder
 from rge.index.rows import Row
 from rge.index.store import Index, writing
@@ -215,6 +220,36 @@ def test_pictures_come_in_messages(ask, embedder, picture):
 
 
 @pytest.mark.slow
+def of_pdf(document: bytes) -> str:
+    return "data:application/pdf;base64," + base64.b64encode(document).decode()
+
+
+MANUAL = pdf([pdf_page("kettle", RED), pdf_page("anchor", GREEN), pdf_page("padlock", BLUE)])
+
+
+def test_documents_come_as_parts_in_every_form_and_order(ask, embedder, picture):
+    pages = [render(MANUAL, number) for number in (2, 3)]
+    before, after = {"type": "text", "text": "Look:"}, {"type": "text", "text": "what is it?"}
+    for document in (
+        {"type": "file", "file": {"file_data": of_pdf(MANUAL), "filename": "m.pdf"}, "pages": [2, 3]},
+        {"type": "input_file", "file_data": of_pdf(MANUAL), "pages": [2, 3]},
+        {"pdf": of_pdf(MANUAL), "pages": [2, 3]},
+    ):
+        answer = ask(messages=[{"role": "user", "content": [before, document, after]}], side="document")
+        content = (TextPart("Look:"), *map(ImagePart, pages), TextPart("what is it?"))
+        expected = embedder.encode([Item("x", content)], side="candidate", mode="direct").embeddings
+        assert_same(vectors(answer), expected)
+    short = pdf([pdf_page("kettle", RED)])
+    answer = ask(input=[{"pdf": of_pdf(short), "text": "a"}], side="document")
+    assert_same(vectors(answer), embedder.encode_document(["a"], [[render(short, 1)]]))
+    image, words = (
+        {"type": "input_image", "image_url": shown(picture(60, 40))},
+        {"type": "input_text", "text": "a"},
+    )
+    answer = ask(messages=[{"role": "user", "content": [image, words]}], side="document")
+    assert_same(vectors(answer), embedder.encode_document(["a"], [[picture(60, 40)]]))
+
+
 def test_an_embedding_does_not_depend_on_what_comes_in_beside_it(url, service, embedder, picture):
     """64 clients at once, of both modes, many lengths and caps: micro-batches of whatever is there."""
     bodies = []
@@ -411,7 +446,11 @@ def test_the_cohere_client_gets_our_embeddings(cohere_client, embedder, picture)
         }
     ]
     mixed = cohere_client.embed(inputs=both, input_type="search_document", **asked)
-    assert_same(np.array(mixed.embeddings.float_), embedder.encode_document(["a key"], [image]))
+    in_order = Item("x", (TextPart("a key"), ImagePart(image)))
+    assert_same(
+        np.array(mixed.embeddings.float_),
+        embedder.encode([in_order], side="candidate", mode="direct").embeddings,
+    )
 
 
 @pytest.mark.parametrize(
@@ -676,6 +715,13 @@ def postscript():
     )
 
 
+def scan(width: int, height: int) -> bytes:
+    """A page with a flat picture of this size."""
+    file = io.BytesIO()
+    Image.new("RGB", (width, height)).save(file, "PDF")
+    return file.getvalue()
+
+
 WRONG = {
     "nothing": ({}, "give input"),
     "both": ({"input": "a", "messages": [{"role": "user", "content": "a"}]}, "not both"),
@@ -712,6 +758,17 @@ WRONG = {
     "a web address": ({"messages": message("a", "https://example.com/a.png")}, "does not fetch pictures from the web"),
     "a path": ({"messages": message("a", "/etc/passwd")}, "a picture must be sent as data:"),
     "a file's address": ({"messages": message("a", "file:///etc/passwd")}, "a picture must be sent as data:"),
+    "a document's address": ({"messages": [{"role": "user", "content": [{"pdf": "https://example.com/a.pdf"}]}]}, "does not fetch documents from the web"),
+    "a document's path": ({"messages": [{"role": "user", "content": [{"pdf": "/etc/passwd"}]}]}, "a document must be sent as data:"),
+    "no document": ({"messages": [{"role": "user", "content": [{"pdf": of_pdf(b"hello")}]}]}, "it is not a PDF"),
+    "an encrypted document": ({"messages": [{"role": "user", "content": [{"pdf": of_pdf(pdf([pdf_page()], PASSWORD_NEEDED))}]}]}, "encrypted"),
+    "a picture as a document": ({"messages": [{"role": "user", "content": [{"pdf": "data:image/png;base64,aGVsbG8="}]}]}, "a document must be sent as data:"),
+    "three pages": ({"messages": [{"role": "user", "content": [{"pdf": of_pdf(MANUAL)}]}]}, "3 pages, but a request may have at most 2"),
+    "three named pages": ({"messages": [{"role": "user", "content": [{"pdf": of_pdf(MANUAL), "pages": [1, 1, 1]}]}]}, "3 pictures, but a request may have at most 2"),
+    "a missing page": ({"messages": [{"role": "user", "content": [{"pdf": of_pdf(MANUAL), "pages": [9]}]}]}, "there is no such page"),
+    "page 0": ({"messages": [{"role": "user", "content": [{"pdf": of_pdf(MANUAL), "pages": [0]}]}]}, "messages"),
+    "a large picture in a page": ({"messages": [{"role": "user", "content": [{"pdf": of_pdf(scan(1001, 1000))}]}]}, "1,001,000 pixels, the limit is 1 million"),
+    "two kinds in a part": ({"messages": [{"role": "user", "content": [{"pdf": of_pdf(MANUAL), "image": "x"}]}]}, "messages"),
     "a long instruction": ({"input": "a", "instruction": "b" * 2001}, "instruction has 2001 characters"),
     "a long message": ({"messages": message("a" * 2001)}, "messages has 2001 characters"),
     "a long message among others": ({"messages": [message("a"), message("a" * 2001)]}, r"messages\[1\] has 2001 characters"),

@@ -40,13 +40,13 @@ from rge.common.files import checkpoint_folder, find_shipped, raise_descriptor_l
 from rge.common.schema import Target
 from rge.data import collate, conflicts, layout
 from rge.data.layout import Layout
-from rge.data.readers import open_records
+from rge.data.readers import open_records, some_records
 from rge.data.sources import MAX_REPORTED, Records, check_wording
 from rge.data.verdicts import Verdicts
 from rge.distributed import collectives as dist
 from rge.distributed import launch
 from rge.distributed.failure_detection import CoordinatedExit, after_main
-from rge.losses import try_out
+from rge.losses import takes_teacher, try_out
 from rge.model.adapter_files import check_form, find_base, is_adapter_checkpoint
 from rge.model.adapters import add_adapters
 from rge.model.backbone import (
@@ -72,6 +72,8 @@ from rge.rollout import writer
 from rge.scratch.starting_point import check_backbone, processor_of, tokenizer_sources
 
 T = TypeVar("T")
+SCORES_READ = 1000
+"""Records of a source that are looked at for a judge's scores."""
 
 
 @dataclass
@@ -343,6 +345,7 @@ class Preflight:
             laid = [one for _, one in self._laid(stage.sources)]
             if recipe.data.on_bad == "skip" and all(file.size is not None for file in files):
                 self._check_share_of_bad(name, files, laid)
+            self.problems += _without_scores(recipe, name)
             if Objective.of(recipe, name).alpha_con > 0 and len(laid) == len(keys):
                 self.problems += self._uncompared(name, stage, laid)
 
@@ -472,6 +475,22 @@ def wanted_sources(recipe: Recipe, stages: Sequence[str]) -> dict[str, Wanted]:
         if scratch.naming is not None and not is_built:
             want(RecordsConfig(path=scratch.naming), oracle=True)
     return found
+
+
+def _without_scores(recipe: Recipe, name: str) -> Iterator[str]:
+    """A stage that learns from a judge's scores, if none of the first records that are looked at has any."""
+    if not Objective.of(recipe, name).needs_scores:
+        return
+    sources: Sequence[RecordsConfig] = getattr(recipe, name).sources
+    records = (record for source in sources for record in some_records(source, SCORES_READ))
+    if all(one.score is None for record in records for one in (*record.positives, *record.negatives)):
+        terms = ", ".join(
+            term for term, weight in recipe.loss.terms.items() if weight and takes_teacher(term)
+        )
+        yield (
+            f"loss.terms: {terms} learns from a judge's scores, and no target in the records of {name} has a score: `rge data negatives "
+            "judge=MODEL` writes them"
+        )
 
 
 def _report(problems: Sequence[str]) -> str:

@@ -86,6 +86,10 @@ class LossConfig:
     terms: dict[str, NotNegative | None] = field(default_factory=lambda: {"info_nce": 1.0})
     """Contrastive losses, by registered name, and their weights within the contrastive part (docs/extending.md). null
     removes one that the `base` recipe has."""
+    teacher_temperature: Positive | None = None
+    """Temperature of a judge's scores (`score` of a record's targets) in the term `kl`; null: `temperature`."""
+    teacher_scale: Positive = 1.0
+    """Cosines per unit of a judge's score in the term `margin_mse`, which compares margins."""
     matryoshka_dims: list[AtLeastOne] = field(default_factory=list)
     """Further sizes to which embeddings can be truncated: InfoNCE becomes the mean over them and the full size."""
     lm_on_candidates: Annotated[bool, IN_COLD_START] = True

@@ -1,9 +1,13 @@
-"""The losses as pure functions: InfoNCE with false-negative masks and Matryoshka sizes, the LM loss, alignment of modes; no config, no collectives.
+"""The losses as pure functions: InfoNCE with false-negative masks and Matryoshka sizes, a judge's scores, the LM loss, alignment of modes.
+
+No config, no collectives.
 
 Shape suffixes: B = queries of this rank, C = candidates of all ranks, N = selected tokens, D = hidden size, V = vocabulary.
 """
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +22,22 @@ CHUNK_TOKENS = 1024
 """Rows of logits that are held at once: 0.6 GB in float32 for Qwen2.5-VL's vocabulary."""
 
 ContrastiveLoss = Callable[..., Tensor]
-"""As `info_nce`: called with (q_BD, c_CD, positive_BC, ignored_BC, temperature=...), returns a sum over the B queries."""
+"""As `info_nce`: called with (q_BD, c_CD, positive_BC, ignored_BC, temperature=...), returns a sum over the B queries. One that has the
+argument ``teacher`` gets a `Teacher`, as `kl` does."""
+
+
+class Teacher(NamedTuple):
+    """A judge's scores of the targets of the queries' own records, and how they are compared with cosines."""
+
+    score_BC: Tensor  # float32, on the host; NaN where there is none
+    temperature: float  # of the judge's distribution over a query's targets
+    scale: float  # cosines per unit of score, of margins
+
+
+def takes_teacher(name: str) -> bool:
+    """Whether a loss of that name is registered and reads a judge's scores."""
+    return name in CONTRASTIVE_LOSSES and "teacher" in inspect.signature(CONTRASTIVE_LOSSES[name]).parameters
+
 
 CONTRASTIVE_LOSSES: Registry[ContrastiveLoss] = Registry(
     "contrastive loss",
@@ -77,6 +96,70 @@ def info_nce(
     return (nll_BC.masked_fill(~positive_BC, 0.0).sum(dim=1) / positive_BC.sum(dim=1)).sum()
 
 
+@register_loss("kl")
+def kl(
+    q_BD: Tensor,
+    c_CD: Tensor,
+    positive_BC: Tensor,
+    ignored_BC: Tensor,
+    *,
+    temperature: float,
+    teacher: Teacher,
+) -> Tensor:
+    """KL divergence from a judge's distribution over each query's scored targets to that of the embeddings, summed over the queries.
+
+    Source: listwise distillation as in RocketQAv2 (arXiv:2110.07367) and sentence-transformers' DistillKLDivLoss. Differs: each side
+    has its own temperature, and there is no factor for it. Arguments as in `info_nce`; a query with fewer than two scores adds 0. In nats.
+    """
+    scored_BC, score_BC = _scored(teacher, q_BD)
+    least = torch.finfo(q_BD.dtype).min
+    student_BC = (q_BD @ c_CD.T / temperature).masked_fill(~scored_BC, least).log_softmax(dim=1)
+    judge_BC = (score_BC / teacher.temperature).masked_fill(~scored_BC, least).log_softmax(dim=1)
+    apart_BC = F.kl_div(student_BC, judge_BC, reduction="none", log_target=True)
+    counts_B1 = (scored_BC.sum(dim=1) > 1)[:, None]
+    return apart_BC.masked_fill(~(scored_BC & counts_B1), 0.0).sum()
+
+
+@register_loss("margin_mse")
+def margin_mse(
+    q_BD: Tensor,
+    c_CD: Tensor,
+    positive_BC: Tensor,
+    ignored_BC: Tensor,
+    *,
+    temperature: float,
+    teacher: Teacher,
+) -> Tensor:
+    """Squared difference of the embeddings' and a judge's margins between positives and negatives, summed over the queries.
+
+    Source: Margin-MSE (arXiv:2010.02666). Differs: cosines instead of inner products, so the judge's margins are multiplied by
+    `Teacher.scale`; the mean over a query's pairs of a scored positive and a scored negative. Arguments as in `info_nce`, of which
+    the temperature has no effect; a query without such a pair adds 0. No unit.
+    """
+    scored_BC, score_BC = _scored(teacher, q_BD)
+    positive_BC = moved((positive_BC,), q_BD.device)[0]
+    apart_BC = q_BD @ c_CD.T - teacher.scale * score_BC
+
+    def moments(mask_BC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        count_B = mask_BC.sum(dim=1)
+        own_BC = apart_BC.masked_fill(~mask_BC, 0.0)
+        mean_B = own_BC.sum(dim=1) / count_B.clamp(min=1)
+        spread_BC = (apart_BC - mean_B[:, None]).masked_fill(~mask_BC, 0.0).square()
+        return count_B, mean_B, spread_BC.sum(dim=1) / count_B.clamp(min=1)
+
+    # The mean of (a - b)^2 over all pairs is (mean a - mean b)^2 plus both variances.
+    num_p_B, mean_p_B, spread_p_B = moments(scored_BC & positive_BC)
+    num_n_B, mean_n_B, spread_n_B = moments(scored_BC & ~positive_BC)
+    loss_B = (mean_p_B - mean_n_B).square() + spread_p_B + spread_n_B
+    return loss_B.masked_fill((num_p_B == 0) | (num_n_B == 0), 0.0).sum()
+
+
+def _scored(teacher: Teacher, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Mask of the scored candidates, and scores with 0 for the others, on the device and in the precision of `like`."""
+    score_BC = moved((teacher.score_BC,), like.device)[0].to(like.dtype)
+    return ~score_BC.isnan(), score_BC.nan_to_num(nan=0.0)
+
+
 def contrastive_losses(
     q_BD: Tensor,
     c_CD: Tensor,
@@ -86,12 +169,14 @@ def contrastive_losses(
     terms: Mapping[str, float],
     temperature: float,
     sizes: Sequence[int] = (),
+    teacher: Teacher | None = None,
 ) -> dict[str, Tensor]:
     """The registered losses that a recipe names, each the mean over the full embedding and its first n components.
 
     Source of the mean: Matryoshka Representation Learning (arXiv:2205.13147). Differs: the paper's sum with weights of
     one is a mean here, so that the ratio to the LM loss stays what the recipe says. A cut embedding is normalised again.
-    `terms` are weights by registered name, `sizes` further numbers of components, the rest as in `info_nce`.
+    `terms` are weights by registered name, `sizes` further numbers of components, `teacher` a judge's scores for those that read
+    them (None: there are none), the rest as in `info_nce`.
 
     Returns:
         By name, without the weights, summed over B; and ``contrastive_loss``, their weighted sum, which is trained.
@@ -109,8 +194,10 @@ def contrastive_losses(
     cuts += [(F.normalize(q_BD[:, :n], dim=-1), F.normalize(c_CD[:, :n], dim=-1)) for n in sizes]
     losses = {}
     for name in terms:
-        loss = CONTRASTIVE_LOSSES[name]
-        found = [loss(q, c, positive_BC, ignored_BC, temperature=temperature) for q, c in cuts]
+        loss, more = CONTRASTIVE_LOSSES[name], {}
+        if takes_teacher(name):
+            more = {"teacher": teacher or Teacher(torch.full(positive_BC.shape, float("nan")), 1.0, 1.0)}
+        found = [loss(q, c, positive_BC, ignored_BC, temperature=temperature, **more) for q, c in cuts]
         if (
             wrong := next((one for one in found if not isinstance(one, Tensor) or one.dim()), None)
         ) is not None:
@@ -138,10 +225,12 @@ def try_out(name: str, temperature: float) -> None:
     q_BD, c_CD = (F.normalize(torch.randn(n, 8, generator=chance), dim=-1).requires_grad_() for n in (2, 3))
     positive_BC = torch.tensor([[True, False, False], [False, True, False]])
     CONTRASTIVE_LOSSES[name]  # unknown names are reported by themselves
+    teacher = Teacher(torch.rand(2, 3, generator=chance), 1.0, 1.0)
     try:
         losses = contrastive_losses(
-            q_BD, c_CD, positive_BC, torch.zeros_like(positive_BC), terms={name: 1.0}, temperature=temperature
-        )
+            q_BD, c_CD, positive_BC, torch.zeros_like(positive_BC), terms={name: 1.0}, temperature=temperature,
+            teacher=teacher,
+        )  # fmt: skip
         losses[name].backward()
     except Exception as error:  # it may raise anything
         if isinstance(error, UserError):

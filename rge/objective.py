@@ -14,7 +14,14 @@ from torch import Tensor
 from rge.config import Recipe
 from rge.data.collate import Batch
 from rge.loss_config import AdaptiveConfig
-from rge.losses import alignment, contrastive_losses, hit_at_1, lead_over_negatives
+from rge.losses import (
+    Teacher,
+    alignment,
+    contrastive_losses,
+    hit_at_1,
+    lead_over_negatives,
+    takes_teacher,
+)
 from rge.model.embedding_model import EmbeddingModel, Readout
 from rge.model.packing import Branch
 from rge.rl.rewards import find_reward
@@ -45,6 +52,8 @@ class Objective:
     matryoshka_dims: tuple[int, ...] = ()
     # Registered contrastive losses, with their weights within L_con.
     terms: Mapping[str, float] = field(default_factory=lambda: {"info_nce": 1.0})
+    teacher_temperature: float = 0.03  # of a judge's scores, in the term ``kl``
+    teacher_scale: float = 1.0  # cosines per unit of such a score, in the term ``margin_mse``
     alpha_rl: float = 0.0
     sampled_at: float = 1.0  # temperature of the policy gradient's rationales
     num_updates: int = 1  # optimizer updates per rollout
@@ -73,6 +82,8 @@ class Objective:
             tuple(loss.matryoshka_dims),
             {name: weight for name, weight in loss.terms.items() if weight},
             states={name: weights[name] / sum(weights.values()) for name in loss.states.further},
+            teacher_temperature=loss.teacher_temperature or loss.temperature,
+            teacher_scale=loss.teacher_scale,
             align=loss.align,
             align_temperature=loss.align_temperature or loss.temperature,
             adaptive=loss.adaptive if loss.adaptive.share else None,
@@ -119,6 +130,11 @@ class Objective:
     def needs_candidates(self) -> bool:
         """Whether candidates are embedded."""
         return self.compares or self.lm_on_candidates
+
+    @property
+    def needs_scores(self) -> bool:
+        """Whether a contrastive loss reads a judge's scores."""
+        return self.alpha_con > 0 and any(map(takes_teacher, self.terms))
 
     @property
     def compares(self) -> bool:
@@ -208,12 +224,18 @@ class Objective:
         return Branch([emb_id], read_state=self.compares, predict=label)
 
     def contrastive(
-        self, q_ND: Tensor, c_CD: Tensor, positive_BC: Tensor, ignored_BC: Tensor, num_added: int = 0
+        self,
+        q_ND: Tensor,
+        c_CD: Tensor,
+        positive_BC: Tensor,
+        ignored_BC: Tensor,
+        num_added: int = 0,
+        score_BC: Tensor | None = None,
     ) -> Contrast:
         """The contrastive losses, the same in training and in validation; masks as in `rge.losses.info_nce`.
 
         `q_ND` are states of B queries, equally many each, in the order of `query_branches`; hit_at_1 does not count the last
-        `num_added` of each.
+        `num_added` of each. `score_BC` are a judge's scores, NaN where there is none; None: there are none.
         """
         num_each = q_ND.shape[0] // positive_BC.shape[0]
         q_BSD = q_ND.unflatten(0, (-1, num_each))
@@ -224,9 +246,14 @@ class Objective:
             q = q_ND if size == num_each else q_BSD[:, columns].flatten(0, 1)
             # Several states of one query are compared with the same candidates.
             masks = [mask.repeat_interleave(size, dim=0) for mask in (positive_BC, ignored_BC)]
+            teacher = None
+            if score_BC is not None:
+                of_states = score_BC.repeat_interleave(size, dim=0)
+                teacher = Teacher(of_states, self.teacher_temperature, self.teacher_scale)
             losses = contrastive_losses(
-                q, c_CD, *masks, terms=self.terms, temperature=self.temperature, sizes=self.matryoshka_dims
-            )
+                q, c_CD, *masks, terms=self.terms, temperature=self.temperature, sizes=self.matryoshka_dims,
+                teacher=teacher,
+            )  # fmt: skip
             for name, loss in losses.items():
                 total[name] = total.get(name, 0) + loss * (weight * num_each / size)
             counted = size - num_added
@@ -235,6 +262,11 @@ class Objective:
             figures[f"hit_at_1{suffix}"] = hits, counted
             if suffix:
                 figures[f"loss_contrastive{suffix}"] = losses["contrastive_loss"].detach(), size
+        if self.needs_scores:
+            scored_B = (
+                torch.zeros(len(positive_BC)) if score_BC is None else _is_scored(score_BC, positive_BC)
+            )
+            figures["scored_rate"] = scored_B.sum().to(q_ND.device), 1
         state_BD = {name: q_BSD[:, place - len(self.states)] for place, name in enumerate(self.states)}
         lead_B = None
         if "direct" in state_BD:
@@ -256,3 +288,9 @@ class Objective:
         yield "", slice(0, first), 1 - sum(self.states.values())
         for place, (name, share) in enumerate(self.states.items(), start=first):
             yield f"_{name}", slice(place, place + 1), share
+
+
+def _is_scored(score_BC: Tensor, positive_BC: Tensor) -> Tensor:
+    """(B,) whether a judge scored a positive and a negative of the query."""
+    scored_BC = ~score_BC.isnan()
+    return (scored_BC & positive_BC).any(dim=1) & (scored_BC & ~positive_BC).any(dim=1)

@@ -212,7 +212,10 @@ class _Forward:
         if objective.alpha_con == 0:
             q_ND, c_CD = q_ND.detach(), c_CD.detach()
         given = 0 if objective.states else sum(rationale.given for rationale in self.rationales)
-        contrast = objective.contrastive(q_ND, c_CD, positive_BC, ignored_BC, given // len(batch.queries))
+        scores = judged_scores(batch, len(identity_C), offset) if objective.needs_scores else None
+        contrast = objective.contrastive(
+            q_ND, c_CD, positive_BC, ignored_BC, given // len(batch.queries), scores
+        )
         compared = Comparison(contrast, int(negative_BC.sum()), int((negative_BC & labelled_BC).sum()))
         if objective.adaptive is not None:
             assert contrast.lead_B is not None
@@ -432,3 +435,14 @@ def candidate_masks(
     if group_C is not None:
         ignored_BC |= torch.tensor(batch.groups)[:, None] != group_C[None]
     return positive_BC, ignored_BC & ~positive_BC & ~labelled_BC, labelled_BC
+
+
+def judged_scores(batch: Batch, num_candidates: int, offset: int) -> Tensor:
+    """(B, C) float32 on the host: a judge's scores of each query's own targets, NaN for all other candidates; `offset` as above."""
+    score_BC = torch.full((len(batch.queries), num_candidates), float("nan"))
+    for row, column in enumerate(batch.positive if batch.scores else ()):
+        others = batch.more_positives[row] if batch.more_positives else []
+        for own in (column, *others, *batch.negatives[row]):
+            if (score := batch.scores[own]) is not None:
+                score_BC[row, offset + own] = score
+    return score_BC

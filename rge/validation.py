@@ -21,7 +21,7 @@ from rge.distributed import collectives as dist
 from rge.model.embedding_model import EmbeddingModel, Readout, eval_mode
 from rge.objective import Objective
 from rge.rollout.generate import Rationale, generate
-from rge.step import candidate_masks, gathered_identities
+from rge.step import candidate_masks, gathered_identities, judged_scores
 
 
 def problems(recipe: Recipe, sources: Mapping[str, Records]) -> Iterator[str]:
@@ -161,7 +161,10 @@ class Validation:
         for batch in chunks:
             positive_BC, ignored_BC, _ = candidate_masks(batch, identity_C, first)
             q = q_ND[row : row + len(batch.queries) * num_each]
-            contrast = self.objective.contrastive(q, c_CD, positive_BC, ignored_BC)
+            scores = None
+            if self.objective.needs_scores:
+                scores = judged_scores(batch, len(identity_C), first)
+            contrast = self.objective.contrastive(q, c_CD, positive_BC, ignored_BC, score_BC=scores)
             for name, (total, size) in contrast.figures.items():
                 sums[name] += float(total) / size
             row += len(q)

@@ -27,8 +27,8 @@ from rge.optim.config import StageConfig
 Chunk = tuple[slice, slice]
 """Queries and candidates of one forward."""
 
-Candidate = tuple[Prompt, int]
-"""A candidate and its identity."""
+Candidate = tuple[Prompt, int, float | None]
+"""A candidate, its identity, and a judge's score of it for its query."""
 
 StreamRows = Mapping[int, Mapping[int, Drawn]]
 """Rows of streams by number of the source and of the draw."""
@@ -53,6 +53,8 @@ class Batch:
     # Of queries and of candidates, see `Source.group`: only those of one group are compared. Empty: all are.
     groups: list[int] = field(default_factory=list)
     candidate_groups: list[int] = field(default_factory=list)  # C
+    # C, a judge's scores of the targets for their own query, None where there is none; empty if no target has one.
+    scores: list[float | None] = field(default_factory=list)
     bad: list[BadRecord] = field(default_factory=list)  # drawn, could not be used and were replaced
 
 
@@ -243,7 +245,7 @@ def _candidates(
     positives, negatives = record.positives, record.negatives
 
     def candidate(target: Target) -> Candidate:
-        return _prompt(source, target_item(target), "candidate", generator), identity(target)
+        return _prompt(source, target_item(target), "candidate", generator), identity(target), target.score
 
     shown = candidate(positives[drawn])
     rest = positives[:drawn] + positives[drawn + 1 :] if source.settings.positives == "all" else []
@@ -293,6 +295,7 @@ def _batch_of(rows: Sequence[_Row], bad: list[BadRecord], *, by_length: bool) ->
         more_positives=[others for _, others, _ in columns],
         sources=[row.source for row in rows],
         candidate_groups=[owners[place] for place in order],
+        scores=[found[place][2] for place in order] if any(one[2] is not None for one in found) else [],
         bad=bad,
     )
 

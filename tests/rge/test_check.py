@@ -93,6 +93,18 @@ def problems_of(home: Path, accelerator, *overrides: str, **options) -> list[str
     return check.examine(recipe_of(home, *overrides), accelerator, **options)[0]
 
 
+def test_records_without_a_judges_scores_cannot_teach(home, accelerator):
+    """One score is enough for a source of a mixture; queries without one are counted in the log."""
+    assert problems_of(home, accelerator) == []
+    [problem] = problems_of(home, accelerator, "loss.terms={info_nce: 1, kl: 1}")
+    assert "loss.terms: kl" in problem
+    lines = (home / "records.jsonl").read_text().splitlines()
+    row = json.loads(lines[0])
+    row["positives"][0]["score"] = 1
+    (home / "records.jsonl").write_text("\n".join([json.dumps(row), *lines[1:]]))
+    assert problems_of(home, accelerator, "loss.terms={info_nce: 1, kl: 1}") == []
+
+
 def test_a_learning_rate_that_is_never_reached_is_said(home, accelerator):
     recipe = recipe_of(home, "joint.warmup_steps=5", "cold_start.warmup_steps=4")  # of 4 steps
     problems, found = check.examine(recipe, accelerator)

@@ -10,9 +10,12 @@ from rge.common.errors import UserError
 from rge.loss_config import StatesConfig
 from rge.losses import (
     CONTRASTIVE_LOSSES,
+    Teacher,
     contrastive_losses,
     hit_at_1,
     info_nce,
+    kl,
+    margin_mse,
     rationale_nll,
     register_loss,
 )
@@ -257,8 +260,91 @@ def test_losses_are_named_and_weighed():
         assert torch.equal(found["spread"], spread(q, c, *masks, temperature=0.2))
         torch.testing.assert_close(found["contrastive_loss"], found["info_nce"] + 0.25 * found["spread"])
         with pytest.raises(
-            UserError, match="must be one of info_nce, spread, got 'spred'; did you mean 'spread'"
+            UserError,
+            match="must be one of info_nce, kl, margin_mse, spread, got 'spred'; did you mean 'spread'",
         ):
             contrastive_losses(q, c, *masks, terms={"spred": 1.0}, temperature=0.2)
     finally:
         del CONTRASTIVE_LOSSES._entries["spread"]
+
+
+NAN = float("nan")
+
+
+def judged():
+    """Three queries, eight candidates: two positives and two negatives; one of each; a positive without a negative."""
+    q, c = unit_rows(3, 6, 0).requires_grad_(), unit_rows(8, 6, 1).requires_grad_()
+    scores = torch.full((3, 8), NAN)
+    scores[0, [0, 1, 2, 3]] = torch.tensor([0.9, 0.4, 0.3, 0.05])
+    scores[1, [4, 5]] = torch.tensor([0.7, 0.8])
+    scores[2, 6] = 0.6
+    return q, c, columns(3, 8, [[0, 1], [4], [6]]), columns(3, 8, []), scores
+
+
+def test_margin_mse_is_the_mean_over_pairs_of_a_loop():
+    q, c, positive, ignored, scores = judged()
+    loss = margin_mse(q, c, positive, ignored, temperature=0.1, teacher=Teacher(scores, 1.0, 0.5))
+    cosine, expected = q @ c.T, torch.zeros(())
+    for row, (right, wrong) in enumerate([([0, 1], [2, 3]), ([4], [5])]):
+        pairs = [(a, b) for a in right for b in wrong]
+        for a, b in pairs:
+            apart = cosine[row, a] - cosine[row, b] - 0.5 * (scores[row, a] - scores[row, b]).double()
+            expected = expected + apart.square() / len(pairs)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    for ours, theirs in zip(
+        torch.autograd.grad(loss, (q, c)), torch.autograd.grad(expected, (q, c)), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)
+
+
+def test_kl_is_that_of_a_loop_over_the_scored_targets():
+    q, c, positive, ignored, scores = judged()
+    loss = kl(q, c, positive, ignored, temperature=0.1, teacher=Teacher(scores, 0.2, 1.0))
+    expected = torch.zeros(())
+    for row, places in enumerate([[0, 1, 2, 3], [4, 5]]):
+        log_q = (q[row] @ c[places].T / 0.1).log_softmax(0)
+        p = (scores[row, places].double() / 0.2).softmax(0)
+        expected = expected + (p * (p.log() - log_q)).sum()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    for ours, theirs in zip(
+        torch.autograd.grad(loss, (q, c)), torch.autograd.grad(expected, (q, c)), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("loss", [kl, margin_mse])
+def test_a_batch_without_scores_adds_nothing_but_stays_in_the_graph(loss):
+    q, c, positive, ignored, scores = judged()
+    value = loss(q, c, positive, ignored, temperature=0.1, teacher=Teacher(scores * NAN, 1.0, 1.0))
+    value.backward()
+    assert value.item() == 0
+    assert not q.grad.any()
+
+
+def test_distillation_is_that_of_sentence_transformers():
+    """Two queries, each with a positive and three negatives of its own, by their losses on given embeddings."""
+    losses = pytest.importorskip("sentence_transformers.losses")
+    from sentence_transformers.util import pairwise_cos_sim
+
+    class Given(torch.nn.Module):
+        def forward(self, features):
+            return {"sentence_embedding": features["embedding"]}
+
+    q, c = unit_rows(2, 6, 0).float(), unit_rows(8, 6, 1).float()
+    own = [[0, 1, 2, 3], [4, 5, 6, 7]]
+    scores = torch.full((2, 8), NAN)
+    labels = torch.rand(2, 4, generator=torch.Generator().manual_seed(2))
+    for row, places in enumerate(own):
+        scores[row, places] = labels[row]
+    positive, nothing = columns(2, 8, [[0], [4]]), columns(2, 8, [])
+    groups = [{"embedding": q}, *({"embedding": c[[own[0][n], own[1][n]]]} for n in range(4))]
+    theirs = losses.MarginMSELoss(Given(), similarity_fct=pairwise_cos_sim)(
+        groups, labels[:, :1] - labels[:, 1:]
+    )
+    ours = margin_mse(q, c, positive, nothing, temperature=1.0, teacher=Teacher(scores, 1.0, 1.0))
+    assert ours.item() / 2 == pytest.approx(theirs.item(), rel=1e-5)
+    theirs = losses.DistillKLDivLoss(Given(), similarity_fct=pairwise_cos_sim, temperature=0.5)(
+        groups, labels
+    )
+    ours = kl(q, c, positive, nothing, temperature=0.5, teacher=Teacher(scores, 0.5, 1.0))
+    assert ours.item() / 2 * 0.5**2 == pytest.approx(theirs.item(), rel=1e-5)

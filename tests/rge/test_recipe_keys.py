@@ -92,6 +92,7 @@ BAD = ("joint.sources=[{path: HOME/bad.jsonl}]", "data.on_bad=skip", "data.max_b
 RL = ("stage=rl",)
 TWO_RL = ("rl.sources=[{path: HOME/records.jsonl}, {path: HOME/others.jsonl}]", *RL)
 TWO_UPDATES = (*RL, "rl.num_iterations=2")
+JUDGED = ("joint.sources=[{path: HOME/scored.jsonl}]",)
 BOARD = ("log.trackers=[tensorboard]",)
 
 
@@ -175,6 +176,10 @@ ENTRIES: dict[str, Changes | Refused] = {
         "metrics",
         ("loss.states.direct=1", "loss.adaptive.share=0.5", "loss.adaptive.margin=-2"),
     ),
+    "loss.teacher_temperature": Changes(
+        "loss.teacher_temperature=0.5", "metrics", ("loss.terms={info_nce: 1, kl: 1}", *JUDGED)
+    ),
+    "loss.teacher_scale": Changes("loss.teacher_scale=0.5", "metrics", ("loss.terms={margin_mse: 1}", *JUDGED)),
     "loss.matryoshka_dims": Changes("loss.matryoshka_dims=[16]", "metrics"),
     "loss.lm_on_candidates": Changes("loss.lm_on_candidates=false", "metrics"),
     "rollout.max_new_tokens": Changes("rollout.max_new_tokens=2", "metrics"),
@@ -312,6 +317,11 @@ def home(tmp_path_factory, tiny_path):
     for name in ("records", "others", "held_out"):
         lines = [json.dumps(record(name, number)) + "\n" for number in range(12)]
         (folder / f"{name}.jsonl").write_text("".join(lines))
+    scored = [json.loads(line) for line in lines]
+    for row in scored:
+        for place, target in enumerate([*row["positives"], *row["negatives"]]):
+            target["score"] = 0.9 - 0.2 * place
+    (folder / "scored.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in scored))
     broken = record("broken", 1) | {"query": {"images": ["gone.png"]}}
     (folder / "bad.jsonl").write_text("".join([json.dumps(broken) + "\n", *lines[1:]]))
     stage = {
@@ -627,7 +637,7 @@ def test_plugins_are_imported(home, arguments, monkeypatch):
     )
     mine = ("loss.terms={mine: 1}",)
     [problem] = check.examine(load_recipe(arguments(*mine)), Accelerator(cpu=True))[0]
-    assert "contrastive loss must be one of info_nce, got 'mine'" in problem
+    assert "contrastive loss must be one of info_nce, kl, margin_mse, got 'mine'" in problem
     assert check.examine(load_recipe(arguments(*mine, "plugins=[my_losses]")), Accelerator(cpu=True))[0] == []
     with pytest.raises(UserError, match="plugins=no_such_module: no module of that name"):
         load_recipe(arguments("plugins=[no_such_module]"))

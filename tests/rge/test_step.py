@@ -539,6 +539,50 @@ def test_a_second_contrastive_loss_is_trained_by_its_weight(lively, make_batch, 
         del CONTRASTIVE_LOSSES._entries["again"]
 
 
+JUDGED = Objective(
+    0.3, 0.7, TEMPERATURE, terms={"info_nce": 0.5, "kl": 0.3, "margin_mse": 0.2}, teacher_temperature=0.2,
+    teacher_scale=0.5,
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("micro_batch_size", [2, 100])
+def test_a_judges_scores_are_learned_as_in_plain_autograd(lively, make_batch, roll_out, micro_batch_size):
+    """On states of stock forwards; queries 0, 3 and 4 have a scored negative, of which 4's positive has no score."""
+    batch = make_batch(PromptBuilder(lively.processor))
+    batch.scores.extend([0.9, 0.2, 0.5, 0.8, None, 0.3, 0.4, None, 0.1])
+    rationales = roll_out(lively, batch)
+    report, gradient = run_step(lively, batch, replace(JUDGED, alpha_lm=0.0), rationales, micro_batch_size)
+    assert report["scored_rate"] == pytest.approx(2 / 5)
+
+    pass_over = partial(stock_forward, lively, padding_side="right")
+    ends = [[*rationale.ids, lively.emb_id] for rationale in rationales]
+    direct = [[lively.emb_id]] * len(batch.candidates)
+    hidden, _, starts = pass_over(batch.queries, ends)
+    q = state_at_end(hidden, starts, batch.queries, ends)
+    hidden, _, starts = pass_over(batch.candidates, direct)
+    c = state_at_end(hidden, starts, batch.candidates, direct)
+    q, c = (part if isinstance(part, torch.Tensor) else torch.stack(part) for part in (q, c))
+    listwise = margins = 0.0
+    for row, (right, wrong) in enumerate(zip(batch.positive, batch.negatives, strict=True)):
+        known = [place for place in (right, *wrong) if batch.scores[place] is not None]
+        scores = torch.tensor([batch.scores[place] for place in known])
+        if len(known) > 1:
+            log_q = (q[row] @ c[known].T / TEMPERATURE).log_softmax(0)
+            p = (scores / 0.2).softmax(0)
+            listwise = listwise + (p * (p.log() - log_q)).sum() / 5
+            if right in known:
+                cosine = q[row] @ c[known].T
+                apart = cosine[0] - cosine[1:] - 0.5 * (scores[0] - scores[1:])
+                margins = margins + apart.square().mean() / 5
+    assert report["loss_kl"] == pytest.approx(float(listwise), rel=1e-4)
+    assert report["loss_margin_mse"] == pytest.approx(float(margins), rel=1e-4)
+    lively.zero_grad()
+    total = 0.5 * naive_info_nce(q, c, batch) + 0.3 * listwise + 0.2 * margins
+    (0.7 * total).backward()
+    assert worst_gradient_error(gradient, gradients(lively))[0] < 1e-4
+
+
 def reversed_batch(batch):
     """The batch with its rows and candidates in the opposite order."""
     last = len(batch.candidates) - 1

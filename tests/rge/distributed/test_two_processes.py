@@ -82,6 +82,7 @@ RL_NAMES += ["rl dapo with kl-100", "rl dapo with kl-2", "rl dapo with a pool-2"
 NAMES += RL_NAMES
 NAMES += ["both states-100", "both states-2", "three states-100", "three states-2"]
 NAMES += ["adaptive states-100", "adaptive states-2"]
+NAMES += ["judged-self-100", "judged-self-2"]  # one rank's queries have scores
 NAMES += ["capped-self-2", "capped-self-once-100"]
 NAMES += ["mixed-self-keep-2", "mixed-self-once-keep-2", "mixed-none-keep-2", "rl dapo-keep-2"]
 NAMES += [
@@ -175,6 +176,9 @@ def cases(paired, lively_path, make_batch, roll_out, without_negatives, longer_r
         if layout == "capped":
             settings = {"max_new_tokens": 12, "batch_size": 8, "caps": [0, 2, 12, 5, 1]}
             rationales = [generate(embedder, batch.queries, **settings) for batch in batches]
+        if layout == "judged":
+            batches[0].scores.extend([0.9, 0.2, 0.5, 0.8, None, 0.3, 0.4, 0.6, 0.1])
+            batches[1].scores.extend([None] * len(batches[1].candidates))
         if layout.startswith("rl "):
             rl = rl_recipe(layout.removeprefix("rl "), paired["folder"])
             objective = Objective.of(rl, "rl")
@@ -191,6 +195,11 @@ def cases(paired, lively_path, make_batch, roll_out, without_negatives, longer_r
             rationales = [generate(embedder, batch.queries, **settings) for batch in batches]
         elif layout.startswith("cold start"):
             objective = Objective(1.0, 0.0, lm_on_candidates=layout == "cold start")
+        elif layout == "judged":
+            terms = {"info_nce": 0.5, "kl": 0.3, "margin_mse": 0.2}
+            objective = Objective(
+                1 / 11, 10 / 11, 0.07, terms=terms, teacher_temperature=0.2, teacher_scale=0.5
+            )
         elif layout == "no lm loss":
             objective = Objective(0.0, 1.0, 0.07)
         else:

@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field, field_validator
 
 from eval.benchmarks.registry import BENCHMARKS
 from eval.scoring.metrics import lower_is_better
-from eval.scoring.output_files import value_at
+from eval.scoring.results import Results, SetFacts
 from rge.common.errors import UserError
 
 COUNTED = {"num_members": "sets", "num_queries": "queries", "num_candidates": "candidates"}
@@ -77,15 +77,15 @@ class Published(BaseModel):
     """Our profiles that compute the published definition; the first is the released one."""
     made_with: dict[str, Any] = {}  # import options that the published rows were measured with
 
-    def not_this_set(self, measured: Mapping[str, Any]) -> str | None:
-        """Reason why a measured set (``set`` of results.json) is not the published one; None if its counts match."""
+    def not_this_set(self, measured: SetFacts) -> str | None:
+        """Reason why a measured set is not the published one; None if its counts match."""
         wrong = [
-            f"{measured.get(key) or 0:,} of {number:,} {COUNTED[key]}"
+            f"{getattr(measured, key) or 0:,} of {number:,} {COUNTED[key]}"
             for key, number in self.counts.items()
-            if measured.get(key) != number
+            if getattr(measured, key) != number
         ]
-        if (limit := measured.get("limit")) is not None:
-            wrong.append(f"only the first {limit:,} queries")
+        if measured.limit is not None:
+            wrong.append(f"only the first {measured.limit:,} queries")
         return f"the set measured here is not the published one: it has {', '.join(wrong)}" if wrong else None
 
 
@@ -103,20 +103,20 @@ def table_of(benchmark: str | None, set_name: str) -> Published | None:
     return next(fitting, None)
 
 
-def beside(measured: Mapping[str, Mapping[str, Any]]) -> str:
+def beside(measured: Mapping[str, Results]) -> str:
     """The published rows of a benchmark with measured ones among them, best first, in per cent, and their source.
 
     Says why the rows cannot be compared, where that is so. "" for a benchmark without a published table.
 
     Args:
-        measured: label -> content of results.json; all of one set under one protocol.
+        measured: by label; all of one set under one protocol.
     """
     first = next(iter(measured.values()))
-    benchmark, name = first.get("benchmark"), str(first["set"]["name"])
+    benchmark, name = first.benchmark, first.set.name
     for one in published().values():
         if one.by_member and one.benchmark == benchmark:
             alone = [at for at, column in enumerate(one.columns) if name.split()[-1] == column.name]
-            if alone and "num_members" not in first["set"]:
+            if alone and first.set.num_members is None:
                 return _by_member(one, measured, alone)
     table = table_of(benchmark, name)
     if table is None:
@@ -134,10 +134,10 @@ def beside(measured: Mapping[str, Mapping[str, Any]]) -> str:
     return shown
 
 
-def _by_member(table: Published, measured: Mapping[str, Mapping[str, Any]], places: Sequence[int]) -> str:
+def _by_member(table: Published, measured: Mapping[str, Results], places: Sequence[int]) -> str:
     """A table with the models as columns, ours first, and a row for each of some members."""
     chosen = [table.columns[at] for at in places]
-    alone = "num_members" not in next(iter(measured.values()))["set"]
+    alone = next(iter(measured.values())).set.num_members is None
     if alone:
         chosen = [column.model_copy(update={"path": ("micro", column.path[-1])}) for column in chosen]
     content = {
@@ -153,7 +153,7 @@ def _by_member(table: Published, measured: Mapping[str, Mapping[str, Any]], plac
     return _with_source(table, frame, reasons)
 
 
-def _best_first(table: Published, measured: Mapping[str, Mapping[str, Any]]) -> str:
+def _best_first(table: Published, measured: Mapping[str, Results]) -> str:
     main = table.columns[table.main]
     columns = [main, *(column for column in table.columns if column is not main)][:MAX_COLUMNS]
     ours = {
@@ -181,14 +181,14 @@ def _per_cent(value: float | None) -> str:
     return "–" if value is None else f"{100 * value:.1f}"
 
 
-def _reasons(table: Published, measured: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def _reasons(table: Published, measured: Mapping[str, Results]) -> list[str]:
     """Lines that say why measured figures cannot be compared."""
     reasons = [f"NOT COMPARABLE: {reason}" for reason in _why_not(table, next(iter(measured.values())))]
     return reasons + [
         f"NOT COMPARABLE: {label}: {warning}"
         for label, results in measured.items()
-        for warning in results.get("warnings") or []
-        if TRAINED in str(warning)
+        for warning in results.warnings
+        if TRAINED in warning
     ]
 
 
@@ -197,22 +197,21 @@ def _with_source(table: Published, frame: pd.DataFrame, reasons: Sequence[str]) 
     return "\n".join([f"\n{table.title}, in per cent", frame.to_string(), source, *reasons, *table.notes])
 
 
-def _of_ours(results: Mapping[str, Any], column: Column) -> float | None:
-    path = (column.official or column.path) if results.get("profile") == "official" else column.path
-    entry = value_at(results, path)
+def _of_ours(results: Results, column: Column) -> float | None:
+    path = (column.official or column.path) if results.profile == "official" else column.path
+    entry = results.look_up(path)
     value = entry.get("value") if isinstance(entry, Mapping) else entry
     return None if value is None else float(value)
 
 
-def _why_not(table: Published, results: Mapping[str, Any]) -> Iterator[str]:
+def _why_not(table: Published, results: Results) -> Iterator[str]:
     """Reasons why measured figures cannot be ranked among the published ones."""
-    about = results["set"]
-    if why := table.not_this_set(about):
+    if why := table.not_this_set(results.set):
         yield why
-    if results.get("profile") not in table.profiles:
-        yield f"measured with profile={results.get('profile')}, published with profile={table.profiles[0]}"
+    if results.profile not in table.profiles:
+        yield f"measured with profile={results.profile}, published with profile={table.profiles[0]}"
     for key, value in table.made_with.items():
-        made = (about.get("made_with") or {}).get(key)
+        made = (results.set.made_with or {}).get(key)
         if made != value:
             yield f"the set was imported with {key}={made}, the published rows have {key}={value}"
 

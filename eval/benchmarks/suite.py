@@ -21,9 +21,8 @@ import pyarrow as pa
 from pydantic import BaseModel
 
 from eval.benchmarks.registry import protocol_for
-from eval.embedding.identity import differences, versions, with_key
+from eval.scoring.identity import differences, versions, with_key
 from eval.scoring.output_files import (
-    FORMAT,
     PER_QUERY,
     RESULTS,
     by_name,
@@ -35,6 +34,7 @@ from eval.scoring.output_files import (
     write_tables,
 )
 from eval.scoring.protocol import headline_figures
+from eval.scoring.results import FORMAT, Measured, Results, SetFacts
 from eval.scoring.tables import in_per_cent
 from rge.common.errors import UserError
 from rge.common.files import find_shipped, relative, write_json
@@ -42,16 +42,10 @@ from rge.stats.intervals import NUM_RESAMPLES, Bootstrap, cluster_bootstrap, ind
 from rge.vectors.processes import join
 
 SUITE = "suite.json"
-SHARED = (
-    "benchmark", "profile", "protocol", "query_mode", "query_modality", "candidate_mode", "model", "checkpoint",
-    "checkpoint_hash", "prompts", "rewrite", "settings", "decoding", "dtype", "batch_size", "embedding_dims", "depth",
-    "seed", "tag", "exact", "asked_as_released", "plugins", "metrics", "ranked_with",
-)  # fmt: skip
-"""Keys of results.json that are the same for all members."""
 PER_MEMBER = ("set.", "embedder.run", "asked.depth", "machine.")
 """Parts of an identity that may differ between members."""
-ByMember = Mapping[str, Mapping[str, Any]]
-"""Content of results.json by member."""
+ByMember = Mapping[str, Results]
+"""Evaluations by member."""
 
 
 class Suite(BaseModel):
@@ -94,9 +88,9 @@ def load_suite(path: Path) -> Suite:
     return suite
 
 
-def member_dirs(directory: Path, results: Mapping[str, Any]) -> dict[str, Path]:
+def member_dirs(directory: Path, results: Results) -> dict[str, Path]:
     """Evaluation directories of a suite's members; a `UserError` if they are not recorded, or one is missing."""
-    dirs = {name: directory / where for name, where in results.get("member_dirs", {}).items()}
+    dirs = {name: directory / where for name, where in results.member_dirs.items()}
     if not dirs:
         raise UserError(f"{directory} does not record where its members' evaluations are: evaluate it again")
     for name, path in dirs.items():
@@ -114,41 +108,53 @@ def _aggregate(
     first = next(iter(results.values()))
     table = _joint_table(suite, dirs)
     columns = list(dict.fromkeys(chain.from_iterable(suite.members.values())))
-    blocks = (block for block in dict.fromkeys(chain(*results.values())) if block.startswith("by_"))
-    reported = [block.removeprefix("by_") for block in blocks]
+    reported = dict.fromkeys(chain.from_iterable(result.by for result in results.values()))
     query_columns = [column for column in reported if column not in ("category", *columns)]
-    by_member = {name: result["micro"] for name, result in results.items()}
+    by_member = {name: result.micro for name, result in results.items()}
     names = [name for name in _in_all(list(by_member.values())) if name in table]
-    protocol = protocol_for(first["benchmark"], first["profile"])
+    protocol = protocol_for(first.benchmark, first.profile)
     content: dict[str, Any] = {
         "format": FORMAT,
         "set": _joint_set(suite, results, table),
-        **{key: first[key] for key in SHARED if key in first},
+        **first.asked().as_json(),
+        "benchmark": first.benchmark,
+        "profile": first.profile,
+        "protocol": first.protocol,
+        "metrics": first.metrics,
+        "seed": first.seed,
+        "tag": first.tag,
+        "depth": first.depth,
+        "batch_size": first.batch_size,
+        "ranked_with": first.ranked_with,
+        "plugins": first.plugins,
         "suite": suite.column,
         "member_dirs": {name: relative(path, out) for name, path in dirs.items()},
         **_figures(table, names, columns, query_columns, seed),
         "by_category": by_member,
-        "ties": _member_means([result["ties"] for result in results.values()]),
-        "random": _member_means([result["random"] for result in results.values()]),
+        "ties": _member_means([result.ties for result in results.values()]),
+        "random": _member_means([result.random for result in results.values()]),
         "rationale": rationale_figures(table),
-        "coverage": float(np.mean([result.get("coverage", 1.0) for result in results.values()])),
-        "warnings": sorted(set().union(*(result.get("warnings", []) for result in results.values()))),
+        "coverage": float(np.mean([result.coverage for result in results.values()])),
+        "warnings": sorted(set().union(*(result.warnings for result in results.values()))),
         "statistics": statistics_settings(seed) | {"resampled": "group within member"},
         "versions": versions(),
     }
-    if any(result.get("run_hash") for result in results.values()):
-        content["run_hash"] = _digest({name: result.get("run_hash") for name, result in results.items()})
+    if any(result.run_hash for result in results.values()):
+        content["run_hash"] = _digest({name: result.run_hash for name, result in results.items()})
     if not any(
         name in content["macro"] for name in protocol.headline
     ):  # not of a ranking, such as scores of answers
-        protocol = replace(protocol, headline=tuple(first.get("metrics", ())))
+        protocol = replace(protocol, headline=tuple(first.metrics))
     content |= protocol.suite_figures(results) | dict(more(results))
-    content["identity"] = with_key(content, made=first["identity"])
-    content["headline"] = headline_figures(protocol, content["macro"], "macro")
-    check_out(out, content, overwrite=options.overwrite)
+    joint = Results(
+        **content,
+        identity=with_key(Measured(**content), made=first.identity),
+        headline=headline_figures(protocol, content["macro"], "macro"),
+    )
+    check_out(out, joint, overwrite=options.overwrite)
     invalidate(out)
-    write_tables(out, pa.Table.from_pandas(table, preserve_index=False), content)
-    return in_per_cent(content, (*protocol.headline, *content.get("metrics", []))).to_string()
+    write_tables(out, pa.Table.from_pandas(table, preserve_index=False), joint)
+    return in_per_cent(joint, (*protocol.headline, *joint.metrics)).to_string()
 
 
 def _check_same_settings(first: Path, other: Path) -> None:
@@ -164,9 +170,9 @@ def _check_joint_out(suite: Suite, out: Path, *, overwrite: bool) -> None:
     if overwrite or not (out / RESULTS).exists():
         return
     old = read_results(out)
-    if not old.get("suite") or set(old["set"].get("members", suite.members)) != set(suite.members):
+    if not old.suite or set(old.set.members or suite.members) != set(suite.members):
         raise UserError(
-            f"{out} already holds an evaluation of {old['set']['name']}, this one is of {suite.name}: choose another out=, "
+            f"{out} already holds an evaluation of {old.set.name}, this one is of {suite.name}: choose another out=, "
             "or pass overwrite=true"
         )
 
@@ -181,24 +187,24 @@ def _joint_table(suite: Suite, dirs: Mapping[str, Path]) -> pd.DataFrame:
     return pd.concat(frames, ignore_index=True)
 
 
-def _joint_set(suite: Suite, results: ByMember, table: pd.DataFrame) -> dict[str, Any]:
-    sets = {name: member["set"] for name, member in results.items()}
+def _joint_set(suite: Suite, results: ByMember, table: pd.DataFrame) -> SetFacts:
+    sets = {name: member.set for name, member in results.items()}
     first = next(iter(sets.values()))
-    members = {name: member["fingerprint"] for name, member in sets.items()}
-    contents = {name: member.get("content") for name, member in sets.items()}
-    return {
-        "name": suite.name,
-        "fingerprint": _digest(members),
-        "content": None if None in contents.values() else _digest(contents),
-        "made_with": first.get("made_with"),
-        "num_queries": len(table),
-        "num_candidates": sum(member["num_candidates"] for member in sets.values()),
-        "num_groups": int(table["group"].nunique()),
-        "num_members": len(sets),
-        "members": members,
-        "path": str(suite.path.resolve()),
-        "limit": first.get("limit"),
-    }
+    members = {name: member.fingerprint for name, member in sets.items()}
+    contents = {name: member.content for name, member in sets.items()}
+    return SetFacts(
+        name=suite.name,
+        fingerprint=_digest(members),
+        content=None if None in contents.values() else _digest(contents),
+        made_with=first.made_with,
+        num_queries=len(table),
+        num_candidates=sum(member.num_candidates for member in sets.values()),
+        num_groups=int(table["group"].nunique()),
+        num_members=len(sets),
+        members=members,
+        path=str(suite.path.resolve()),
+        limit=first.limit,
+    )
 
 
 def _digest(of_member: Mapping[str, str | None]) -> str:

@@ -115,12 +115,12 @@ def _evaluations(options: AuditOptions) -> dict[str, Any]:
     of_mode: dict[str, list[Evaluation]] = defaultdict(list)
     for path in dict.fromkeys(path for word in options.evals for path in expand(Path(word))):
         evaluation = read_evaluation(path)
-        of_mode[str(evaluation.results.get("query_mode"))].append(evaluation)
+        of_mode[str(evaluation.results.query_mode)].append(evaluation)
     content = {
         "shortcuts": {
             mode: shortcut_rates(of_modality, options.metric)
             for mode, of_modality in of_mode.items()
-            if {one.results.get("query_modality") for one in of_modality}.issuperset(MODALITIES)
+            if {one.results.query_modality for one in of_modality}.issuperset(MODALITIES)
         }
     }
     if not content["shortcuts"]:
@@ -143,10 +143,10 @@ def shortcut_rates(evaluations: Sequence[Evaluation], metric: str) -> dict[str, 
         UserError: a modality is missing or repeated, or the evaluations do not belong together.
     """
     check_one_set(evaluations)
-    tables = {str(one.results.get("query_modality")): one.per_query for one in evaluations}
-    same = {(one.results.get("checkpoint_hash"), one.results.get("query_mode")) for one in evaluations}
+    tables = {str(one.results.query_modality): one.per_query for one in evaluations}
+    same = {(one.results.checkpoint_hash, one.results.query_mode) for one in evaluations}
     if tables.keys() != {*MODALITIES} or len(evaluations) > len(tables) or len(same) > 1:
-        shown = (f"{one.directory} ({one.results.get('query_modality')})" for one in evaluations)
+        shown = (f"{one.directory} ({one.results.query_modality})" for one in evaluations)
         raise UserError(
             "shortcuts need three evaluations of one set, checkpoint and query mode, with query_modality=both,text,image; "
             f"got {', '.join(shown)}"

@@ -8,7 +8,6 @@ Needs the extra ``baselines`` (bm25s). Candidates that share no word with the qu
 import unicodedata
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -17,6 +16,7 @@ from eval.benchmarks.suite import is_suite, load_suite, measure_members
 from eval.judging.rewrite import RewriteOptions, rewritten
 from eval.scoring.measurement import Measurement
 from eval.scoring.output_files import rerun_command
+from eval.scoring.results import Made, ModelFacts
 from eval.scoring.search import Ranking, stack_rankings
 from eval.sets.contents import with_readable_content
 from eval.sets.retrieval_set import RetrievalSet
@@ -59,23 +59,23 @@ def bm25(options: Bm25Options) -> Path:
     depth = protocol.depth(wanted, options.depth)
     tag = f"bm25-{METHOD}" + (f"-{options.rewrite}" if options.rewrite else "")
     rewriter = options.load_rewriter(options.cache or options.out / ".cache")
-    about: dict[str, Any] = {
-        "query_modality": "text",
-        "model": {"name": "bm25", "adapter": "bm25s", "revision": None},
-        "settings": {"method": METHOD, "k1": options.k1, "b": options.b, "stopwords": options.stopwords},
-        "rewrite": rewriter and rewriter.about(),
-        "tag": tag,
-        "depth": depth,
-        "again": rerun_command("bm25", options),
-    }
+    made = Made(
+        query_modality="text",
+        model=ModelFacts(name="bm25", adapter="bm25s", revision=None),
+        settings={"method": METHOD, "k1": options.k1, "b": options.b, "stopwords": options.stopwords},
+        rewrite=None if rewriter is None else rewriter.about(),
+        tag=tag,
+        depth=depth,
+        again=rerun_command("bm25", options),
+    )
     measurement = Measurement(wanted, protocol, options.seed, options.overwrite)
-    measurement.check_out(options.out, about)
+    measurement.check_out(options.out, made)
     if rewriter is not None:
         wanted = rewritten(wanted, rewriter)
         measurement = replace(measurement, wanted=wanted)
-    about["warnings"] = [*wanted.meta.get("notes", []), *unread]
+    made = made.but(warnings=[*wanted.meta.get("notes", []), *unread])
     ranking = rank(wanted, options, depth)
-    measurement.write(options.out, ranking, about, tag=tag, title=tag)
+    measurement.write(options.out, ranking, made, tag=tag, title=tag)
     return options.out
 
 

@@ -21,11 +21,12 @@ from pydantic import Field
 
 from eval.benchmarks.suite import is_suite, load_suite, mean_over, measure_members
 from eval.commands.run import Condition, RunOptions, Session, write_page
-from eval.embedding.identity import versions
 from eval.embedding.set_embeddings import Embeddings
 from eval.pages.charts import budget_file
 from eval.pages.evaluations import BASES, BUDGET
-from eval.scoring.output_files import FORMAT, PER_QUERY, read_results, rerun_command
+from eval.scoring.identity import versions
+from eval.scoring.output_files import PER_QUERY, read_results, rerun_command
+from eval.scoring.results import FORMAT
 from eval.scoring.search import Ranking, choose
 from eval.scoring.tables import write_tables
 from rge.common.errors import UserError
@@ -85,7 +86,9 @@ def budget(options: BudgetOptions, load: Callable[[], Embeds] | None = None) -> 
             load_suite(options.set),
             replace(options, cache=options.root),  # members share it
             lambda _, of_member: _of_set(of_member, metric, load),
-            more=lambda results: {"budget": _joined({name: one["budget"] for name, one in results.items()})},
+            more=lambda results: {
+                "budget": _joined({name: one.budget.as_json() for name, one in results.items() if one.budget})
+            },
         )
     else:
         dirs = _of_set(options, metric, load)
@@ -152,7 +155,8 @@ def _of_set(options: BudgetOptions, metric: str, load: Callable[[], Embeds]) -> 
         )
         costs = {"tokens": float(tokens_Q.mean()), "ms": float(ms_Q.mean())}
         block = {"name": point.name, "curve": point.curve, "at": point.at, **costs, **point.about}
-        session.write(place, point.ranking, point.encoded, {"budget": block}, tag=point.name)
+        more = {"budget": block}
+        session.write(place, point.ranking, point.encoded, more, tag=point.name)
         row = _row(place.out, metric)
         print(f"{point.name:24} {metric} {100 * row['value']:6.2f}  {row['tokens']:7.1f} tokens", flush=True)
         dirs.append(place.out)
@@ -162,10 +166,10 @@ def _of_set(options: BudgetOptions, metric: str, load: Callable[[], Embeds]) -> 
 def _row(directory: Path, metric: str) -> dict[str, Any]:
     """A point's row of budget.json, except comparisons with other points."""
     results = read_results(directory)
-    known = results["macro" if results.get("suite") else "micro"]
-    if metric not in known:
-        raise UserError(f"metric must be one of {', '.join(known)}, got {metric!r}")
-    return results["budget"] | {"metric": metric, **known[metric]}
+    if metric not in results.overall:
+        raise UserError(f"metric must be one of {', '.join(results.overall)}, got {metric!r}")
+    assert results.budget is not None
+    return results.budget.as_json() | {"metric": metric, **results.overall[metric]}
 
 
 def table(content: Mapping[str, Any]) -> pd.DataFrame:
@@ -355,15 +359,17 @@ def _notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _content(options: BudgetOptions, metric: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     results = read_results(options.out / BASES[0])
-    about = results["set"]
+    measured = results.set
+    members = {} if measured.num_members is None else {"num_members": measured.num_members}
     return {
-        "set": {key: about[key] for key in ("name", "fingerprint", "content")},
-        **{key: about[key] for key in ("num_queries", "num_members") if key in about},
-        "checkpoint_hash": results["checkpoint_hash"],
+        "set": {"name": measured.name, "fingerprint": measured.fingerprint, "content": measured.content},
+        "num_queries": measured.num_queries,
+        **members,
+        "checkpoint_hash": results.checkpoint_hash,
         "format": FORMAT,
         "metric": metric,
         "settings": {key: getattr(options, key) for key in SETTINGS},
-        "costs": f"means over {'members' if results.get('suite') else 'queries'}: tokens generated; milliseconds of a batch divided by its rows, search not counted",
+        "costs": f"means over {'members' if results.suite else 'queries'}: tokens generated; milliseconds of a batch divided by its rows, search not counted",
         "points": list(rows),
         "notes": _notes(rows),
         "versions": versions(),

@@ -19,11 +19,12 @@ import pandas as pd
 
 from eval.benchmarks.published_tables import beside
 from eval.benchmarks.suite import mean_over
-from eval.embedding.identity import differences, versions
 from eval.pages.charts import interval_chart, side_by_side
 from eval.pages.comparison import write_comparison
 from eval.pages.evaluations import BASES, BUDGET, Evaluation, check_one_set, read_evaluation, warnings_of
-from eval.scoring.output_files import FORMAT, statistics_settings
+from eval.scoring.identity import differences, versions
+from eval.scoring.output_files import statistics_settings
+from eval.scoring.results import FORMAT
 from eval.scoring.stats import POWER, effect_size, holm, minimum_detectable, sign_flip_p
 from eval.scoring.tables import write_tables
 from rge.common.errors import UserError
@@ -69,7 +70,7 @@ def compare(options: CompareOptions) -> pd.DataFrame:
     frame_b = b.per_query.loc[a.per_query.index]
     names = _metrics(options.metric, a, frame_b)
     columns = [name for name in a.reported_by if name in b.reported_by]
-    suite = bool(a.results.get("suite"))
+    suite = bool(a.results.suite)
     rows = paired_tests(a.per_query, frame_b, names, columns, seed=options.seed, suite=suite)
     warnings = _warnings(a, b)
     for warning in warnings:
@@ -87,7 +88,7 @@ def _write(
     """Write compare.json, the plot of the first metric, both tables and the page."""
     content = {
         "format": FORMAT,
-        "set": a.results["set"],
+        "set": a.results.set.as_json(),
         "a": _about(a),
         "b": _about(b),
         "difference": "a - b",
@@ -219,7 +220,7 @@ def _warnings(a: Evaluation, b: Evaluation) -> list[str]:
 
 
 def _metrics(requested: tuple[str, ...], a: Evaluation, frame_b: pd.DataFrame) -> list[str]:
-    known = [name for name in a.results["micro"] if name in a.per_query and name in frame_b]
+    known = [name for name in a.results.micro if name in a.per_query and name in frame_b]
     names = known if requested == ("all",) else list(dict.fromkeys(requested))
     for name in names:
         if name not in known:
@@ -229,21 +230,16 @@ def _metrics(requested: tuple[str, ...], a: Evaluation, frame_b: pd.DataFrame) -
 
 def _about(run: Evaluation) -> dict[str, Any]:
     keys = ("checkpoint", "checkpoint_hash", "query_mode", "query_modality", "run", "tag")
-    return {"path": str(run.directory)} | {key: run.results[key] for key in keys if key in run.results}
+    recorded = {key: run.results.look_up([key]) for key in keys}
+    return {"path": str(run.directory)} | {key: it for key, it in recorded.items() if it is not None}
 
 
 def _heading(a: Evaluation, b: Evaluation) -> str:
-    head = [
-        f"{a.results['set']['name']}: differences are a - b, in percentage points; 95 % intervals over groups"
-    ]
+    head = [f"{a.results.set.name}: differences are a - b, in percentage points; 95 % intervals over groups"]
     for letter, run in (("a", a), ("b", b)):
-        about = run.results
-        words = [
-            about.get("query_mode"),
-            about.get("query_modality"),
-            (about.get("checkpoint_hash") or "")[:12],
-        ]
-        head.append(f"{letter} = {run.directory} ({', '.join(filter(None, words)) or about.get('tag')})")
+        made = run.results
+        words = [made.query_mode, made.query_modality, (made.checkpoint_hash or "")[:12]]
+        head.append(f"{letter} = {run.directory} ({', '.join(filter(None, words)) or made.tag})")
     changes = "; ".join(what_differs(differences(a.results, b.results)))
     head.append(f"a and b differ in {changes or 'nothing: they are two measurements of the same thing'}")
     return "\n".join(head)

@@ -27,6 +27,7 @@ from eval.benchmarks.published_tables import published
 from eval.pages.evaluations import BASES, BUDGET, caveats, ways_of
 from eval.scoring.output_files import RUN, read_results
 from eval.scoring.protocol import Protocol
+from eval.scoring.results import Results
 from eval.scoring.tables import in_per_cent, latex, numbers
 from eval.scoring.trec import read_lines
 from rge.common.errors import UserError
@@ -68,7 +69,7 @@ def export(options: ExportOptions) -> Path:
     results = read_results(options.eval if budget is None else options.eval / BASES[-1])
     for warning in caveats(results):
         print(f"WARNING: {warning}", file=sys.stderr, flush=True)
-    if results.get("suite") and options.format in OF_ONE_SET:
+    if results.suite and options.format in OF_ONE_SET:
         raise UserError(
             f"{options.eval} is of a suite, and format={options.format} of one set: export those in its members/"
         )
@@ -81,33 +82,33 @@ def export(options: ExportOptions) -> Path:
     return options.out
 
 
-def _columns(options: ExportOptions, results: dict[str, Any]) -> Sequence[str]:
+def _columns(options: ExportOptions, results: Results) -> Sequence[str]:
     """Metrics of a LaTeX table; a UserError if one was not measured."""
     if options.metric:
-        one_of("metric", options.metric, tuple(results["macro" if results.get("suite") else "micro"]))
+        one_of("metric", options.metric, tuple(results.overall))
         return options.metric
-    headline = [figure["metric"] for figure in results.get("headline") or []]
-    return [*(headline or Protocol().headline), *results.get("metrics", [])]
+    headline = [figure["metric"] for figure in results.headline]
+    return [*(headline or Protocol().headline), *results.metrics]
 
 
-def _ranked(options: ExportOptions, results: dict[str, Any]) -> dict[str, list[str]]:
+def _ranked(options: ExportOptions, results: Results) -> dict[str, list[str]]:
     """Candidates of each query, best first; our run files keep a query's lines together."""
     lines = read_lines(options.eval / RUN).select(["query", "candidate"]).to_pandas().astype(str)
     rankings = lines.groupby("query", sort=False)["candidate"].agg(list).to_dict()
-    if len(rankings) < results["set"]["num_queries"]:
+    if len(rankings) < results.set.num_queries:
         raise UserError(
-            f"{options.eval / RUN} has only {len(rankings)} of {results['set']['num_queries']} queries; evaluate.py would "
+            f"{options.eval / RUN} has only {len(rankings)} of {results.set.num_queries} queries; evaluate.py would "
             "silently leave the others out"
         )
     return rankings
 
 
-def _mmeb(options: ExportOptions, results: dict[str, Any]) -> dict[str, Any]:
-    why = published()["mmeb"].not_this_set(results["set"])
-    if why or results.get("benchmark") != "mmeb":
+def _mmeb(options: ExportOptions, results: Results) -> dict[str, Any]:
+    why = published()["mmeb"].not_this_set(results.set)
+    if why or results.benchmark != "mmeb":
         raise UserError(
             f"format=mmeb needs an evaluation of all {len(SETS)} sets with benchmark=mmeb; {options.eval} has "
-            f"benchmark={results.get('benchmark')}" + (f", and {why}" if why else "")
+            f"benchmark={results.benchmark}" + (f", and {why}" if why else "")
         )
     return {
         "metadata": {
@@ -116,22 +117,22 @@ def _mmeb(options: ExportOptions, results: dict[str, Any]) -> dict[str, Any]:
             "data_source": "Self-Reported",
             "url": None,
             "report_generated_date": _now(),
-            "profile": results["profile"],
-            "identity": results.get("identity"),
+            "profile": results.profile,
+            "identity": results.identity,
             "warnings": list(caveats(results)),
         },
         "metrics": {
-            "image": {name: _values(results["by_category"][name]) for name in SETS},
+            "image": {name: _values(results.by["category"][name]) for name in SETS},
             "video": {},
             "visdoc": {},
         },
     }
 
 
-def _mteb(options: ExportOptions, results: dict[str, Any]) -> dict[str, Any]:
-    if options.main not in results["micro"]:
-        raise UserError(f"main must be one of {', '.join(results['micro'])}, got {options.main!r}")
-    values = {name: round(value, 5) for name, value in _values(results["micro"]).items()}
+def _mteb(options: ExportOptions, results: Results) -> dict[str, Any]:
+    if options.main not in results.micro:
+        raise UserError(f"main must be one of {', '.join(results.micro)}, got {options.main!r}")
+    values = {name: round(value, 5) for name, value in _values(results.micro).items()}
     scores = {
         **{re.sub("^hit@", "hit_rate@", name).replace("@", "_at_"): value for name, value in values.items()},
         "main_score": values[options.main],
@@ -139,10 +140,10 @@ def _mteb(options: ExportOptions, results: dict[str, Any]) -> dict[str, Any]:
         "languages": ["eng-Latn"],
     }
     return {
-        "dataset_revision": results["set"].get("content") or results["set"]["fingerprint"],
-        "task_name": results["set"]["name"],
+        "dataset_revision": results.set.content or results.set.fingerprint,
+        "task_name": results.set.name,
         "mteb_version": None,
-        "scores": {results["set"].get("split", "test"): [scores]},
+        "scores": {results.set.split or "test": [scores]},
         "evaluation_time": None,
         "kg_co2_emissions": None,
         "date": _now(),
@@ -154,35 +155,35 @@ def _values(figures: dict[str, Any]) -> dict[str, float]:
     return {metric: figure["value"] for metric, figure in figures.items()}
 
 
-def _card(path: Path, results: dict[str, Any]) -> str:
+def _card(path: Path, results: Results) -> str:
     """Read the model card, checking that it belongs to the evaluated checkpoint."""
     from rge.checkpoints.export import checkpoint_hash  # imports torch
 
-    if not path.is_file() or checkpoint_hash(path.parent) != results.get("checkpoint_hash"):
+    if not path.is_file() or checkpoint_hash(path.parent) != results.checkpoint_hash:
         raise UserError(
-            f"{path} is not the model card of the evaluated checkpoint ({results.get('checkpoint')}): it does not exist, or "
+            f"{path} is not the model card of the evaluated checkpoint ({results.checkpoint}): it does not exist, or "
             "the hash of the files next to it is not checkpoint_hash in results.json"
         )
     return path.read_text(encoding="utf-8")
 
 
-def with_evaluation(card: str, results: dict[str, Any]) -> str:
+def with_evaluation(card: str, results: Results) -> str:
     """Add an evaluation's headline figures to a model card: as a table, and as ``model-index`` in its front matter.
 
     Figures of other evaluations are kept; those of the same set and conditions are replaced.
     """
-    name, condition = results["set"]["name"], f"{results['query_mode']}, {results['query_modality']}"
-    if results["benchmark"] != "generic":
-        condition += f", {results['benchmark']} {results['profile']}"
+    name, condition = results.set.name, f"{results.query_mode}, {results.query_modality}"
+    if results.benchmark != "generic":
+        condition += f", {results.benchmark} {results.profile}"
     way, *more = ways_of(results)
-    for words in more if way == results["query_mode"] else (way, *more):
+    for words in more if way == results.query_mode else (way, *more):
         condition += f", {words}"
-    if limit := results["set"].get("limit"):
+    if limit := results.set.limit:
         condition += f", first {limit} queries"
-    if results.get("suite"):
-        condition += f", mean of {results['set']['num_members']} members"
-    figures = results.get("headline") or [
-        {"metric": metric, **results["micro"][metric]} for metric in Protocol().headline
+    if results.suite:
+        condition += f", mean of {results.set.num_members} members"
+    figures = results.headline or [
+        {"metric": metric, **results.micro[metric]} for metric in Protocol().headline
     ]
     replaced = (row := f"| {name} | {condition} |", note := f"* {name}, {condition}: ", _HEAD[0])
     before, _, rest = card.partition(f"\n{EVALUATION}\n")
@@ -259,7 +260,7 @@ def _now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
-FORMATS: dict[str, Callable[[ExportOptions, dict[str, Any]], Any]] = {
+FORMATS: dict[str, Callable[[ExportOptions, Results], Any]] = {
     "pinpoint": lambda options, results: {
         query: {"retrieved_items": names} for query, names in _ranked(options, results).items()
     },

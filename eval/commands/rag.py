@@ -40,6 +40,7 @@ from eval.judging.answers import (
 from eval.pages.evaluations import labelled
 from eval.scoring.measurement import Measurement
 from eval.scoring.output_files import PER_QUERY, RUN, check_measured_on, read_results, rerun_command
+from eval.scoring.results import Answers, Made
 from eval.scoring.search import Ranking
 from eval.scoring.trec import read_run
 from eval.sets.contents import CandidatesOf, with_readable_content
@@ -141,17 +142,15 @@ def _row(options: RagOptions, row: str, of: Path | None, caller: Caller) -> Path
         return [of_member.out]
 
     def about(results: ByMember) -> dict[str, Any]:
-        blocks = [result["rag"] for result in results.values()]
+        blocks = [result.rag for result in results.values() if result.rag is not None]
         frame = pd.concat(pd.read_parquet(options.out / "members" / name / PER_QUERY) for name in results)
-        told = digest([block["references"] for block in blocks])
-        counts = dict(sum((Counter(block["counts"]) for block in blocks), Counter()))
-        whole = {
-            "of": of and str(of),
-            "references": told,
-            "counts": counts,
-            "agreement": agreement(frame, options.seed),
-        }
-        return {"rag": blocks[0] | whole}
+        whole = blocks[0].but(
+            of=of and str(of),
+            references=digest([block.references for block in blocks]),
+            counts=dict(sum((Counter(block.counts) for block in blocks), Counter())),
+            agreement=agreement(frame, options.seed),
+        )
+        return {"rag": whole}
 
     measure_members(load_suite(options.set), options, member, title=row, more=about)
     return options.out
@@ -171,14 +170,18 @@ def _measure(options: RagOptions, row: str, of: Path | None, caller: Caller) -> 
     names = (SCORE, SECOND) if options.second_judge else (SCORE,)
     protocol = AnswerProtocol(benchmark, "clean", (SCORE,), STATEMENTS, metrics=names)
     measurement = Measurement(wanted, protocol, options.seed, options.overwrite, options.limit)
-    about: dict[str, Any] = {
-        "row": row, "of": of and str(of), "top_n": options.top_n, "document_chars": options.document_chars,
-        "answer_tokens": options.answer_tokens, "judge_tokens": options.judge_tokens,
-        "models": {name: [model.name, model.cache_settings()] for name, model in caller.models.items()},
-        "wording": digest([ANSWER, SYSTEM, SCALE]), "references": digest(references),
-    }  # fmt: skip
-    made: dict[str, Any] = {"rag": about, "tag": row, "depth": ranking.depth}
-    made["again"] = rerun_command("rag", options)
+    asked = Answers(
+        row=row,
+        of=None if of is None else str(of),
+        top_n=options.top_n,
+        document_chars=options.document_chars,
+        answer_tokens=options.answer_tokens,
+        judge_tokens=options.judge_tokens,
+        models={name: [model.name, model.cache_settings()] for name, model in caller.models.items()},
+        wording=digest([ANSWER, SYSTEM, SCALE]),
+        references=digest(references),
+    )
+    made = Made(rag=asked, tag=row, depth=ranking.depth, again=rerun_command("rag", options))
     measurement.check_out(options.out, made)
     answers, counts = _answers(options, wanted, ranking, references, caller)
     value_QM = np.stack(
@@ -189,11 +192,12 @@ def _measure(options: RagOptions, row: str, of: Path | None, caller: Caller) -> 
         axis=1,
     )
     num, nothing_Q = len(wanted.queries), np.zeros(len(wanted.queries))
-    about["counts"] = dict(counts)
     frame = pd.DataFrame(value_QM, columns=list(names)).assign(group=wanted.columns["group"])
-    about["agreement"] = agreement(frame, options.seed)
-    made["warnings"] = [*wanted.meta.get("notes", []), *unread]
-    made["warnings"] += [f"{number} of {num} queries: {what}" for what, number in sorted(counts.items())]
+    warnings = [f"{number} of {num} queries: {what}" for what, number in sorted(counts.items())]
+    made = made.but(
+        rag=asked.but(counts=dict(counts), agreement=agreement(frame, options.seed)),
+        warnings=[*wanted.meta.get("notes", []), *unread, *warnings],
+    )
     texts = [answer or "" for answer in answers]
     encoded = Encoded(
         np.empty((num, 0)), texts, nothing_Q.astype(np.int64), ["prefilled"] * num, nothing_Q, nothing_Q
@@ -215,8 +219,8 @@ def _shown(
         score_QW = np.where(rows_QW >= 0, -np.arange(rows_QW.shape[1], dtype=np.float32), -np.inf)
         return Ranking(rows_QW, score_QW, rows_QW.shape[1])
     old = read_results(of)
-    check_measured_on(whole, old)
-    limit = old["set"].get("limit")
+    check_measured_on(whole, old.set)
+    limit = old.set.limit
     if limit is not None and (options.limit is None or options.limit > limit):
         raise UserError(
             f"{of} has only the first {limit} queries: pass limit={limit}, or evaluate it without limit"

@@ -19,7 +19,7 @@ import pandas as pd
 
 from eval.benchmarks.registry import protocol_for
 from eval.benchmarks.suite import ByMember, is_suite, load_suite, measure_members, member_dirs
-from eval.embedding.identity import ranked_with
+from eval.scoring.identity import ranked_with
 from eval.scoring.measurement import Measurement
 from eval.scoring.output_files import (
     PER_QUERY,
@@ -30,6 +30,7 @@ from eval.scoring.output_files import (
     set_path,
 )
 from eval.scoring.protocol import Protocol
+from eval.scoring.results import Made, Reranked, Results
 from eval.scoring.search import Ranking
 from eval.scoring.trec import read_run
 from eval.sets.contents import CandidatesOf, with_readable_content
@@ -45,11 +46,6 @@ from rge.judging.scorer import SCORERS, Judge, Scorer
 from rge.vectors.contents import content_digest
 from rge.vectors.processes import ALONE, ProcessGroup, join
 
-KEPT = (
-    "query_mode", "query_modality", "candidate_mode", "checkpoint", "checkpoint_hash", "model", "rewrite", "prompts",
-    "settings", "decoding", "dtype", "exact", "embedding_dims", "asked_as_released", "run_hash", "coverage", "budget",
-)  # fmt: skip
-"""Keys of results.json that are copied from the first ranking."""
 UNLIKE_SHARE = 0.5
 """Share of pairs above which a warning says that the judge answers something else than yes or no."""
 
@@ -119,7 +115,7 @@ def rerank_command(options: RerankOptions) -> Path:
             Judge(options.judge, options.endpoint, options.batch_size, options.device, options.dtype, answers)
         )
 
-    if old.get("suite"):
+    if old.suite:
         _rerank_suite(options, old, judge, answers)
     else:
         _rerank_set(options, judge, answers)
@@ -128,9 +124,9 @@ def rerank_command(options: RerankOptions) -> Path:
 
 
 def _rerank_suite(
-    options: RerankOptions, old: dict[str, Any], judge: Callable[[], Scorer], answers: AnswerStore
+    options: RerankOptions, old: Results, judge: Callable[[], Scorer], answers: AnswerStore
 ) -> None:
-    path, of = set_path(old, options.set), member_dirs(options.of, old)
+    path, of = set_path(old.set, options.set), member_dirs(options.of, old)
     if not is_suite(path) or load_suite(path).members.keys() != of.keys():
         raise UserError(f"{path} is not the suite that {options.of} was measured on: pass set=DIR")
 
@@ -139,19 +135,16 @@ def _rerank_suite(
         return [of_member.out]
 
     def about(results: ByMember) -> dict[str, Any]:
-        blocks = [member["rerank"] for member in results.values()]
-        total = sum(block["num_pairs"] for block in blocks)
-        mean = float(np.mean([block["ms_mean"] for block in blocks]))
-        point = {"budget": old["budget"]} if "budget" in old else {}
-        summed: dict[str, dict[str, int]] = {
-            key: dict(sum((Counter(block[key]) for block in blocks), Counter()))
-            for key in ("unscored", "counts")
-        }
-        before = {
-            "before": {name: old["macro"][name] for name in blocks[0]["before"] if name in old["macro"]}
-        }
-        whole = {"of": str(options.of), "num_pairs": total, "ms_mean": mean} | summed | before
-        return point | {"rerank": blocks[0] | whole}
+        blocks = [member.rerank for member in results.values() if member.rerank is not None]
+        whole = blocks[0].but(
+            of=str(options.of),
+            num_pairs=sum(block.num_pairs for block in blocks),
+            ms_mean=float(np.mean([block.ms_mean for block in blocks])),
+            unscored=dict(sum((Counter(block.unscored) for block in blocks), Counter())),
+            counts=dict(sum((Counter(block.counts) for block in blocks), Counter())),
+            before={name: old.macro[name] for name in blocks[0].before if name in old.macro},
+        )
+        return {"rerank": whole, "budget": old.budget}
 
     measure_members(
         load_suite(path), options, rerank_member, title=f"top {options.top_n} of {options.of}", more=about
@@ -160,42 +153,44 @@ def _rerank_suite(
 
 def _rerank_set(options: RerankOptions, judge: Callable[[], Scorer], answers: AnswerStore) -> None:
     old = read_results(options.of)
-    wanted = load_set(set_path(old, options.set), by=old["set"].get("report_by", ()))
-    protocol = protocol_for(old.get("benchmark", "generic"), old["profile"], wanted, old.get("metrics", ()))
+    wanted = load_set(set_path(old.set, options.set), by=old.set.report_by)
+    protocol = protocol_for(old.benchmark, old.profile, wanted, old.metrics)
     wanted, unread = with_readable_content(protocol.prepare(wanted))
-    check_measured_on(wanted, old)
-    limit = old["set"].get("limit")
-    wanted = wanted.first(limit)
+    check_measured_on(wanted, old.set)
+    wanted = wanted.first(old.set.limit)
     read = read_run(options.of / RUN, wanted)
-    measurement = Measurement(wanted, protocol, options.seed, options.overwrite, limit)
+    measurement = Measurement(wanted, protocol, options.seed, options.overwrite, old.set.limit)
     tag = f"{read.tag}-judged"
     # "seed" is that of sampled rationales, unlike options.seed
-    seed = (old.get("rerank") or old).get("seed", old.get("seed"))
-    asked = {
-        "ask": options.ask, "top_n": options.top_n, "mix": options.mix, "of": str(options.of), "seed": seed,
-    }  # fmt: skip
-    made = {key: old[key] for key in KEPT if key in old} | {
-        "ranked_with": ranked_with(old),
-        "rerank": asked,
-        "tag": tag,
-        "depth": read.ranking.depth,
-        "warnings": [*old.get("warnings", []), *unread],
-        "again": rerun_command("rerank", options),
-    }
+    seed = old.seed if old.rerank is None else old.rerank.seed
+    asked = Reranked(ask=options.ask, top_n=options.top_n, mix=options.mix, of=str(options.of), seed=seed)
+    made = Made(
+        **old.asked().as_json(),
+        run_hash=old.run_hash,
+        coverage=old.coverage,
+        budget=old.budget,
+        ranked_with=ranked_with(old),
+        rerank=asked,
+        tag=tag,
+        depth=read.ranking.depth,
+        warnings=[*old.warnings, *unread],
+        again=rerun_command("rerank", options),
+    )
     measurement.check_out(options.out, made)
     loaded, process_group = judge(), join()
-    made["rerank"] = asked | {"judge": loaded.name}
+    asked = asked.but(judge=loaded.name)
+    made = made.but(rerank=asked)
     measurement.check_out(options.out, made)
     first, about = options.of, old
-    while about.get("rerank"):  # whose output has no rationales
-        first = Path(about["rerank"]["of"])
+    while about.rerank is not None:  # whose output has no rationales
+        first = Path(about.rerank.of)
         about = read_results(first)
-        if any(about.get(key) != old.get(key) for key in ("checkpoint_hash", "run_hash")):
+        if (about.checkpoint_hash, about.run_hash) != (old.checkpoint_hash, old.run_hash):
             raise UserError(
                 f"{first}, which {options.of} reordered, holds another ranking now: rerank it again"
             )
     rationales = pd.read_parquet(first / PER_QUERY).set_index("query_id")["rationale"].dropna()
-    queries = wanted.query_items(old.get("query_modality") or "both")  # without what the embedder did not see
+    queries = wanted.query_items(old.query_modality or "both")  # without what the embedder did not see
     prepared = process_group.once(lambda: loaded.prepare(queries, rationales.to_dict(), answers))
     counted = dict(loaded.counts)
     judged = rerank(
@@ -213,33 +208,34 @@ def _rerank_set(options: RerankOptions, judge: Callable[[], Scorer], answers: An
     counts = dict(sum(map(Counter, process_group.gather(counts)), Counter()))
     if not process_group.is_first:
         return
-    made["warnings"] += _warnings(judged, counts)
-    made["rerank"] |= {
-        "num_pairs": judged.num_pairs,
-        "ms_mean": float(judged.ms_Q.mean()),
-        "unscored": judged.unscored,
-        "counts": counts,
-        "before": {name: old["micro"][name] for name in _compared(protocol, old)},
-    }
+    before = {name: old.micro[name] for name in _compared(protocol, old)}
+    made = made.but(
+        warnings=[*made.warnings, *_warnings(judged, counts)],
+        rerank=asked.but(
+            num_pairs=judged.num_pairs,
+            ms_mean=float(judged.ms_Q.mean()),
+            unscored=judged.unscored,
+            counts=counts,
+            before=before,
+        ),
+    )
     results = measurement.write(
         options.out, judged.ranking, made, tag=tag,
         # a query without lines may also be one for which nothing was found, such as by BM25
-        missing=read.missing if old.get("coverage", 1.0) < 1.0 else (),
+        missing=read.missing if old.coverage < 1.0 else (),
         title=f"top {options.top_n} of {options.of}",
     )  # fmt: skip
-    for name, before in made["rerank"]["before"].items():
-        if after := results["micro"].get(name):
-            print(f"{name}: {before['value']:.4f} before, {after['value']:.4f} after reranking", flush=True)
+    for name, figure in before.items():
+        if after := results.micro.get(name):
+            print(f"{name}: {figure['value']:.4f} before, {after['value']:.4f} after reranking", flush=True)
 
 
-def _compared(protocol: Protocol, old: Mapping[str, Any]) -> list[str]:
+def _compared(protocol: Protocol, old: Results) -> list[str]:
     """Figures that are shown before and after: the protocol's headline, and those that are not means over queries."""
     own = [
-        name
-        for name in old["micro"]
-        if name.startswith(("linguistic_sensitivity", "delta_map_capped_relative"))
+        name for name in old.micro if name.startswith(("linguistic_sensitivity", "delta_map_capped_relative"))
     ]
-    return [name for name in dict.fromkeys((*protocol.headline, *own)) if name in old["micro"]]
+    return [name for name in dict.fromkeys((*protocol.headline, *own)) if name in old.micro]
 
 
 def _warnings(judged: Judged, counts: Mapping[str, int]) -> list[str]:

@@ -28,6 +28,7 @@ from eval.embedding.set_embeddings import Embeddings
 from eval.judging.rewrite import ALONE, RewriteOptions, rewritten
 from eval.scoring.measurement import Measurement
 from eval.scoring.output_files import RESULTS, read_results, rerun_command, self_retrieval
+from eval.scoring.results import Made, ModelFacts, Prompts, Rerun, Rewritten
 from eval.scoring.search import Ranking, rows_within, search
 from eval.sets.contents import Contents, contents_of, query_contents, with_content
 from eval.sets.retrieval_set import MODALITIES, Modality, RetrievalSet
@@ -114,7 +115,7 @@ class Condition:
     mode: Mode
     modality: Modality
     out: Path
-    rerun_command: Mapping[str, Any]
+    rerun_command: Rerun
 
 
 def run_command(options: RunOptions, load: Callable[[], Embeds] | None = None) -> list[Path]:
@@ -241,8 +242,8 @@ class Session:
         for condition in conditions:
             encoder.settings.check_mode(condition.mode)
         self.audit = process_group.once(lambda: audit_run(wanted, options.train, encoder.settings))
-        self.shared = _shared(options, wanted, encoder)
-        self.shared |= {"depth": depth, "rewrite": rewriter and rewriter.about()}
+        self.depth = depth
+        self.shared = _shared(options, wanted, encoder, depth, None if rewriter is None else rewriter.about())
         self.measurement = Measurement(wanted, protocol, options.seed, options.overwrite, options.limit)
         for condition in conditions:
             self.check_out(condition, {})
@@ -266,7 +267,7 @@ class Session:
         return search(
             query_QD,
             candidate_CD,
-            depth=self.shared["depth"],
+            depth=self.depth,
             excluded=self.measurement.wanted.excluded,
             candidates=self.measurement.wanted.candidates,
             block_rows=rows_within(self.embeddings.memory_mb, candidate_CD.shape[1]),
@@ -284,17 +285,17 @@ class Session:
         warnings += other_words(wanted, settings.instructions)
         return [*warnings, *settings.notes, *(self.audit.warnings if self.audit else [])]
 
-    def check_out(self, condition: Condition, more: Mapping[str, Any]) -> dict[str, Any]:
+    def check_out(self, condition: Condition, more: Mapping[str, Any]) -> Made:
         """What a condition measures and how, for results.json; a UserError if its output directory holds another evaluation.
 
         ``more``: further keys of results.json.
         """
-        modes = {"query_mode": condition.mode, "query_modality": condition.modality}
-        about = {**modes, **self.shared, **more}
-        if condition.modality == "image":  # which leaves out all texts
-            about["rewrite"] = None
-        self.measurement.check_out(condition.out, about)
-        return about
+        texts = {"rewrite": None} if condition.modality == "image" else {}  # which leaves out all texts
+        made = self.shared.but(
+            query_mode=condition.mode, query_modality=condition.modality, **{**more, **texts}
+        )
+        self.measurement.check_out(condition.out, made)
+        return made
 
     def write(
         self,
@@ -310,18 +311,18 @@ class Session:
 
         ``more``: further keys of results.json. ``tag``: suffix of the run file's tag. ``title``: see `Measurement.write`.
         """
-        about = {
-            **self.check_out(condition, more),  # again: another process may have finished meanwhile
-            "warnings": self.warnings(condition.mode),
-            "audit": self.audit.content if self.audit is not None else None,
-            "self_retrieval": self_retrieval(ranking, self.embeddings.contents.own),
-            "again": condition.rerun_command,
-        }
-        tag = f"{self.shared['checkpoint_hash'][:12]}-{tag}"
+        # Checked again: another process may have finished meanwhile.
+        made = self.check_out(condition, more).but(
+            warnings=self.warnings(condition.mode),
+            audit=self.audit.content if self.audit is not None else None,
+            self_retrieval=self_retrieval(ranking, self.embeddings.contents.own),
+            again=condition.rerun_command,
+        )
+        tag = f"{(self.shared.checkpoint_hash or '')[:12]}-{tag}"
         self.measurement.write(
             condition.out,
             ranking,
-            about,
+            made,
             tag=tag,
             encoded=encoded,
             made_with=self.embeddings.made_with,
@@ -349,35 +350,39 @@ def other_words(wanted: RetrievalSet, trained: Instructions | None) -> list[str]
     return []
 
 
-def _shared(options: RunOptions, wanted: RetrievalSet, encoder: Embeds) -> dict[str, Any]:
-    """Content of results.json that is the same for all conditions."""
+def _shared(
+    options: RunOptions, wanted: RetrievalSet, encoder: Embeds, depth: int, rewrite: Rewritten | None
+) -> Made:
+    """What is the same for all conditions."""
     known = encoder.settings
     instructions = sorted({item.instruction or "" for item in wanted.queries})
-    return {
-        "embedding_dims": options.embedding_dims,
-        "candidate_mode": options.candidate_mode,
-        "model": {
-            "name": known.model or str(options.checkpoint or options.model),
-            "adapter": known.adapter,
-            "revision": known.revision,
-        },
-        "checkpoint": str(encoder.checkpoint),
-        "checkpoint_hash": encoder.checkpoint_hash,
-        "prompts": {
-            "profile": known.profile,
-            "templates": asdict(PROFILES[known.profile]) if known.profile in PROFILES else None,
-            "instructions": instructions[:MAX_INSTRUCTIONS],
-            "num_instructions": len(instructions),
-        },
-        "settings": {
+    return Made(
+        embedding_dims=options.embedding_dims,
+        candidate_mode=options.candidate_mode,
+        model=ModelFacts(
+            name=known.model or str(options.checkpoint or options.model),
+            adapter=known.adapter,
+            revision=known.revision,
+        ),
+        checkpoint=str(encoder.checkpoint),
+        checkpoint_hash=encoder.checkpoint_hash,
+        prompts=Prompts(
+            profile=known.profile,
+            templates=asdict(PROFILES[known.profile]) if known.profile in PROFILES else None,
+            instructions=instructions[:MAX_INSTRUCTIONS],
+            num_instructions=len(instructions),
+        ),
+        settings={
             key: value
             for key, value in known.content().items()
             if key not in ("recipe", "trained_on", "identity")
         },
-        "decoding": known.generation.content(),
-        "dtype": known.dtype,
-        "exact": known.exact,
+        decoding=known.generation.content(),
+        dtype=known.dtype,
+        exact=known.exact,
         # for adapters of released models: whether settings are those of the released code; else None
-        "asked_as_released": None if (differs := known.differs_from_release) is None else not differs,
-        "batch_size": options.batch_size,
-    }
+        asked_as_released=None if (differs := known.differs_from_release) is None else not differs,
+        batch_size=options.batch_size,
+        depth=depth,
+        rewrite=rewrite,
+    )

@@ -16,6 +16,7 @@ from eval.benchmarks.suite import is_suite, load_suite, measure_members
 from eval.scoring.measurement import Measurement
 from eval.scoring.metrics import deepest
 from eval.scoring.output_files import RUN, read_results, rerun_command
+from eval.scoring.results import MadeFromRun
 from eval.scoring.trec import read_run
 from eval.sets.contents import with_readable_content
 from rge.common.errors import UserError
@@ -60,25 +61,25 @@ def score(options: ScoreOptions, *, of_suite: bool = False) -> Path:
         )
     needed = deepest(protocol.names(wanted))
     short = int((wanted.pool_sizes().clip(max=needed) > (read.ranking.rows_QW >= 0).sum(axis=1)).sum())
-    about = {
-        "tag": read.tag,
-        "run_hash": hashlib.sha256(path.read_bytes()).hexdigest(),
-        "depth": read.ranking.depth,
-        "num_missing": len(read.missing),
-        "num_short": short,
-        "num_excluded_lines": read.num_excluded,
-        "run": str(options.run),
-        "again": rerun_command("score", options),
-        "warnings": [*wanted.meta.get("notes", []), *unread],
-    }
+    made = MadeFromRun(
+        tag=read.tag,
+        run_hash=hashlib.sha256(path.read_bytes()).hexdigest(),
+        depth=read.ranking.depth,
+        num_missing=len(read.missing),
+        num_short=short,
+        num_excluded_lines=read.num_excluded,
+        run=str(options.run),
+        again=rerun_command("score", options),
+        warnings=[*wanted.meta.get("notes", []), *unread],
+    )
     measurement = Measurement(wanted, protocol, options.seed, options.overwrite)
-    measurement.check_out(options.out, about)
+    measurement.check_out(options.out, made)
     results = measurement.write(
-        options.out, read.ranking, about, tag=read.tag, missing=read.missing, title=str(options.run)
+        options.out, read.ranking, made, tag=read.tag, missing=read.missing, title=str(options.run)
     )
     if read.missing:
         counted = "are left out" if protocol.skips_missing else "count as 0"
-        print(f"coverage {results['coverage']:.4f}: {len(read.missing)} queries without a line {counted}")
+        print(f"coverage {results.coverage:.4f}: {len(read.missing)} queries without a line {counted}")
     if short:
         print(f"{short} queries list fewer than {needed} candidates; the others count as not found")
     if not of_suite:

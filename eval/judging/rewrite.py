@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from eval.scoring.results import Rewritten
 from eval.sets.retrieval_set import RetrievalSet
 from rge.calls.caller import Caller, Outcome
 from rge.calls.failures import Rejection
@@ -88,9 +89,9 @@ class Rewriter:
         self._shown = f"{model} at {url}"
         self._caller = Caller({model: config}, AnswerStore(None))  # only texts are stored, in `answers`
 
-    def about(self) -> dict[str, Any]:
+    def about(self) -> Rewritten:
         """Description for results.json."""
-        return self._asked() | {"replaces": self.kind in REPLACING}
+        return Rewritten(**self._asked(), replaces=self.kind in REPLACING)
 
     def _asked(self) -> dict[str, Any]:
         """What the answers depend on."""

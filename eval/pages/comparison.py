@@ -17,6 +17,7 @@ from eval.pages.single_file import write_page
 from eval.pages.wording import Scale
 from eval.scoring.metrics import lower_is_better, metric_words
 from eval.scoring.output_files import check_measured_on, set_path
+from eval.scoring.results import SetFacts
 from eval.sets.retrieval_set import UNCATEGORISED, RetrievalSet, load_set
 
 MAX_MEMBERS = 6
@@ -53,8 +54,8 @@ def write_comparison(
         title="A versus B",
         a=labels[0],
         b=labels[1],
-        set=a.results["set"],
-        profile=a.results.get("profile"),
+        set=a.results.set,
+        profile=a.results.profile,
         warnings=compared["warnings"],
         metrics=metrics,
         examples=side_by_side(sides, gallery, num_examples, set_dir, main) if num_examples else None,
@@ -76,7 +77,7 @@ def side_by_side(
     columns = examples.varying(frame, list(dict.fromkeys(("category", *first.reported_by))))
     frame[columns] = frame[columns].fillna(UNCATEGORISED)  # members of a suite may lack a column
     drawn = frame
-    if first.results.get("suite"):
+    if first.results.suite:
         of_query = frame["category"].astype(str)
         order = sorted(set(of_query), key=lambda name: hashlib.sha256(f"0{name}".encode()).hexdigest())
         drawn = frame[of_query.isin(order[:MAX_MEMBERS])]
@@ -135,17 +136,14 @@ def _sets_of(
     chosen: Sequence[str], first: Evaluation, set_dir: Path | None
 ) -> list[tuple[RetrievalSet, str, list[str]]]:
     """The set of the evaluations, or the members of their suite that the queries belong to, each with its queries."""
-    about, folder = first.results["set"], set_path(first.results, set_dir, otherwise=", or examples=0")
+    measured, folder = first.results.set, set_path(first.results.set, set_dir, otherwise=", or examples=0")
     members: dict[str, list[str]] = defaultdict(list)
     for query in chosen:
-        members[str(first.per_query.at[query, "category"]) if first.results.get("suite") else ""].append(
-            query
-        )
-    known = about.get("members", {"": about["fingerprint"]})
+        members[str(first.per_query.at[query, "category"]) if first.results.suite else ""].append(query)
+    fingerprints = measured.members or {"": measured.fingerprint}
     sets = []
     for name, queries in sorted(members.items()):
         loaded = load_set(folder / name)
-        fingerprint = known.get(name, loaded.fingerprint)  # older results did not record those of members
-        check_measured_on(loaded, {"set": {"fingerprint": fingerprint}})
+        check_measured_on(loaded, SetFacts(name=name, fingerprint=fingerprints[name]))
         sets.append((loaded, f"{name}/" if name else "", queries))
     return sets

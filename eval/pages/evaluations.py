@@ -4,11 +4,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
-from eval.embedding.identity import set_mismatch
+from eval.scoring.identity import set_mismatch
 from eval.scoring.output_files import (
     PER_QUERY,
     RESULTS,
@@ -16,8 +15,8 @@ from eval.scoring.output_files import (
     check_measured_on,
     read_results,
     set_path,
-    value_at,
 )
+from eval.scoring.results import Made, Results
 from eval.sets.contents import with_readable_content
 from eval.sets.retrieval_set import RetrievalSet, load_set
 from rge.common.errors import UserError
@@ -56,19 +55,20 @@ class Evaluation:
     note: str
     order: int
     is_baseline: bool
-    results: Mapping[str, Any]
+    results: Results
     per_query: pd.DataFrame
 
     @property
     def mode(self) -> tuple[str, str]:
         """Query mode and query modality; both ``None`` for a ranking that is not the embedder's own: external or reranked."""
-        known = {} if "rerank" in self.results else self.results
-        return str(known.get("query_mode")), str(known.get("query_modality"))
+        if self.results.rerank is not None:
+            return "None", "None"
+        return str(self.results.query_mode), str(self.results.query_modality)
 
     @property
     def reported_by(self) -> list[str]:
         """Query columns that it reports figures by."""
-        return [key.removeprefix("by_") for key in self.results if key.startswith("by_")]
+        return list(self.results.by)
 
     def mean(self, column: str) -> float | None:
         """Mean of a column of per_query.parquet, such as ``embed_ms``; None if it has no values."""
@@ -77,11 +77,11 @@ class Evaluation:
 
     def names(self, block: str) -> list[str]:
         """Keys of a block of results.json (metrics, or values of a column); empty if there is no such block."""
-        return list(self.results.get(block) or {})
+        return list(self.results.look_up([block]) or {})
 
     def figure(self, *path: str) -> Figure | None:
         """The figure at a path of keys of results.json; None if that slice or metric was not computed."""
-        entry = value_at(self.results, path)
+        entry = self.results.look_up(path)
         if entry is None:
             return None
         if not isinstance(entry, Mapping):
@@ -112,11 +112,11 @@ def read_evaluations(runs: Sequence[str]) -> list[Evaluation]:
         else:
             own |= {path: read_evaluation(path) for path in inner}
     counts = Counter(one.label for one in own.values())
-    known = featured([*own.values(), *baselines]).results.get("checkpoint_hash")
+    known = featured([*own.values(), *baselines]).results.checkpoint_hash
     evaluations = []
     for path, one in own.items():
         label = one.label if counts[one.label] == 1 else f"{one.label} · {path.parent.name}/{path.name}"
-        is_ours = known is None or one.results.get("checkpoint_hash") in (None, known)
+        is_ours = known is None or one.results.checkpoint_hash in (None, known)
         evaluations.append(replace(one, label=label) if is_ours else _as_baseline(one, label))
     evaluations += baselines
     (label, num) = Counter(one.label for one in evaluations).most_common(1)[0]
@@ -126,7 +126,7 @@ def read_evaluations(runs: Sequence[str]) -> list[Evaluation]:
 
 
 def _as_baseline(one: Evaluation, label: str) -> Evaluation:
-    apart = [words for words in ways_of(one.results) if words != one.results.get("query_mode")]
+    apart = [words for words in ways_of(one.results) if words != one.results.query_mode]
     note = ", ".join(["other checkpoint", one.label.lower(), *apart])
     return replace(one, label=label, note=note, order=_BASELINE_ORDER, is_baseline=True)
 
@@ -151,16 +151,16 @@ def expand(directory: Path) -> list[Path]:
 def read_evaluation(directory: Path) -> Evaluation:
     """Read one evaluation directory; a UserError if it is incomplete or inconsistent."""
     results = read_results(directory)
-    mode = results.get("query_mode")
-    order, label, note = _FOREIGN_ORDER, str(results.get("tag") or directory.name), "external ranking"
+    mode = results.query_mode
+    order, label, note = _FOREIGN_ORDER, results.tag or directory.name, "external ranking"
     if mode is not None:
-        order, label, note = _condition(str(mode), str(results.get("query_modality") or "both"))
+        order, label, note = _condition(mode, results.query_modality or "both")
     way, *more = ways_of(results)
     if mode is not None and way != mode:
         note = f"point {way} of a budget"
-    if judged := results.get("rerank"):
+    if judged := results.rerank:
         order, label, note = _FOREIGN_ORDER, f"{label}, reranked", "" if way == mode else note
-        more[-1:] = [f"top {judged['top_n']} reordered by a judge"]
+        more[-1:] = [f"top {judged.top_n} reordered by a judge"]
     note = ", ".join(filter(None, [note, *more]))
     per_query = _per_query(directory / PER_QUERY)
     return Evaluation(directory, label, note, order, False, results, per_query)
@@ -191,13 +191,13 @@ def check_one_set(evaluations: Sequence[Evaluation]) -> None:
     """Raise a `UserError` for evaluations of different retrieval sets, protocols or queries."""
     first, *others = evaluations
     for other in others:
-        if why := set_mismatch(first.results, other.results):
+        if why := set_mismatch(first.results.set, other.results.set):
             raise UserError(
-                f"{first.directory} was measured on {first.results['set']['name']}, {other.directory} on "
-                f"{other.results['set']['name']}: different retrieval sets ({why}), whose figures are not comparable"
+                f"{first.directory} was measured on {first.results.set.name}, {other.directory} on "
+                f"{other.results.set.name}: different retrieval sets ({why}), whose figures are not comparable"
             )
         for key in ("benchmark", "profile"):
-            expected, value = (evaluation.results.get(key) for evaluation in (first, other))
+            expected, value = (getattr(evaluation.results, key) for evaluation in (first, other))
             if expected != value:
                 raise UserError(
                     f"{first.directory} has {key} {expected!r}, {other.directory} {value!r}, so their figures are not "
@@ -226,8 +226,8 @@ def compared(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
 
 def set_of(main: Evaluation, given: Path | None) -> RetrievalSet:
     """The retrieval set of an evaluation; a UserError if it does not exist, or has changed since."""
-    loaded, _ = with_readable_content(load_set(set_path(main.results, given)))
-    check_measured_on(loaded, main.results)
+    loaded, _ = with_readable_content(load_set(set_path(main.results.set, given)))
+    check_measured_on(loaded, main.results.set)
     return loaded
 
 
@@ -243,41 +243,42 @@ def warnings_of(evaluations: Sequence[Evaluation]) -> list[str]:
     ]
 
 
-def caveats(results: Mapping[str, Any]) -> Iterator[str]:
+def caveats(results: Results) -> Iterator[str]:
     """Warnings for readers of the figures of one evaluation."""
-    yield from map(str, results.get("warnings") or [])
-    if (coverage := results.get("coverage", 1.0)) < 1:
-        yield f"the ranking covers {100 * coverage:.4g} % of the queries"
-    if limit := results["set"].get("limit"):
+    yield from results.warnings
+    if results.coverage < 1:
+        yield f"the ranking covers {100 * results.coverage:.4g} % of the queries"
+    if limit := results.set.limit:
         yield f"only the first {limit:,} queries were evaluated"
-    if caution := few_groups(results["set"].get("num_groups", FEW_GROUPS)):
+    num_groups = results.set.num_groups
+    if caution := few_groups(FEW_GROUPS if num_groups is None else num_groups):
         yield caution
 
 
-def ways_of(results: Mapping[str, Any]) -> Iterator[str]:
+def ways_of(made: Made) -> Iterator[str]:
     """How a ranking was made: its query mode or point of `budget`, and what else sets it apart."""
-    yield (results.get("budget") or {}).get("name") or results.get("query_mode") or "external ranking"
-    if rewrite := results.get("rewrite"):
-        yield f"rewrite={rewrite['kind']}"
-    if dims := results.get("embedding_dims"):
-        yield f"embedding_dims={dims}"
-    if results.get("candidate_mode") == "reasoning":
+    yield (made.budget and made.budget.name) or made.query_mode or "external ranking"
+    if made.rewrite is not None:
+        yield f"rewrite={made.rewrite.kind}"
+    if made.embedding_dims:
+        yield f"embedding_dims={made.embedding_dims}"
+    if made.candidate_mode == "reasoning":
         yield "candidate_mode=reasoning"
-    if judged := results.get("rerank"):
-        yield f"top {judged['top_n']} reranked"
+    if made.rerank is not None:
+        yield f"top {made.rerank.top_n} reranked"
 
 
 def name_of(run: Evaluation) -> str:
     """Name of the model behind an evaluation that has no label."""
-    name = str((run.results.get("model") or {}).get("name") or run.results.get("checkpoint") or "")
+    name = (run.results.model and run.results.model.name) or run.results.checkpoint
     if not name:
-        return str(run.results.get("tag") or run.directory.name)
+        return run.results.tag or run.directory.name
     parts = [part for part in Path(name).parts if part not in ("final", "/")]
     return "/".join(parts[-2:])
 
 
 def note_of(run: Evaluation) -> str:
     """How an evaluation was made, in words."""
-    modality = run.results.get("query_modality")
+    modality = run.results.query_modality
     withheld = [] if modality in (None, "both") else [f"query {modality} only"]
     return ", ".join([*ways_of(run.results), *withheld])

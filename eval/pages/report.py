@@ -80,7 +80,7 @@ def report(options: ReportOptions) -> Path:
         raise UserError("runs must name at least one evaluation directory")
     metric, budget = options.metric, read_json(Path(runs[0]) / BUDGET) if len(runs) == 1 else None
     evaluations = read_evaluations(runs)
-    if of_suite := next((one for one in evaluations if one.results.get("suite")), None):
+    if of_suite := next((one for one in evaluations if one.results.suite), None):
         raise UserError(
             f"{of_suite.directory} is the mean of a suite, and a page shows one set: name a member's evaluation, "
             f"{of_suite.directory}/members/NAME, or compare two suites with `rge eval compare`"
@@ -88,7 +88,7 @@ def report(options: ReportOptions) -> Path:
     check_one_set(evaluations)
     main = featured(evaluations)
     if main.figure("micro", metric) is None:
-        known = ", ".join(main.results["micro"])
+        known = ", ".join(main.results.micro)
         raise UserError(
             f"metric must be one that {main.directory}/results.json holds, got {metric!r}; it holds {known}"
         )
@@ -99,9 +99,9 @@ def report(options: ReportOptions) -> Path:
     table, other_tables = tables.main_table(rows, main, metric, tables.random_floors(main, loaded, metric))
     notes = loaded.meta.get("slice_notes", {}).get(table.by, {})
     content = dict(
-        title=f"Retrieval on {main.results['set']['name']}",
-        set=main.results["set"],
-        profile=main.results.get("profile"),
+        title=f"Retrieval on {main.results.set.name}",
+        set=main.results.set,
+        profile=main.results.profile,
         metric=metric,
         metric_words=metric_words(metric),
         verdict=tables.verdict_of(rows, main, metric),
@@ -187,7 +187,7 @@ def provenance_of(evaluations: Sequence[Evaluation]) -> list[dict[str, Any]]:
     for one in evaluations:
         recorded = {
             key: _without_paths(value)
-            for key, value in one.results.items()
+            for key, value in one.results.as_json().items()
             if key not in figures and not key.startswith("by_")
         }
         text = json.dumps(recorded, indent=1, ensure_ascii=False, default=str)
@@ -197,8 +197,8 @@ def provenance_of(evaluations: Sequence[Evaluation]) -> list[dict[str, Any]]:
 
 def _command(evaluation: Evaluation) -> str | None:
     """The command that reproduces this evaluation, except out=; None if it was not recorded."""
-    again = evaluation.results.get("again")
-    if not again:
+    again = evaluation.results.again
+    if again is None:
         return None
 
     def as_word(value: Any) -> str:
@@ -206,8 +206,8 @@ def _command(evaluation: Evaluation) -> str | None:
             return ",".join(map(as_word, value)) or "[]"
         return _local(value) if isinstance(value, str) else json.dumps(value)
 
-    words = [f"{key}={as_word(value)}" for key, value in again["options"].items()]
-    return shlex.join(["rge", "eval", again["command"], *words])
+    words = [f"{key}={as_word(value)}" for key, value in again.options.items()]
+    return shlex.join(["rge", "eval", again.command, *words])
 
 
 def _without_paths(value: Any) -> Any:

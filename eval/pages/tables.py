@@ -123,12 +123,12 @@ def random_floors(main: Evaluation, loaded: RetrievalSet, metric: str) -> np.nda
     results = main.results
     if main.figure("random", metric) is None:
         return None
-    benchmark = str(results.get("benchmark") or GENERIC)
+    benchmark = results.benchmark
     if benchmark not in (GENERIC, *BENCHMARKS):  # of a plugin that is not loaded
         return np.full(len(main.per_query), np.nan)
-    protocol = protocol_for(benchmark, results["profile"], loaded, [metric])
+    protocol = protocol_for(benchmark, results.profile, loaded, [metric])
     empty = np.full((len(loaded.queries), 1), -1, np.int32)
-    depth = int(results.get("depth") or len(loaded.corpus_ids))
+    depth = results.depth or len(loaded.corpus_ids)
     scored = protocol.score(protocol.prepare(loaded), Ranking(empty, np.full(empty.shape, -np.inf), depth))
     floors = pd.Series(scored.random_QM[:, scored.names.index(metric)], loaded.query_ids)
     return floors.reindex(main.per_query.index).where(main.per_query[metric].notna()).to_numpy()
@@ -164,7 +164,7 @@ def _is_rival(one: Evaluation, main: Evaluation) -> bool:
 
 def metrics_table(evaluations: Sequence[Evaluation], main: Evaluation) -> dict[str, Any]:
     """All metrics of all evaluations, as means over queries and means over categories."""
-    blocks, floors = [], {"micro": main.results.get("random") or {}, "macro": {}}
+    blocks, floors = [], {"micro": main.results.random, "macro": {}}
     for block, heading in (("micro", "Mean over queries"), ("macro", "Mean over categories")):
         rows = [
             {

@@ -6,7 +6,7 @@
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,19 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pydantic import ValidationError
 
-from eval.embedding.identity import differences, set_mismatch
+from eval.scoring.identity import differences, set_mismatch
 from eval.scoring.metrics import Judged, compute, cut, first_hit_rank, judge, random_floor, tied_order
+from eval.scoring.results import (
+    Figures,
+    ImportedWith,
+    Measured,
+    Rerun,
+    Results,
+    SetFacts,
+    decided_differently,
+)
 from eval.scoring.search import Ranking
 from eval.sets.retrieval_set import RESULT_COLUMNS, RetrievalSet
 from rge.common.errors import UserError
@@ -28,27 +38,12 @@ from rge.stats import intervals
 from rge.stats.intervals import LEVEL, NUM_RESAMPLES, Bootstrap, cluster_bootstrap, index_of
 
 RESULTS, PER_QUERY, RUN = "results.json", "per_query.parquet", "run.trec"
-FORMAT = 1
 NUM_TOP = 10
 SELF_RANKS = (1, 20)
 PLACES = ("out", "cache", "overwrite", "report")
 """Options of a command that do not affect its figures."""
-DECIDES = (
-    "set.fingerprint", "set.content", "set.report_by", "set.limit", "benchmark", "profile", "metrics", "seed", "rerank.of",
-    "rerank.top_n", "rerank.mix", "rerank.judge", "checkpoint_hash", "query_mode", "query_modality", "tag", "run_hash",
-    "candidate_mode", "depth", "embedding_dims", "decoding", "dtype", "exact", "prompts.profile", "prompts.instructions",
-    "rewrite.kind", "rewrite.model", "rewrite.replaces",
-)  # fmt: skip
-"""Keys of results.json that determine the figures, in addition to `USED_WITH`; not software, machine and batch size."""
 USED_WITH = ("settings.", "prompts.", "asked.rewriter_at")
 """Parts of an identity that say how an embedder is used."""
-ALWAYS_RECORDED = ("micro", "set.name", "set.fingerprint")
-"""Keys without which a results.json is damaged."""
-MADE_WITH = (
-    "instructions", "verbatim", "image_policy", "query_images", "task", "keys", "gains", "layout", "pool",
-    "exclude_query_image",
-)  # fmt: skip
-"""Import options that affect a set's content or counts; they explain differences between sets with the same ids."""
 OF_ENCODED = {
     "rationale": "rationales",
     "stop_reason": "stop_reasons",
@@ -148,7 +143,7 @@ def figures(wanted: RetrievalSet, scored: Scored, *, seed: int) -> dict[str, Any
     """
     group_Q, category_Q = index_of(wanted.columns["group"]), index_of(wanted.columns["category"])
 
-    def block(rows: slice | np.ndarray, stratum_Q: np.ndarray | None = None) -> dict[str, Any]:
+    def block(rows: slice | np.ndarray, stratum_Q: np.ndarray | None = None) -> Figures:
         bootstrap = cluster_bootstrap(scored.value_QM[rows], group_Q[rows], stratum_Q=stratum_Q, seed=seed)
         return by_name(scored.names, bootstrap)
 
@@ -162,7 +157,7 @@ def figures(wanted: RetrievalSet, scored: Scored, *, seed: int) -> dict[str, Any
     return out
 
 
-def by_name(names: Sequence[str], bootstrap: Bootstrap) -> dict[str, dict[str, float | None]]:
+def by_name(names: Sequence[str], bootstrap: Bootstrap) -> Figures:
     """Figures by metric, without those that are undefined for all queries."""
     figures_M = zip(names, intervals.figures(bootstrap, (0.0, 1.0)), strict=True)
     return {name: figure for name, figure in figures_M if figure["value"] is not None}
@@ -202,41 +197,43 @@ def self_retrieval(ranking: Ranking, own: Sequence[np.ndarray]) -> dict[str, Any
     return out
 
 
-def rerun_command(command: str, options: Any) -> dict[str, Any]:
+def rerun_command(command: str, options: Any) -> Rerun:
     """The command that reproduces an evaluation, for results.json, without its output directory."""
     words = {key: value for key, value in given(options).items() if key not in PLACES}
-    return {"command": command, "options": words}
+    return Rerun(command=command, options=words)
 
 
-def set_figures(wanted: RetrievalSet) -> dict[str, Any]:
-    """The ``set`` block of results.json."""
-    return {
-        "name": wanted.name,
-        "fingerprint": wanted.fingerprint,
-        "content": wanted.content,
-        "made_with": {key: wanted.meta[key] for key in MADE_WITH if wanted.meta.get(key) is not None},
-        "num_queries": len(wanted.queries),
-        "num_candidates": len(wanted.corpus_ids),
-        "num_groups": len(set(wanted.columns["group"])),
-        "report_by": list(wanted.report_by),
-        "path": str(wanted.path.resolve()),
-    } | {key: wanted.meta[key] for key in ("split", "licence", "source") if key in wanted.meta}
+def set_facts(wanted: RetrievalSet, limit: int | None = None) -> SetFacts:
+    """The measured set; ``limit``: how many of its queries are used."""
+    return SetFacts(
+        name=wanted.name,
+        fingerprint=wanted.fingerprint,
+        content=wanted.content,
+        made_with=ImportedWith.model_validate(wanted.meta).as_json(),
+        num_queries=len(wanted.queries),
+        num_candidates=len(wanted.corpus_ids),
+        num_groups=len(set(wanted.columns["group"])),
+        report_by=list(wanted.report_by),
+        path=str(wanted.path.resolve()),
+        limit=limit,
+        **{key: wanted.meta[key] for key in ("split", "licence", "source") if key in wanted.meta},
+    )
 
 
-def set_path(results: Mapping[str, Any], given: Path | None, *, otherwise: str = "") -> Path:
+def set_path(measured: SetFacts, given: Path | None, *, otherwise: str = "") -> Path:
     """Location of an evaluation's retrieval set or suite: as given, else as recorded; a `UserError` if there is none.
 
     ``otherwise``: what else the user can do, for the message.
     """
-    path = given or Path(results["set"].get("path") or "unknown")
+    path = given or Path(measured.path or "unknown")
     if not find_shipped(path).is_dir():
         raise UserError(f"retrieval set {path} does not exist; if it was moved, pass set=DIR{otherwise}")
     return path
 
 
-def check_measured_on(wanted: RetrievalSet, results: Mapping[str, Any]) -> None:
+def check_measured_on(wanted: RetrievalSet, measured: SetFacts) -> None:
     """Raise a `UserError` if a set is not the one of an evaluation, or has changed since."""
-    if why := set_mismatch({"set": set_figures(wanted)}, results):
+    if why := set_mismatch(set_facts(wanted), measured):
         raise UserError(f"{wanted.path} is not the retrieval set that was measured ({why}): pass set=DIR")
 
 
@@ -260,55 +257,32 @@ def means(names: Sequence[str], value_QM: np.ndarray) -> dict[str, float]:
     }
 
 
-def check_out(out: Path, results: Mapping[str, Any], *, overwrite: bool) -> None:
+def check_out(out: Path, measured: Measured, *, overwrite: bool) -> None:
     """Refuse to replace the output of a different evaluation.
 
-    ``results``: the new results.json as far as it is known. A block may lack keys that are not known yet.
+    ``measured``: the new one, as far as it is known.
     """
     if out.is_file():
         raise UserError(f"out {out} is a file")
     if overwrite or not (out / RESULTS).exists():
         return
-    old, new = read_results(out), json.loads(json.dumps(results, default=str))
-    apart = _decided_differently(old, new)
-    if "identity" in old:
+    old, new = read_results(out), measured.as_read()
+    apart = decided_differently(old, new)
+    if old.identity:
         apart |= {key: pair for key, pair in differences(old, new).items() if key.startswith(USED_WITH)}
-    for key, (was, value) in apart.items():
+    if apart:
+        told = "; ".join(f"{key} = {was!r}, this one has {value!r}" for key, (was, value) in apart.items())
         raise UserError(
-            f"{out} already holds an evaluation with {key} = {was!r}, this one has {value!r}: "
-            "choose another out=, or pass overwrite=true"
+            f"{out} already holds an evaluation with {told}: choose another out=, or pass overwrite=true"
         )
 
 
-def _decided_differently(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Old and new value of each key of `DECIDES` that differs, among those that are known in the new results."""
-    apart = {}
-    for key in DECIDES:
-        block, _, name = key.rpartition(".")
-        if name not in (new.get(block) or (name,)):
-            continue
-        was, value = (value_at(one, key.split(".")) for one in (old, new))
-        if was != value:
-            apart[key] = was, value
-    return apart
-
-
-def value_at(results: Mapping[str, Any], path: Sequence[str]) -> Any:
-    """The value at a path of keys of results.json, or None."""
-    value: Any = results
-    for key in path:
-        value = value.get(key) if isinstance(value, Mapping) else None
-    return value
-
-
-def read_results(directory: Path) -> dict[str, Any]:
+def read_results(directory: Path) -> Results:
     """Read ``results.json`` of a finished output directory; a `UserError` if it is missing or invalid."""
     path = directory / RESULTS
     try:
-        results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"), parse_constant=_not_finite)
-        if missing := [key for key in ALWAYS_RECORDED if not value_at(results, key.split("."))]:
-            raise ValueError(f"it lacks {', '.join(missing)}")
-        return results
+        content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_not_finite)
+        return Results.model_validate(content)
     except FileNotFoundError:
         inner = sorted(child.parent.name for child in directory.glob(f"*/{RESULTS}"))
         words = f"has no {RESULTS}: the evaluation is unfinished or in another directory"
@@ -317,6 +291,9 @@ def read_results(directory: Path) -> dict[str, Any]:
         raise UserError(f"{directory} {words}") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    except ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+        raise UserError(f"{path} is damaged ({wrong}): evaluate again with overwrite=true") from None
     except ValueError as error:
         raise UserError(f"{path} is damaged ({error}): evaluate again with overwrite=true") from None
 
@@ -331,10 +308,10 @@ def invalidate(out: Path) -> None:
     (out / RESULTS).unlink(missing_ok=True)
 
 
-def write_tables(out: Path, table: pa.Table, results: dict[str, Any]) -> None:
+def write_tables(out: Path, table: pa.Table, results: Results) -> None:
     """Write the per-query table and then results.json; a `ValueError` if a figure is not finite."""
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd")
     write_bytes(out / PER_QUERY, sink.getvalue().to_pybytes())
-    text = json.dumps(results, indent=1, ensure_ascii=False, allow_nan=False, default=str)
+    text = json.dumps(results.as_json(), indent=1, ensure_ascii=False, allow_nan=False, default=str)
     write_bytes(out / RESULTS, text.encode() + b"\n")

@@ -17,6 +17,7 @@ import numpy as np
 
 from eval.scoring.metrics import deepest, names_of
 from eval.scoring.output_files import Scored, figures, means, score_ranking
+from eval.scoring.results import Figures, Number, Results
 from eval.scoring.search import DEPTH, Ranking, trec_ties
 from eval.scoring.stats import over_groups
 from eval.sets.retrieval_set import RetrievalSet, paraphrases
@@ -81,7 +82,7 @@ class Protocol:
         """Further figures, merged with those of `eval.scoring.output_files.figures`: ``micro``, slices (``by_COLUMN``), and others."""
         return {}
 
-    def suite_figures(self, results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    def suite_figures(self, results: Mapping[str, Results]) -> dict[str, Any]:
         """Figures of a suite from those of its members."""
         return {}
 
@@ -113,7 +114,7 @@ def all_figures(wanted: RetrievalSet, scored: Scored, protocol: Protocol, *, see
 
 def _sensitivity(
     wanted: RetrievalSet, scored: Scored, protocol: Protocol, same: Sequence[str], *, seed: int
-) -> dict[str, Any]:
+) -> Figures:
     """For each headline metric, the largest minus the smallest value of a question's wordings, mean over the questions."""
     column = dict(zip(scored.names, scored.value_QM.T, strict=True))
     ranges = {
@@ -126,9 +127,7 @@ def _sensitivity(
     return {name: figure for name, figure in ranges.items() if figure}
 
 
-def headline_figures(
-    protocol: Protocol, figures_of: Mapping[str, Mapping[str, Any]], average: str
-) -> list[dict[str, Any]]:
+def headline_figures(protocol: Protocol, figures_of: Figures, average: str) -> list[dict[str, str | Number]]:
     """The headline metrics among figures that are averages over queries (micro) or categories (macro)."""
     known = (name for name in protocol.headline if name in figures_of)
     return [{"metric": name, "average": average, **figures_of[name]} for name in known]

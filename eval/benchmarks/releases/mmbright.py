@@ -45,6 +45,7 @@ from eval.benchmarks.release_files import (
 )
 from eval.scoring.output_files import Scored, means
 from eval.scoring.protocol import Protocol
+from eval.scoring.results import Results
 from eval.scoring.search import Ranking
 from eval.sets.retrieval_set import RetrievalSet
 from eval.sets.write_set import Candidate, Query
@@ -355,11 +356,11 @@ class Mmbright(Protocol):
         figures = {f"{t}@{k}": round(value[f"{o}@{k}"], 5) for t, o in _TREC.items() for k in CUTS}
         return {"official": figures | {"MRR": round(value["mrr"], 5)}}
 
-    def suite_figures(self, results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    def suite_figures(self, results: Mapping[str, Results]) -> dict[str, Any]:
         """Official: the mean of the domains' rounded figures, rounded again."""
         if self.profile == "clean":
             return {}
-        blocks = [result["official"] for result in results.values()]
+        blocks = [result.official for result in results.values()]
         return {"official": {key: round(sum(b[key] for b in blocks) / len(blocks), 5) for key in blocks[0]}}
 
 

@@ -33,6 +33,7 @@ from eval.benchmarks.release_files import (
 from eval.benchmarks.releases.mmeb import OwnCandidates, refuse_lacking, targets_of
 from eval.scoring.output_files import Scored
 from eval.scoring.protocol import Protocol
+from eval.scoring.results import Results
 from eval.scoring.search import Ranking
 from eval.sets.retrieval_set import RetrievalSet
 from eval.sets.write_set import Candidate, Query
@@ -204,10 +205,10 @@ class Mmeb2(Protocol):
         """The set's main score."""
         return {"main_score": self.main_score(wanted, scored)}
 
-    def suite_figures(self, results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    def suite_figures(self, results: Mapping[str, Results]) -> dict[str, Any]:
         """Mean of the sets' main scores."""
-        scores = [result["main_score"] for result in results.values()]
-        mean = sum(score["value"] for score in scores) / len(scores)
+        scores = [result.main_score or {} for result in results.values()]
+        mean = sum(float(score["value"] or 0) for score in scores) / len(scores)
         return {"main_score": {"metric": scores[0]["metric"], "value": mean}}
 
 

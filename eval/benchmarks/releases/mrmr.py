@@ -24,6 +24,7 @@ from eval.benchmarks.release_files import (
 )
 from eval.scoring.output_files import Scored
 from eval.scoring.protocol import Protocol
+from eval.scoring.results import Results
 from eval.sets.retrieval_set import RetrievalSet
 from eval.sets.write_set import Candidate, Query
 
@@ -151,9 +152,9 @@ class Mrmr(Protocol):
             "main_score": score | ({"value": round(score["value"], 5)} if self.profile == "official" else {})
         }
 
-    def suite_figures(self, results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    def suite_figures(self, results: Mapping[str, Results]) -> dict[str, Any]:
         """Main scores of all tasks; the release does not average them."""
-        return {"main_scores": {name: result["main_score"] for name, result in results.items()}}
+        return {"main_scores": {name: result.main_score for name, result in results.items()}}
 
 
 PROTOCOLS = (

@@ -8,7 +8,7 @@ from eval_fakes import FakeEncoder, loader, picture
 from eval.__main__ import main
 from eval.benchmarks.published_tables import beside, published
 from eval.commands.run import RunOptions, run_command
-from eval.scoring.output_files import read_results, value_at
+from eval.scoring.output_files import read_results
 from eval.sets.retrieval_set import load_set
 
 
@@ -52,7 +52,7 @@ def test_both_directions_of_both_sets_and_their_published_rows(release, tmp_path
     (done,) = run_command(options, load=loader(FakeEncoder()))
     results = read_results(done)
     for column in published()["karpathy"].columns:
-        assert value_at(results, column.path) is not None
+        assert results.look_up(column.path) is not None
     assert "4 sets" not in beside({"mine": results})
     assert "NOT COMPARABLE" in beside({"mine": results})
 

@@ -11,7 +11,7 @@ from eval.__main__ import main
 from eval.benchmarks.registry import protocol_for
 from eval.benchmarks.releases.mrmr import DISCIPLINES, INSTRUCTIONS, MrmrOptions, import_mrmr
 from eval.commands.run import RunOptions, run_command
-from eval.scoring.output_files import set_figures
+from eval.scoring.output_files import set_facts
 from eval.scoring.search import Ranking
 from eval.sets.retrieval_set import load_set
 from rge.common.errors import UserError
@@ -90,7 +90,7 @@ def test_numbered_pictures_on_request(release, tmp_path):
     assert first.pictures == (picture(2), picture(3))
     assert second.pictures == ()
     # named where two sets with the same ids differ, and in the rows of a board
-    assert set_figures(found)["made_with"] == {"query_images": "numbered", "task": "design"}
+    assert set_facts(found).made_with == {"query_images": "numbered", "task": "design"}
 
 
 def test_main_scores_and_ties(release, tmp_path):

@@ -7,7 +7,9 @@ import pytest
 
 from eval.benchmarks.published_tables import TRAINED, _read, beside, published, table_of
 from eval.benchmarks.registry import BENCHMARKS
+from eval.scoring.results import Results, SetFacts
 from rge.common.errors import UserError
+from eval.scoring.results import Results, SetFacts
 from rge.common.mmeb_prompts import SETS
 
 NUM_ROWS = {
@@ -84,13 +86,11 @@ def test_a_row_of_another_length_is_refused(tmp_path, monkeypatch):
 
 
 def measured(value, **more):
-    about = {"name": "MMEB", "num_members": 36, "num_queries": 36_000}
-    figures = {"benchmark": "mmeb", "profile": "official", "set": about | more.pop("set", {})}
+    about = {"name": "MMEB", "fingerprint": "abc", "num_members": 36, "num_queries": 36_000}
+    known = {"benchmark": "mmeb", "profile": "official", "set": about | more.pop("set", {}), "micro": {}}
     table = published()["mmeb"]
-    path = table.columns[table.main].official or table.columns[table.main].path
-    for key in reversed(path):
-        value = {key: value}
-    return figures | value | more
+    block, metric = table.columns[table.main].official or table.columns[table.main].path
+    return Results(**known | {block: {} if value is None else {metric: value}} | more)
 
 
 def test_measured_rows_stand_among_the_published_ones_best_first():
@@ -104,7 +104,7 @@ def test_measured_rows_stand_among_the_published_ones_best_first():
     assert any(line.startswith("none (measured)") and "–" in line for line in lines)
     assert published()["mmeb"].source in shown
     assert "NOT COMPARABLE" not in shown
-    assert beside({"x": measured({"value": 0.5}) | {"benchmark": "generic"}}) == ""
+    assert beside({"x": measured({"value": 0.5}, benchmark="generic")}) == ""
 
 
 def test_sets_of_mmeb_have_rows_of_their_own_whose_means_are_those_of_the_suite():
@@ -115,8 +115,13 @@ def test_sets_of_mmeb_have_rows_of_their_own_whose_means_are_those_of_the_suite(
         dict(zip([c.name for c in whole.columns], whole.rows[-1].values, strict=True)),
     )
     assert sum(rge) / 36 == pytest.approx(mean["Overall"], abs=5e-4)
-    alone = {"benchmark": "mmeb", "profile": "official", "set": {"name": "MMEB CIRR", "num_queries": 1000}}
-    shown = beside({"mine": alone | {"micro": {"hit@1": {"value": 0.555}}}})
+    alone = Results(
+        benchmark="mmeb",
+        profile="official",
+        set=SetFacts(name="MMEB CIRR", fingerprint="abc", num_queries=1000),
+        micro={"hit@1": {"value": 0.555}},
+    )
+    shown = beside({"mine": alone})
     (row,) = [line.split() for line in shown.splitlines() if line.startswith("CIRR")]
     assert row[1:3] == ["55.5", "12.6"]
     suite = measured(

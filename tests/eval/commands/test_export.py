@@ -12,6 +12,7 @@ from huggingface_hub import ModelCard
 
 from eval.__main__ import main
 from eval.commands.export import ExportOptions, export, with_evaluation
+from eval.scoring.results import Results
 from eval.commands.run import RunOptions, run
 from eval.commands.score import ScoreOptions, score
 from eval.pages.evaluations import note_of, read_evaluation
@@ -152,7 +153,7 @@ def test_model_index_entries_of_others_stay_as_they_are(done):
     known = [{"name": "mine", "results": others}, {"name": "theirs", "results": []}]
     card = "---\n" + yaml.safe_dump({"tags": ["a", "a"], "model-index": known}) + "---\n# me/mine\n"
     for _ in range(2):
-        card = with_evaluation(card, results)
+        card = with_evaluation(card, Results.model_validate(results))
     front = yaml.safe_load(card.split("---\n")[1])
     first, second = front["model-index"]
     assert (first["name"], first["results"][:-1], second) == ("mine", others, known[1])
@@ -169,9 +170,9 @@ def test_a_card_whose_front_matter_cannot_be_used(done, caplog, monkeypatch):
         ("model-index: [{name: a, results: [b]}]", "must be a list of mappings with `results`"),
     ):
         with pytest.raises(UserError, match=words):
-            with_evaluation(f"---\n{front}\n---\n# me/mine\n", results)
+            with_evaluation(f"---\n{front}\n---\n# me/mine\n", Results.model_validate(results))
     monkeypatch.setattr(logging.getLogger("huggingface_hub"), "propagate", True)
-    assert with_evaluation("# me/mine\n", results).startswith("---\nmodel-index:\n- name: me/mine\n")
+    assert with_evaluation("# me/mine\n", Results.model_validate(results)).startswith("---\nmodel-index:\n- name: me/mine\n")
     assert not caplog.records
 
 
@@ -184,7 +185,7 @@ def test_a_card_tells_a_part_from_the_whole(done):
     }
     card = "# me/mine\n"
     for one in (results, part, results | macro | {"set": results["set"] | {"num_members": 3}}):
-        card = with_evaluation(card, one)
+        card = with_evaluation(card, Results.model_validate(one))
     rows = [line.split(" | ")[1] for line in card.splitlines() if line.startswith("| fake |")]
     assert list(dict.fromkeys(rows)) == [
         "reasoning, both", "reasoning, both, first 6 queries", "reasoning, both, mean of 3 members",
@@ -196,21 +197,21 @@ def test_a_card_does_not_pass_off_a_reranked_or_fused_ranking_as_the_checkpoints
     results = json.loads((done / "results.json").read_text())
     more = {
         "budget": {"name": "mean-8"}, "rewrite": {"kind": "caption"}, "embedding_dims": 16,
-        "candidate_mode": "reasoning", "rerank": {"top_n": 5},
+        "candidate_mode": "reasoning", "rerank": {"of": "eval", "top_n": 5},
     }  # fmt: skip
     card = "# me/mine\n"
     for one in (results, *(results | {key: value} for key, value in more.items()), results | more):
-        card = with_evaluation(card, one)
+        card = with_evaluation(card, Results.model_validate(one))
     rows = [line.split(" | ")[1] for line in card.splitlines() if line.startswith("| fake |")]
     ways = ["mean-8", "rewrite=caption", "embedding_dims=16", "candidate_mode=reasoning", "top 5 reranked"]
     assert list(dict.fromkeys(rows)) == [
         f"reasoning, both{words}" for words in ("", *(f", {way}" for way in ways), ", " + ", ".join(ways))
     ]
-    assert note_of(replace(read_evaluation(done), results=results | more)) == ", ".join(
+    assert note_of(replace(read_evaluation(done), results=Results.model_validate(results | more))) == ", ".join(
         ways
     )  # on a board, too
-    base = with_evaluation("# me/mine\n", results | {"budget": {"name": "reasoning"}})
-    assert base == with_evaluation("# me/mine\n", results)
+    base = with_evaluation("# me/mine\n", Results.model_validate(results | {"budget": {"name": "reasoning"}}))
+    assert base == with_evaluation("# me/mine\n", Results.model_validate(results))
 
 
 def test_a_partial_run_is_not_exported(done, tmp_path):

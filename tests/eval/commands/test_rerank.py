@@ -408,7 +408,7 @@ def test_a_reranked_evaluation_is_not_replaced_by_its_first_ranking_unasked(tmp_
     judged_by(Fixed({}))
     rerank_command(RerankOptions(of=done, judge="x", top_n=3, out=tmp_path / "judged"))
     before = (tmp_path / "judged" / "results.json").read_bytes()
-    with pytest.raises(UserError, match="already holds an evaluation with rerank.of = "):
+    with pytest.raises(UserError, match="already holds an evaluation with .*rerank.of = "):
         run(RunOptions(**options, out=tmp_path / "judged"), loader(FakeEncoder()))
     assert (tmp_path / "judged" / "results.json").read_bytes() == before
     rerank_command(RerankOptions(of=done, judge="x", top_n=3, out=tmp_path / "judged"))

@@ -10,7 +10,7 @@ from eval_fakes import FakeEncoder, tables, write_set, write_tables
 
 from eval.__main__ import main
 from eval.commands.run import RunOptions, run
-from eval.embedding.identity import differences
+from eval.scoring.identity import differences
 from rge.checkpoints.export import export, settings_of
 from rge.common.parts import content_of
 from rge.common.schema import Item

@@ -73,7 +73,7 @@ def test_a_model_of_the_same_name_at_another_address_writes_anew(content, server
         found = rewritten(wanted, rewriter)
         assert other.num_answered == 3
     assert found.queries[1].text == "question 1\nfrom elsewhere"
-    assert rewriter.about()["at"] == other.url
+    assert rewriter.about().look_up(["at"]) == other.url
 
 
 def test_a_reformulation_sees_question_and_pictures_and_replaces_the_text(content, server, tmp_path):
@@ -316,7 +316,7 @@ def test_bm25_writes_an_evaluation_and_hears_of_captions(content, server, tmp_pa
     assert caption["versions"]["bm25s"]
     first = (tmp_path / "caption" / "run.trec").read_text().split("\n")
     assert {line.split()[0] for line in first if line} == {f"q{n:02d}" for n in range(6)}
-    with pytest.raises(UserError, match="already holds an evaluation with tag = 'bm25-lucene-caption'"):
+    with pytest.raises(UserError, match="already holds an evaluation with .*tag = 'bm25-lucene-caption'"):
         bm25(Bm25Options(**options, out=tmp_path / "caption"))
 
 
@@ -363,10 +363,8 @@ def test_an_audit_compares_what_the_set_asks_and_only_texts_that_are_used_count_
         results = json.loads((path / "results.json").read_text())
         assert bool(results["rewrite"]) == (results["query_modality"] == "both")
         assert results["audit"]["query_pairs"] == {"shared": 1, "of": 6}
-    # The rewriter is not asked for texts that are left out, and older results, which named the rewriter there, are the same evaluation.
+    # The rewriter is not asked for texts that are left out.
     server.asked.clear()
-    results["rewrite"] = {"kind": "caption", "model": "m"}
-    (path / "results.json").write_text(json.dumps(results))
     alone = replace(options, query_modality=("image",), cache=tmp_path / "empty", out=path)
     run(alone, loader(FakeEncoder()))
     assert server.asked == []

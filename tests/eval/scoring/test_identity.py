@@ -15,8 +15,8 @@ from eval.commands.compare import CompareOptions, compare
 from eval.commands.export import ExportOptions, export
 from eval.commands.run import RunOptions, run, run_command
 from eval.commands.score import ScoreOptions, score
-from eval.embedding.identity import differences, identity_of
 from eval.pages.report import ReportOptions, report
+from eval.scoring.identity import differences, identity_of
 from eval.sets.contents import with_content
 from eval.sets.retrieval_set import load_set
 from rge.checkpoints.export import export as write_checkpoint

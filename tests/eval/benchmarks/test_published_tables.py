@@ -9,7 +9,6 @@ from eval.benchmarks.published_tables import TRAINED, _read, beside, published, 
 from eval.benchmarks.registry import BENCHMARKS
 from eval.scoring.results import Results, SetFacts
 from rge.common.errors import UserError
-from eval.scoring.results import Results, SetFacts
 from rge.common.mmeb_prompts import SETS
 
 NUM_ROWS = {

@@ -12,10 +12,10 @@ from huggingface_hub import ModelCard
 
 from eval.__main__ import main
 from eval.commands.export import ExportOptions, export, with_evaluation
-from eval.scoring.results import Results
 from eval.commands.run import RunOptions, run
 from eval.commands.score import ScoreOptions, score
 from eval.pages.evaluations import note_of, read_evaluation
+from eval.scoring.results import Results
 from rge.checkpoints.export import checkpoint_hash
 from rge.common.errors import UserError
 from rge.common.mmeb_prompts import SETS
@@ -172,7 +172,9 @@ def test_a_card_whose_front_matter_cannot_be_used(done, caplog, monkeypatch):
         with pytest.raises(UserError, match=words):
             with_evaluation(f"---\n{front}\n---\n# me/mine\n", Results.model_validate(results))
     monkeypatch.setattr(logging.getLogger("huggingface_hub"), "propagate", True)
-    assert with_evaluation("# me/mine\n", Results.model_validate(results)).startswith("---\nmodel-index:\n- name: me/mine\n")
+    assert with_evaluation("# me/mine\n", Results.model_validate(results)).startswith(
+        "---\nmodel-index:\n- name: me/mine\n"
+    )
     assert not caplog.records
 
 
@@ -207,9 +209,9 @@ def test_a_card_does_not_pass_off_a_reranked_or_fused_ranking_as_the_checkpoints
     assert list(dict.fromkeys(rows)) == [
         f"reasoning, both{words}" for words in ("", *(f", {way}" for way in ways), ", " + ", ".join(ways))
     ]
-    assert note_of(replace(read_evaluation(done), results=Results.model_validate(results | more))) == ", ".join(
-        ways
-    )  # on a board, too
+    assert note_of(
+        replace(read_evaluation(done), results=Results.model_validate(results | more))
+    ) == ", ".join(ways)  # on a board, too
     base = with_evaluation("# me/mine\n", Results.model_validate(results | {"budget": {"name": "reasoning"}}))
     assert base == with_evaluation("# me/mine\n", Results.model_validate(results))
 

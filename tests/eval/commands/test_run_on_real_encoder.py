@@ -11,6 +11,7 @@ from eval_fakes import FakeEncoder, tables, write_set, write_tables
 from eval.__main__ import main
 from eval.commands.run import RunOptions, run
 from eval.scoring.identity import differences
+from eval.scoring.results import Results
 from rge.checkpoints.export import export, settings_of
 from rge.common.parts import content_of
 from rge.common.schema import Item
@@ -92,7 +93,9 @@ def test_queries_with_more_pictures_than_a_prompt_holds(lively, checkpoint, tmp_
     assert found["b"]["settings"]["pixels"] == rge_json["pixels"]
     assert found["b"]["settings"]["max_prompt_tokens"] == 200
     assert found["b"]["again"]["options"]["max_prompt_tokens"] == 200
-    assert set(differences(found["b"], found["c"])) == {"settings.pixels.max"}
+    assert set(differences(*(Results.model_validate(found[name]) for name in ("b", "c")))) == {
+        "settings.pixels.max"
+    }
     (checkpoint / "rge.json").write_text(json.dumps(rge_json))
     assert main([*words, f"out={tmp_path / 'd'}"]) == 0
     usual = json.loads((tmp_path / "d/results.json").read_text())["settings"]

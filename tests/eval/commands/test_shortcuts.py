@@ -49,7 +49,7 @@ def test_shortcut_rates_by_hand(done):
         UserError, match=r"query_modality=both,text,image; got .*both \(both\), .*both \(both\), .*\(text\)"
     ):
         shortcut_rates([both, both, text], "hit@1")
-    other = replace(image, results=image.results | {"checkpoint_hash": "other"})
+    other = replace(image, results=image.results.but(checkpoint_hash="other"))
     with pytest.raises(UserError, match="evaluations of one set, checkpoint and query mode"):
         shortcut_rates([both, text, other], "hit@1")
 

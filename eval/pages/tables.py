@@ -39,6 +39,7 @@ class Table:
     rows: list[Row]
     scale: Scale
     gains: list[Row] = field(default_factory=list)
+    metric: str = ""
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def _table(
     scale = Scale.around(end for figure in known for end in (figure.value, figure.low, figure.high))
     block, *value = columns[-1].path
     by = block.removeprefix("by_").replace("_", " ") if value else ""
-    return Table(by, [(c.heading, c.num_queries) for c in columns], rows, scale)
+    return Table(by, [(c.heading, c.num_queries) for c in columns], rows, scale, metric=metric)
 
 
 def _chance(main: Evaluation, metric: str, column: _Column, floor: np.ndarray) -> Figure | None:
@@ -94,6 +95,10 @@ def main_table(
     every_Q = np.ones(len(main.per_query), bool)
     columns = [_Column("All queries", ("micro",), every_Q), *sliced.pop(lead, [])]
     others = [_table(evaluations, main, metric, rest, floor) for rest in sliced.values()]
+    for name in main.names("micro"):
+        if name.startswith("wrong_kind@") and name != metric:
+            everywhere = [columns, *sliced.values()]
+            others += [_table(evaluations, main, name, rest, None) for rest in everywhere]
     table = _table(evaluations, main, metric, columns, floor)
     return replace(table, gains=_gains(evaluations, main, metric, columns)), others
 

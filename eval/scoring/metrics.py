@@ -36,6 +36,9 @@ class Judged:
     """Whether the candidate is an explicit negative; None for a set without them."""
     num_negatives_Q: np.ndarray | None = None  # int64, may be 0; None likewise
     num_missing_Q: np.ndarray | None = None  # number of positives that the pool lacks, int64; None: none
+    wrong_kind_QK: np.ndarray | None = None
+    """1 where the candidate is of another kind than all positives in the pool, else 0, float64; NaN for padding, and for a query
+    without any. None for a pool of a single kind."""
 
     @property
     def num_findable_Q(self) -> np.ndarray:
@@ -44,8 +47,12 @@ class Judged:
 
     def with_ranks(self, ranks: Callable[[np.ndarray], np.ndarray]) -> "Judged":
         """The same judgements with a function applied to the arrays by rank."""
-        negative_QK = None if self.negative_QK is None else ranks(self.negative_QK)
-        return replace(self, gain_QK=ranks(self.gain_QK), negative_QK=negative_QK)
+        negative_QK, wrong_kind_QK = (
+            None if known is None else ranks(known) for known in (self.negative_QK, self.wrong_kind_QK)
+        )
+        return replace(
+            self, gain_QK=ranks(self.gain_QK), negative_QK=negative_QK, wrong_kind_QK=wrong_kind_QK
+        )
 
 
 Values = Callable[[Judged, int], np.ndarray]
@@ -62,6 +69,7 @@ class Metric:
     words: str
     floor: Floor | None
     of_negatives: bool
+    of_kinds: bool
     lower_is_better: bool
 
     def reported(self) -> tuple[str, ...]:
@@ -79,6 +87,7 @@ def register_metric(
     words: str,
     floor: Floor | None = None,
     of_negatives: bool = False,
+    of_kinds: bool = False,
     lower_is_better: bool = False,
 ) -> Callable[[Values], Values]:
     """Decorator that registers a function as a metric.
@@ -94,6 +103,7 @@ def register_metric(
         floor: expected value under a random order: a function of judged rankings, pool size of each query (Q,), and k;
             None: no floor is reported.
         of_negatives: whether it needs explicit negatives; it is reported only for sets that have some.
+        of_kinds: whether it needs a pool of several kinds of candidates, such as texts and pictures; likewise.
         lower_is_better: whether the query with the lowest value wins a comparison; its definition says so.
 
     Raises:
@@ -106,16 +116,21 @@ def register_metric(
 
     def register(values: Values) -> Values:
         fixed = None if cutoffs is None else tuple(cutoffs)
-        METRICS.add(name, Metric(name, values, fixed, words, floor, of_negatives, lower_is_better))
+        METRICS.add(name, Metric(name, values, fixed, words, floor, of_negatives, of_kinds, lower_is_better))
         return values
 
     return register
 
 
-def names_of(*, negatives: bool = False) -> tuple[str, ...]:
-    """Metrics that every evaluation reports; with ``negatives`` also those of sets that have explicit negatives."""
-    known = [metric for metric in METRICS.values() if negatives or not metric.of_negatives]
-    return tuple(name for one in sorted(known, key=lambda one: one.of_negatives) for name in one.reported())
+def names_of(*, negatives: bool = False, kinds: bool = False) -> tuple[str, ...]:
+    """Metrics that every evaluation reports; with ``negatives`` and ``kinds`` also those of sets that have these."""
+    known = [
+        metric
+        for metric in METRICS.values()
+        if (negatives or not metric.of_negatives) and (kinds or not metric.of_kinds)
+    ]
+    known.sort(key=lambda one: (one.of_negatives, one.of_kinds))
+    return tuple(name for one in known for name in one.reported())
 
 
 def metric_words(name: str) -> str:
@@ -141,12 +156,13 @@ def judge(
     *,
     num_candidates: int,
     num_missing_Q: np.ndarray | None = None,
+    kind_C: np.ndarray | None = None,
 ) -> Judged:
     """Look up each ranked candidate in its query's judgements.
 
     An explicit negative that is also a positive of the same query counts as a positive only. ``positives``: per query (rows,
     gains > 0), at least one of them or of those missing. ``num_missing_Q``: positives of gain 1 that the pool lacks; they
-    stay in every denominator. None: none.
+    stay in every denominator. None: none. ``kind_C``: what each candidate of the pool is, as a number; None: all are the same.
     """
     num_positives_Q = np.array([len(rows) for rows, _ in positives], np.int64)
     if num_missing_Q is not None:
@@ -156,7 +172,10 @@ def judge(
     for query, (_, gains) in enumerate(positives):
         ideal = np.concatenate([gains, np.ones(num_positives_Q[query] - len(gains))])
         ideal_QP[query, : len(ideal)] = np.sort(ideal)[::-1]
-    judged = Judged(gain_QK, ideal_QP, num_positives_Q, num_missing_Q=num_missing_Q)
+    wrong_kind_QK = None if kind_C is None else _wrong_kind(rows_QK, positives, kind_C)
+    judged = Judged(
+        gain_QK, ideal_QP, num_positives_Q, num_missing_Q=num_missing_Q, wrong_kind_QK=wrong_kind_QK
+    )
     if negatives is None:
         return judged
     wrong = list(map(np.setdiff1d, negatives, (rows for rows, _ in positives)))
@@ -166,6 +185,18 @@ def judge(
         negative_QK=_at_ranks(rows_QK, ones, num_candidates) > 0,
         num_negatives_Q=np.array(list(map(len, wrong)), np.int64),
     )
+
+
+def _wrong_kind(
+    rows_QK: np.ndarray, positives: Sequence[tuple[np.ndarray, np.ndarray]], kind_C: np.ndarray
+) -> np.ndarray:
+    wrong_QK = np.full(rows_QK.shape, np.nan)
+    for query, (right, _) in enumerate(positives):
+        if len(right):
+            ranked_K = rows_QK[query] >= 0
+            kinds = kind_C[rows_QK[query][ranked_K]]
+            wrong_QK[query, ranked_K] = ~np.isin(kinds, kind_C[right])
+    return wrong_QK
 
 
 def _at_ranks(
@@ -296,6 +327,30 @@ def negative_recall(judged: Judged, k: int) -> np.ndarray:
     Lower is better. Source: PinPoint's released metrics. Differs: candidates that are also positives do not count.
     """
     return _share_of_negatives(judged, _negatives(judged)[0][:, :k].sum(axis=1), k)
+
+
+@register_metric(
+    "wrong_kind",
+    cutoffs=(1,),
+    words="share of the first {k} of another kind (text, picture, both, ...) than every right candidate, mean over queries",
+    of_kinds=True,
+    lower_is_better=True,
+)
+def wrong_kind(judged: Judged, k: int) -> np.ndarray:
+    """Candidates of the wrong kind over those ranked in the top k, (Q,); NaN without any, or without a positive in the pool.
+
+    Source: MMEB-V3 (arXiv:2604.23321), which finds that models miss the modality that an instruction names.
+    """
+    if judged.wrong_kind_QK is None:
+        raise UserError(
+            "wrong_kind needs a pool of several kinds of candidates, and this one has a single kind"
+        )
+    wrong_QK = judged.wrong_kind_QK[:, :k]
+    known_QK = np.isfinite(wrong_QK)
+    num_Q = known_QK.sum(axis=1)
+    return np.divide(
+        np.where(known_QK, wrong_QK, 0.0).sum(axis=1), num_Q, out=np.full(len(num_Q), np.nan), where=num_Q > 0
+    )
 
 
 def _share_of_negatives(judged: Judged, hits_Q: np.ndarray, k: int) -> np.ndarray:

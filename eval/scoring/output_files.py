@@ -74,7 +74,14 @@ def values_of(names: Sequence[str], judged: Judged) -> np.ndarray:
 def judged_rows(wanted: RetrievalSet, rows_QK: np.ndarray) -> Judged:
     """`judge` with the judgements of a set."""
     num, missing_Q = len(wanted.corpus_ids), wanted.num_missing_Q
-    return judge(rows_QK, wanted.positives, wanted.negatives, num_candidates=num, num_missing_Q=missing_Q)
+    return judge(
+        rows_QK,
+        wanted.positives,
+        wanted.negatives,
+        num_candidates=num,
+        num_missing_Q=missing_Q,
+        kind_C=wanted.kind_C,
+    )
 
 
 def score_ranking(

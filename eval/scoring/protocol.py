@@ -42,7 +42,8 @@ class Protocol:
 
     def names(self, wanted: RetrievalSet) -> tuple[str, ...]:
         """Metrics to compute: those that every evaluation reports, and those requested by the user."""
-        return tuple(dict.fromkeys((*names_of(negatives=wanted.negatives is not None), *self.metrics)))
+        known = names_of(negatives=wanted.negatives is not None, kinds=wanted.kind_C is not None)
+        return tuple(dict.fromkeys((*known, *self.metrics)))
 
     def depth(self, wanted: RetrievalSet, asked: int | None) -> int:
         """Length of rankings, deep enough for all metrics; a `UserError` if less is asked for."""

@@ -15,6 +15,7 @@ read, and that of ids (`RetrievalSet.corpus_ids`), which the rows in all ranking
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +24,7 @@ import pandas as pd
 import pyarrow as pa
 from pydantic import BaseModel, ValidationError
 
-from eval.sets.tables import SetError, Table, items_of, optional_rows
+from eval.sets.tables import SetError, Table, items_of, kinds_of, optional_rows
 from rge.common.errors import UserError
 from rge.common.files import find_shipped
 from rge.common.parts import TextPart, content_of
@@ -89,6 +90,15 @@ class RetrievalSet:
     def file_order_C(self) -> np.ndarray:
         """Rows of the candidates in the order of ``corpus.parquet``, the inverse of ``file_rows_C``."""
         return np.argsort(self.file_rows_C)
+
+    @cached_property
+    def kind_C(self) -> np.ndarray | None:
+        """What each candidate is (a text, a picture, both, ...), as a number, (C,) int64; None if all are the same."""
+        path = self.path / "corpus.parquet"
+        if not path.is_file():
+            return None
+        kind_C = kinds_of(Table(path))[self.file_rows_C]
+        return kind_C if len(np.unique(kind_C)) > 1 else None
 
     def pool_sizes(self) -> np.ndarray:
         """Number of candidates that can appear in each query's ranking, (Q,) int64."""

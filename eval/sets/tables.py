@@ -8,6 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -132,6 +133,47 @@ def _located(path: Path, name: str, part: Part) -> Part:
             part, video=tuple(map(located, frames)) if isinstance(frames, tuple) else located(frames)
         )
     return part
+
+
+PARTS = ("text", "image", "video", "pdf")
+"""Columns that an item's content may be in."""
+
+
+def kinds_of(table: Table) -> np.ndarray:
+    """What each row consists of, as a sum of powers of two by `PARTS`, int64; no picture is read where statistics suffice."""
+    kind_N = np.zeros(table.file.metadata.num_rows, np.int64)
+    for place, name in enumerate(PARTS):
+        if name in table.names:
+            kind_N |= _filled(table, name).astype(np.int64) << place
+    return kind_N
+
+
+def _filled(table: Table, name: str) -> np.ndarray:
+    """Where a column is neither null nor empty, (N,) bool."""
+    kind, metadata, parts = table.file.schema_arrow.field(name).type, table.file.metadata, [np.zeros(0, bool)]
+    read_rows = 1 << 16 if is_text(kind) else READ_ROWS
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        chunks = [group.column(place) for place in range(metadata.num_columns)]
+        nulls = {
+            chunk.statistics and chunk.statistics.null_count
+            for chunk in chunks
+            if chunk.path_in_schema.partition(".")[0] == name
+        }
+        if pa.types.is_struct(kind) and 0 in nulls:  # pictures as {bytes, path}
+            parts.append(np.ones(group.num_rows, bool))
+        elif not pa.types.is_list(kind) and nulls == {group.num_rows}:
+            parts.append(np.zeros(group.num_rows, bool))
+        else:
+            batches = table.file.iter_batches(batch_size=read_rows, row_groups=[number], columns=[name])
+            parts.append(np.array([_has_content(cell) for batch in batches for cell in batch[0].to_pylist()]))
+    return np.concatenate(parts)
+
+
+def _has_content(cell: Any) -> bool:
+    if isinstance(cell, dict):
+        return any(map(_has_content, cell.values()))
+    return any(map(_has_content, cell)) if isinstance(cell, list) else bool(cell)
 
 
 def _pictures(path: Path, name: str, cell: Any) -> tuple[ImageRef, ...]:

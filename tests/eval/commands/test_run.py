@@ -110,7 +110,7 @@ def test_metrics_at_any_cutoff(set_dir, tmp_path):
         run(replace(asked, metrics=()), loader(FakeEncoder()))
     (deep,) = run(replace(asked, out=tmp_path / "deep", metrics=("recall@2000",)), loader(FakeEncoder()))
     assert results_of(deep)["depth"] == results_of(out)["depth"] == 1000  # more than the pool has
-    large = SimpleNamespace(corpus_ids=range(3000), negatives=None)
+    large = SimpleNamespace(corpus_ids=range(3000), negatives=None, kind_C=None)
     assert Protocol(metrics=("recall@2000",)).depth(large, None) == 2000
     again = ScoreOptions(run=out, set=set_dir, out=tmp_path / "scored", metrics=("recall@55",))
     assert results_of(score(again))["micro"]["recall@55"] == results["micro"]["recall@55"]
@@ -356,6 +356,41 @@ def test_a_run_may_cap_its_rationales(set_dir, tmp_path):
         assert decoding.get("max_rationale_tokens") == cap
     with pytest.raises(UserError, match="max_rationale_tokens"):
         ThirdParty.with_(encoder, max_rationale_tokens=3)
+
+
+@pytest.mark.parametrize("form", ["bytes", "struct", "list"])
+def test_a_pool_of_several_kinds_shows_how_often_a_candidate_of_the_wrong_kind_is_first(
+    tmp_path, form, capsys
+):
+    """By slice, with intervals, in results, on the page and on the terminal; a pool of one kind says nothing."""
+    made = tables(negatives=False)
+    pictures, num = made["corpus"]["image"], len(made["corpus"]["id"])
+    shown = [None if row % 3 == 1 else one for row, one in enumerate(pictures)]
+    if form == "struct":
+        shown = [None if one is None else {"bytes": one, "path": None} for one in shown]
+    made["corpus"]["image"] = [None if one is None else [one] for one in shown] if form == "list" else shown
+    made["corpus"]["text"] = [None if row % 3 == 0 else f"key {row}" for row in range(num)]
+    path = write_tables(tmp_path / "set", made, {"report_by": ["pair"]})
+    wanted = load_set(path)
+    kind_of = {name: (2, 1, 3)[row % 3] for row, name in enumerate(made["corpus"]["id"])}
+    assert wanted.kind_C.tolist() == [kind_of[name] for name in wanted.corpus_ids]
+    out = tmp_path / "out"
+    run_command(options(path, out), loader(FakeEncoder()))
+    assert "wrong_kind@1" in capsys.readouterr().out
+    results, frame = (
+        json.loads((out / "results.json").read_text()),
+        pd.read_parquet(out / "per_query.parquet"),
+    )
+    for top, right, value in zip(frame["top10"], wanted.positives, frame["wrong_kind@1"], strict=True):
+        assert value == (kind_of[top[0]] not in {kind_of[wanted.corpus_ids[row]] for row in right[0]})
+    assert results["micro"]["wrong_kind@1"]["value"] == pytest.approx(frame["wrong_kind@1"].mean())
+    assert 0 < frame["wrong_kind@1"].mean() < 1
+    assert results["micro"]["wrong_kind@1"]["low"] is not None
+    assert {"seen", "held_out"} == {
+        name for name, block in results["by_pair"].items() if "wrong_kind@1" in block
+    }
+    report(ReportOptions(runs=(str(out),), out=tmp_path / "page.html"))
+    assert "wrong_kind@1, per cent" in (tmp_path / "page.html").read_text()
 
 
 def test_several_evaluations_do_not_go_into_the_directory_of_one(set_dir, tmp_path):

@@ -13,12 +13,14 @@ from eval.scoring.metrics import (
     cut,
     first_hit_rank,
     judge,
+    lower_is_better,
     metric_words,
     names_of,
     parse_name,
     random_floor,
     tied_order,
 )
+from rge.common.errors import UserError
 
 ALL_NAMES = names_of(negatives=True)
 
@@ -282,3 +284,17 @@ def test_metrics_of_negatives_need_negatives(name):
         compute(name, judged_rows([0], {0: 1}))
     with pytest.raises(ValueError, match="needs explicit negatives"):
         random_floor(name, judged_rows([0], {0: 1}), np.array([6]), depth=5)
+
+
+def test_a_first_candidate_of_another_kind_than_every_right_one():
+    """Kinds 0, 1, 1, 2; the second query has right candidates of two kinds, the third none in the pool, the fourth no ranking."""
+    rows = np.array([[0, 1], [2, 0], [3, 0], [-1, -1]], np.int32)
+    right = [(np.array(one, np.int32), np.ones(len(one))) for one in ([1], [1, 3], [], [0])]
+    kinds = np.array([0, 1, 1, 2])
+    judged = judge(rows, right, None, num_candidates=4, num_missing_Q=np.array([0, 0, 1, 0]), kind_C=kinds)
+    assert names_of(kinds=True) == (*names_of(), "wrong_kind@1")
+    assert lower_is_better("wrong_kind@1")
+    np.testing.assert_array_equal(compute("wrong_kind@1", judged), [1.0, 0.0, np.nan, np.nan])
+    np.testing.assert_array_equal(compute("wrong_kind@2", judged), [0.5, 0.5, np.nan, np.nan])
+    with pytest.raises(UserError, match="needs a pool of several kinds"):
+        compute("wrong_kind@1", judge(rows, right, None, num_candidates=4))

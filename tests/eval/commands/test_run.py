@@ -390,7 +390,7 @@ def test_a_pool_of_several_kinds_shows_how_often_a_candidate_of_the_wrong_kind_i
         name for name, block in results["by_pair"].items() if "wrong_kind@1" in block
     }
     report(ReportOptions(runs=(str(out),), out=tmp_path / "page.html"))
-    assert "wrong_kind@1, per cent" in (tmp_path / "page.html").read_text()
+    assert "wrong_kind@1 by pair, per cent" in (tmp_path / "page.html").read_text()
 
 
 def test_several_evaluations_do_not_go_into_the_directory_of_one(set_dir, tmp_path):

@@ -366,8 +366,10 @@ def upload_header(data: bytes) -> Header:
         return Header(*image.size, image.width * image.height * pixel_bytes)
 
 
-def picture_size(ref: ImageRef) -> tuple[int, int]:
+def picture_size(ref: ImageRef | Image.Image) -> tuple[int, int]:
     """Width and height of `load_image`'s result, from the picture's header alone; errors as far as that shows them."""
+    if isinstance(ref, Image.Image):
+        return ref.size
     if isinstance(ref, bytes) or ".parquet#" in ref or not Path(ref).is_file():
         source: BinaryIO = io.BytesIO(picture_bytes(ref))
     else:

@@ -162,6 +162,26 @@ def count(
     return len(_wanted(source, rule, start, end, source_fps)[1])
 
 
+def times(
+    source: Source,
+    rule: VideoRule,
+    start: float | None = None,
+    end: float | None = None,
+    source_fps: float | None = None,
+) -> list[float]:
+    """When the frames of `sample` are shown, without decoding; of files too large to list, when they are asked for."""
+    origin, targets = _wanted(source, rule, start, end, source_fps)
+    if isinstance(source, tuple):
+        rate = source_fps or rule.fps
+        found = [min(len(source) - 1, int((time + TOLERANCE_S) * rate)) / rate for time in targets]
+    elif (listed := _timeline(source).times) is None:
+        found = targets
+    else:
+        places = np.searchsorted(listed, np.array(targets) + TOLERANCE_S, side="right") - 1
+        found = listed[places.clip(min=0)].tolist()
+    return [max(0.0, time - origin) for time in found]
+
+
 def sample(
     source: Source,
     rule: VideoRule,

@@ -265,6 +265,9 @@ def load_processor(
         processor.chat_template = processor.tokenizer.chat_template
     processor.rge_family = FAMILIES[config.model_type]
     processor.rge_family.limit_pixels(processor, min_pixels, max_pixels)
+    # Of the model's config, which data workers do not have.
+    per_second = getattr(getattr(config, "vision_config", None), "tokens_per_second", 1)
+    processor.rge_tokens_per_second = per_second
     return processor
 
 

@@ -16,7 +16,7 @@ from rge.model.adapters import add_adapters
 from rge.model.attention import EncodedParts, EncodedPrompts, Pass, install
 from rge.model.backbone import Backbone, load_backbone, vision_parameters
 from rge.model.config import ModelConfig
-from rge.model.families import family_of, normalised
+from rge.model.families import family_of, normalised, patch_grid
 from rge.model.packing import Branch, PromptPart, TailPart, pack_prompts, pack_tails, to_device
 from rge.model.prompts import Prompt
 
@@ -54,7 +54,7 @@ class PictureMemory:
         pictured = [prompt for prompt in prompts if prompt.pixels is not None]
         if not pictured or self._known is None:
             return
-        parts = features.detach().split([int(prompt.type_ids.sum()) for prompt in pictured])
+        parts = features.detach().split([int(prompt.type_ids.count_nonzero()) for prompt in pictured])
         self._known |= {id(prompt): (prompt, part) for prompt, part in zip(pictured, parts, strict=True)}
 
     def clear(self) -> None:
@@ -204,7 +204,7 @@ class EmbeddingModel(nn.Module):
         part = self.pack_prompts(pictured).prompts
         assert part is not None
         features = self._features(part, pictured)
-        parts = iter(features.split([int(prompt.type_ids.sum()) for prompt in pictured]))
+        parts = iter(features.split([int(prompt.type_ids.count_nonzero()) for prompt in pictured]))
         return [None if prompt.pixels is None else next(parts) for prompt in prompts]
 
     def _features(self, part: PromptPart, owners: Sequence[Prompt]) -> Tensor:
@@ -218,8 +218,9 @@ class EmbeddingModel(nn.Module):
     def _shown(self, part: PromptPart | TailPart) -> Tensor:
         assert part.pixels is not None
         assert part.image_grid is not None
-        values = normalised(self.processor.image_processor, part.pixels)
-        return self.family.features(self.model, values, part.image_grid)
+        image_processor = self.processor.image_processor
+        values = normalised(image_processor, part.pixels, part.image_grid)
+        return self.family.features(self.model, values, patch_grid(image_processor, part.image_grid))
 
 
 def embedder_to_train(

@@ -7,15 +7,17 @@ Shape suffixes: B = rows, T = tokens, D = hidden size, P = patches or tiles, F =
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy, deepcopy
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from PIL import Image
 from torch import Tensor
 
+from rge.common.errors import UserError
 from rge.common.registry import Registry
+from rge.content.visuals import ClipSize
 from rge.model.hub_model import HubModel
 from rge.model.vision_tower import sizes_of
 
@@ -26,8 +28,20 @@ Pictures = Sequence[tuple[Tensor, Tensor] | None]
 """Pixel values and grid of each row, None without pictures."""
 
 
+class Run(NamedTuple):
+    """Placeholders between two texts, as a box on the time, height and width axes; `interval` is between two times."""
+
+    num_times: int
+    height: int
+    width: int
+    interval: float = 1
+
+
 class Family:
-    """Conventions of one family; the defaults are Qwen2-VL's and Qwen2.5-VL's."""
+    """Conventions of one family; the defaults are those of Qwen2-VL's and Qwen2.5-VL's pictures."""
+
+    reads_clips = False
+    """Whether it reads videos: frames in pairs, see `Qwen2VL`."""
 
     whole_pictures = False
     """Whether all tokens of a picture see one another in the text model, later ones included."""
@@ -84,7 +98,8 @@ class Family:
         """Pixels and grid of one prompt from its processor's output, made with `options`; both None without pictures.
 
         Returns:
-            (P, channels, height, width) uint8: patches. (pictures, 3) int64: one, height and width in patches.
+            (P, channels, height, width) uint8: patches. (pictures, 3) int64: one, height and width in patches. A clip is one picture
+            whose frames, and their patches, follow one another: instead of one, the number of its frames.
         """
         if (pixels := fields.get("pixel_values")) is None:
             return None, None
@@ -130,32 +145,63 @@ class Family:
         Pictures are between special tokens, so each is one run of placeholders.
         """
         image = config.image_token_id
+        if getattr(config, "video_token_id", image) in ids:
+            return None
         return [
             each for place, each in enumerate(ids) if each != image or place == 0 or ids[place - 1] != image
         ]
 
+    def vllm_grid(self, image_processor: Any, grid: Tensor) -> Tensor:
+        """Grids of the pictures that `collapsed` leaves."""
+        return grid
+
+    # Clips, where `reads_clips`.
+
+    def clip_size(self, size: tuple[int, int], most: int, image_processor: Any) -> tuple[int, int]:
+        """Width and height that a clip's frames of this size are scaled to, of at most so many pixels where that is possible."""
+        raise NotImplementedError
+
+    def clip_text(self, processor: Any, clip: ClipSize) -> str:
+        """What stands in a prompt for the template's one placeholder of a clip of this size, after scaling."""
+        raise NotImplementedError
+
+    def check_clips(self, processor: Any) -> None:
+        """Refuse a processor that would prepare frames otherwise than pictures. Raises `UserError`."""
+
     # From tokens and pixels to states.
 
+    def runs(self, image_processor: Any, grid: Tensor, interval_G: Tensor | None) -> Iterator[Run]:
+        """The runs of placeholders that follow one another in a prompt, for `positions`."""
+        for frames, *sides in grid.tolist():
+            height, width = (side // image_processor.merge_size for side in sides)
+            yield Run(_num_times(image_processor, frames), height, width)
+
     def positions(
-        self, image_processor: Any, input_ids_T: Tensor, type_ids_T: Tensor, grid: Tensor | None
+        self,
+        image_processor: Any,
+        input_ids_T: Tensor,
+        type_ids_T: Tensor,
+        grid: Tensor | None,
+        interval_G: Tensor | None = None,
     ) -> Tensor:
         """Rotary positions (3, T) of a prompt's tokens on the time, height and width axes.
 
-        The same as transformers' `get_rope_index`, which needs a model; data workers have none. `type_ids_T` is 1 on
-        placeholders; `grid` is from `pictures_of`.
+        The same as transformers' `get_rope_index`, which needs a model; data workers have none. `type_ids_T` is 1 on placeholders of
+        pictures and 2 on those of clips; `grid` is from `pictures_of`; `interval_G` is from one row of a clip's patches to the next.
         """
         pieces, end, after, seen = [], 0, 0, 0
         placeholders = type_ids_T.nonzero().flatten().tolist()
-        for frames, *sides in [] if grid is None else grid.tolist():
-            height, width = (side // image_processor.merge_size for side in sides)
+        for run in [] if grid is None else self.runs(image_processor, grid, interval_G):
             begin = placeholders[seen]
             pieces.append(torch.arange(after, after + begin - end).expand(3, -1))
             after += begin - end
-            axes = (torch.arange(after, after + length) for length in (frames, height, width))
-            pieces.append(torch.stack(torch.meshgrid(*axes, indexing="ij")).flatten(1))
-            after += max(height, width)
-            seen += frames * height * width
-            end = begin + frames * height * width
+            time = (torch.arange(run.num_times) * run.interval).long()
+            axes = torch.meshgrid(time, torch.arange(run.height), torch.arange(run.width), indexing="ij")
+            pieces.append(torch.stack(axes).flatten(1) + after)
+            # As transformers: also where the times of a clip reach further.
+            after += max(run.height, run.width)
+            seen += run.num_times * run.height * run.width
+            end = begin + run.num_times * run.height * run.width
         pieces.append(torch.arange(after, after + len(type_ids_T) - end).expand(3, -1))
         return torch.cat(pieces, dim=1)
 
@@ -244,13 +290,98 @@ class Family:
         return {"pixel_values": torch.cat(values), "image_grid_thw": torch.cat(grids)} | types
 
 
-class Qwen3VL(Family):
+class Qwen2VL(Family):
+    """Qwen2-VL: of a clip, two frames are one row of patches, and its placeholders are one run; times are counted."""
+
+    reads_clips = True
+
+    def clip_size(self, size: tuple[int, int], most: int, image_processor: Any) -> tuple[int, int]:
+        """Multiples of a placeholder's sides; frames are never enlarged beyond that."""
+        from transformers.models.qwen2_vl import image_processing_qwen2_vl as stock
+
+        side = image_processor.patch_size * image_processor.merge_size
+        height, width = stock.smart_resize(
+            size[1], size[0], side, min_pixels=side**2, max_pixels=max(most, side**2)
+        )
+        return max(width, side), max(height, side)
+
+    def clip_text(self, processor: Any, clip: ClipSize) -> str:
+        """Placeholders alone."""
+        num_times = _num_times(processor.image_processor, len(clip.seconds))
+        return processor.video_token * (num_times * self.picture_tokens_of_frame(processor, clip))
+
+    def picture_tokens_of_frame(self, processor: Any, clip: ClipSize) -> int:
+        """Placeholders of one frame, or of two that share their patches."""
+        side = processor.image_processor.patch_size * processor.image_processor.merge_size
+        return math.prod(length // side for length in clip.size)
+
+    def check_clips(self, processor: Any) -> None:
+        """Refuse a processor without one for videos, or whose normalises frames otherwise than pictures."""
+        of_clips, of_pictures = getattr(processor, "video_processor", None), processor.image_processor
+        names = (
+            "image_mean",
+            "image_std",
+            "rescale_factor",
+            "patch_size",
+            "merge_size",
+            "temporal_patch_size",
+        )
+        apart = [
+            name
+            for name in names
+            if not _same(getattr(of_clips, name, None), getattr(of_pictures, name, None))
+        ]
+        if apart:
+            raise UserError(
+                f"the processor prepares frames of videos otherwise than pictures ({', '.join(apart)}), which is not supported"
+            )
+
+
+class Qwen25VL(Qwen2VL):
+    """Qwen2.5-VL: as Qwen2-VL, but positions on the time axis are in seconds."""
+
+    def runs(self, image_processor: Any, grid: Tensor, interval_G: Tensor | None) -> Iterator[Run]:
+        """Times of clips are as far apart as `interval_G` says: seconds, times the config's ``tokens_per_second``."""
+        interval_G = grid.new_ones(len(grid)) if interval_G is None else interval_G
+        for number, run in enumerate(super().runs(image_processor, grid, interval_G)):
+            is_clip = int(grid[number, 0]) > 1
+            yield run._replace(interval=float(interval_G[number])) if is_clip else run
+
+
+class Qwen3VL(Qwen2VL):
     """Qwen3-VL: features of deeper vision layers are added to the states of the first text layers (DeepStack)."""
 
     def features(self, model: HubModel, pixel_values: Tensor, grid: Tensor) -> Tensor:
         """(F, (1 + L) * D): the main feature, then one for each of the first L text layers."""
         output = self._tower(model, pixel_values, grid)
         return torch.cat([output.pooler_output, *output.deepstack_features], dim=-1)
+
+    def clip_text(self, processor: Any, clip: ClipSize) -> str:
+        """Each row of patches is a picture of its own, after the mean time of its frames."""
+        step, text = processor.image_processor.temporal_patch_size, ""
+        seconds = [*clip.seconds, *[clip.seconds[-1]] * (-len(clip.seconds) % step)]
+        shown = processor.video_token * self.picture_tokens_of_frame(processor, clip)
+        for start in range(0, len(seconds), step):
+            time = (seconds[start] + seconds[start + step - 1]) / 2
+            text += f"<{time:.1f} seconds>{processor.vision_start_token}{shown}{processor.vision_end_token}"
+        return text
+
+    def runs(self, image_processor: Any, grid: Tensor, interval_G: Tensor | None) -> Iterator[Run]:
+        """One for each row of a clip's patches."""
+        for run in super().runs(image_processor, grid, interval_G):
+            yield from [run._replace(num_times=1)] * run.num_times
+
+    def collapsed(self, config: Any, ids: Sequence[int]) -> list[int] | None:
+        """Rows of a clip's patches are passed as pictures, which is what the text model sees."""
+        image = config.image_token_id
+        return super().collapsed(config, [image if each == config.video_token_id else each for each in ids])
+
+    def vllm_grid(self, image_processor: Any, grid: Tensor) -> Tensor:
+        """A picture for each row of a clip's patches."""
+        times = torch.tensor([_num_times(image_processor, frames) for frames in grid[:, 0].tolist()])
+        found = grid.repeat_interleave(times, dim=0)
+        found[:, 0] = 1
+        return found
 
 
 class Tiles(Family):
@@ -296,7 +427,12 @@ class Tiles(Family):
         return None
 
     def positions(
-        self, image_processor: Any, input_ids_T: Tensor, type_ids_T: Tensor, grid: Tensor | None
+        self,
+        image_processor: Any,
+        input_ids_T: Tensor,
+        type_ids_T: Tensor,
+        grid: Tensor | None,
+        interval_G: Tensor | None = None,
     ) -> Tensor:
         """Consecutive, the same on all axes."""
         return torch.arange(len(input_ids_T)).expand(3, -1)
@@ -370,8 +506,8 @@ register_family = FAMILIES.add
 """Registers the family of a model type: ``register_family("my_vl", Family())``."""
 
 
-register_family("qwen2_vl", Family())
-register_family("qwen2_5_vl", Family())
+register_family("qwen2_vl", Qwen2VL())
+register_family("qwen2_5_vl", Qwen25VL())
 register_family("qwen3_vl", Qwen3VL())
 register_family("idefics3", Idefics3())
 
@@ -396,18 +532,55 @@ def family_of_processor(processor: Any) -> Family:
     return getattr(processor, "rge_family", None) or FAMILIES["qwen2_vl"]
 
 
-def normalised(image_processor: Any, pixels_PCHW: Tensor) -> Tensor:
-    """Inputs of the model: pixels (see `Family.pictures_of`) in float32, rescaled, normalised, repeated for every frame.
+def patch_grid(image_processor: Any, grid: Tensor) -> Tensor:
+    """A grid in patches, as the vision tower takes it: of a clip's frames, some share one row of patches."""
+    if bool((grid[:, 0] == 1).all()):
+        return grid
+    times = torch.tensor([_num_times(image_processor, frames) for frames in grid[:, 0].tolist()])
+    return torch.cat([times[:, None], grid[:, 1:].cpu()], dim=1)
+
+
+def _num_times(image_processor: Any, frames: int) -> int:
+    return -(-frames // getattr(image_processor, "temporal_patch_size", 1)) if frames > 1 else 1
+
+
+def _same(one: Any, other: Any) -> bool:
+    return (list(one) if isinstance(one, list | tuple) else one) == (
+        list(other) if isinstance(other, list | tuple) else other
+    )
+
+
+def _in_time(pixels_PCHW: Tensor, grid: Tensor | None, step: int) -> Tensor:
+    """Patches of `step` frames, (P', channels, step * height, width): a picture's repeated, a clip's from frames side by side."""
+
+    def repeated(part_PCHW: Tensor) -> Tensor:  # as bytes: a quarter of what repeating floats would move
+        return part_PCHW[:, :, None].expand(-1, -1, step, -1, -1).flatten(2, 3)
+
+    if grid is None or bool((grid[:, 0] == 1).all()):
+        return repeated(pixels_PCHW)
+    found = []
+    parts = pixels_PCHW.split(grid.prod(dim=1).tolist())
+    for part_PCHW, frames in zip(parts, grid[:, 0].tolist(), strict=True):
+        if frames == 1:
+            found.append(repeated(part_PCHW))
+            continue
+        side_by_side = part_PCHW.unflatten(0, (frames // step, step, -1)).movedim(1, 3)
+        found.append(side_by_side.flatten(0, 1).flatten(2, 3))
+    return torch.cat(found)
+
+
+def normalised(image_processor: Any, pixels_PCHW: Tensor, grid: Tensor | None = None) -> Tensor:
+    """Inputs of the model: pixels (see `Family.pictures_of`) in float32, rescaled, normalised, pictures repeated for every frame.
 
     The processor's own arithmetic on the pixels' device; bit-equal to its whole output, since both steps process single
-    pixels.
+    pixels. `grid`, on the host, says which are clips; None: all are pictures.
 
     Returns:
         (P, channels * frames * height * width) patches, or (P, channels, height, width) tiles.
     """
     frames = getattr(image_processor, "temporal_patch_size", None)
-    if frames is not None:  # repeated as bytes: a quarter of what repeating floats would move
-        pixels_PCHW = pixels_PCHW[:, :, None].expand(-1, -1, frames, -1, -1).flatten(2, 3)
+    if frames is not None:
+        pixels_PCHW = _in_time(pixels_PCHW, grid, frames)
     values_PCHW = image_processor.rescale_and_normalize(
         pixels_PCHW,
         image_processor.do_rescale,

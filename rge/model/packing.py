@@ -142,8 +142,8 @@ def pack_prompts(
         length_B=torch.tensor(lengths),
         last_id_B=torch.stack([prompt.input_ids[-1] for prompt in prompts]),
         last_position_3B=torch.stack([prompt.position_3T[:, -1] for prompt in prompts], dim=1),
-        # The last position need not be the greatest: a wide picture's columns may reach further than its rows.
-        after_B=torch.stack([prompt.position_3T.max() + 1 for prompt in prompts]),
+        # As in a forward of the whole row: the times of a clip may reach further than the text after it.
+        after_B=torch.stack([prompt.position_3T[:, -1].max() + 1 for prompt in prompts]),
         pixels=torch.cat(pixels),
         image_grid=torch.cat(grids),
     )
@@ -159,7 +159,7 @@ def pack_tails(prompts: Sequence[Prompt], branches: Sequence[Sequence[Branch]]) 
         ids.append(prompt.input_ids[-1:])
         segments.append(torch.tensor([PROMPT]))
         places.append(prompt.position_3T[:, -1:])
-        after_prompt = int(prompt.position_3T.max()) + 1
+        after_prompt = int(prompt.position_3T[:, -1].max()) + 1
         offset += 1
         for number, branch in enumerate(continuations, start=1):
             length = len(branch.ids)
@@ -215,6 +215,7 @@ def _pictures_of(pictured: Sequence[tuple[int, Prompt]]) -> dict[str, Tensor]:
 
 def _spans(type_ids_T: Tensor) -> tuple[tuple[int, int], ...]:
     """Begins and ends of runs of ones."""
+    type_ids_T = type_ids_T.clamp(max=1)
     edges = torch.diff(type_ids_T, prepend=type_ids_T.new_zeros(1), append=type_ids_T.new_zeros(1))
     begins, ends = ((edges == step).nonzero().flatten().tolist() for step in (1, -1))
     return tuple(zip(begins, ends, strict=True))

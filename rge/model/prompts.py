@@ -20,9 +20,12 @@ from torch import Tensor
 
 from rge.common.errors import UserError, shortened
 from rge.common.images import ImageError, load_image, picture_size
-from rge.common.parts import ImagePart, ImageRef, TextPart, with_text
+from rge.common.parts import ImageRef, Part, PdfPart, TextPart, VideoPart, with_text
 from rge.common.prompt_profiles import EMB_TOKEN, PROFILES, Profile
 from rge.common.schema import Item
+from rge.content import visuals
+from rge.content.video import VideoRule
+from rge.content.visuals import Clip, ClipSize, FittedRule, Size
 from rge.model.families import family_of_processor
 
 _TEXT = "\ufffc"
@@ -45,13 +48,16 @@ class Prompt:
 
     id: str  # of the item
     input_ids: Tensor  # (T,) int64, ending with the assistant header: generation or ``<emb>`` comes next
-    type_ids: Tensor  # (T,) int64, 1 on picture placeholders, else 0
+    type_ids: Tensor  # (T,) int64, 1 on placeholders of pictures, 2 on those of clips, else 0
     position_3T: Tensor  # int64 rotary positions on the time, height and width axes
-    # (P, channels, height, width) uint8 patches or tiles and (pictures or tiles, 3) int64, see
+    # (P, channels, height, width) uint8 patches or tiles and (pictures, clips or tiles, 3) int64, see
     # `rge.model.families.Family.pictures_of`; None without pictures.
     pixels: Tensor | None
     image_grid: Tensor | None
     num_cut_tokens: int = 0  # of the user's text, cut to fit
+    interval_G: Tensor | None = (
+        None  # of clips, see `rge.model.families.Family.positions`; only where the prompt was made
+    )
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]
@@ -72,14 +78,11 @@ class Measured:
 P = TypeVar("P", Prompt, Measured)
 V = TypeVar("V")
 
-Size = tuple[int, int]
-"""Width and height in pixels."""
-
 Pieces = list[str | V]
-"""An item's content in order: texts, and its pictures as pixels or as sizes."""
+"""An item's content in order: texts, and its pictures and clips as pixels or as sizes."""
 
-Layout = tuple[str | None, ...]
-"""The texts of a prompt with their wording, and None in the place of each picture."""
+Layout = tuple[str | ClipSize | None, ...]
+"""The texts of a prompt with their wording, and in their places None for a picture and a clip's size."""
 
 
 def user_text(item: Item, side: str, profile: Profile) -> str:
@@ -101,7 +104,7 @@ def user_text(item: Item, side: str, profile: Profile) -> str:
 class PromptBuilder:
     """Turns items into prompts with one processor and one profile (or its name in `PROFILES`).
 
-    `emb_token` is the token whose state is the embedding; None for models that embed at their last token. Oracle rationales have at
+    `video` says which frames of a clip are shown, unless its part does. `emb_token` is the token whose state is the embedding; None for models that embed at their last token. Oracle rationales have at
     most `max_rationale_tokens`.
 
     Raises:
@@ -116,6 +119,7 @@ class PromptBuilder:
         max_tokens: int = 2048,
         emb_token: str | None = EMB_TOKEN,
         max_rationale_tokens: int | None = None,
+        video: VideoRule | None = None,
     ):
         self.processor = processor
         self.tokenizer, self.family = processor.tokenizer, family_of_processor(processor)
@@ -136,6 +140,10 @@ class PromptBuilder:
             {token.content for token in added if token.special or _MARK.fullmatch(token.content)} | marks
         )
         self._image_id = self.family.placeholder_id(processor)
+        self._clip_id = None
+        if self.family.reads_clips and isinstance(mark := getattr(processor, "video_token", None), str):
+            self._clip_id = self.tokenizer.convert_tokens_to_ids(mark)
+        self.video = video or VideoRule()
         self._options = self.family.options(processor.image_processor)
         self._known: dict[tuple, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._remember()
@@ -202,43 +210,79 @@ class PromptBuilder:
         """
         return self.build_scaled(item, side, self.scaled(item, load))
 
-    def scaled(self, item: Item, load: Callable[[ImageRef], Image.Image] = load_image) -> Pieces[Image.Image]:
+    def scaled(
+        self, item: Item, load: Callable[[ImageRef], Image.Image] = load_image
+    ) -> Pieces[Image.Image | Clip]:
         """An item's content for `build_scaled`. One picture at a time is held at its full size."""
-
-        def scaled(ref: ImageRef) -> Image.Image:
-            image = load(ref)
+        if any(isinstance(part, PdfPart | VideoPart) for part in item.content):
+            # Thousands of pages are not rendered to find that there is no room for them.
             with _of_pictures(item.id):
-                return self.family.scaled(image, self.processor.image_processor)
+                needed = sum(map(self._tokens_of, self._sizes(item)))
+            if needed > self.max_tokens:
+                raise UserError(
+                    f"item {item.id!r}: its pages, frames and pictures take {needed:,} tokens, more than "
+                    f"max_prompt_tokens={self.max_tokens}; show fewer, or {MAKE_ROOM}"
+                )
+
+        def scaled(part: Part) -> Iterator[Image.Image | Clip]:
+            for visual in visuals.shown(part, self._rule, load):
+                if isinstance(visual, Clip):
+                    yield visual
+                    continue
+                with _of_pictures(item.id):
+                    small = self.family.scaled(visual, self.processor.image_processor)
+                del visual
+                yield small
 
         return self._pieces(item, scaled)
 
-    def build_scaled(self, item: Item, side: str, pieces: Pieces[Image.Image]) -> Prompt:
+    def build_scaled(self, item: Item, side: str, pieces: Pieces[Image.Image | Clip]) -> Prompt:
         """`build`, after `scaled`."""
         images = [piece for piece in pieces if not isinstance(piece, str)]
         sizes = [image.size for image in images]
         return self._fitted(item, side, pieces, sizes, partial(self._encode, item.id, images))
 
+    @property
+    def _rule(self) -> FittedRule:
+        def fit(size: Size, most: int) -> Size:
+            return self.family.clip_size(size, most, self.processor.image_processor)
+
+        return FittedRule(**vars(self.video), fit=fit)
+
+    def _sizes(self, item: Item, size_of: Callable[[ImageRef], Size] = picture_size) -> list[Size | ClipSize]:
+        found = self._pieces(item, lambda part: visuals.sizes(part, self._rule, size_of))
+        return [piece for piece in found if not isinstance(piece, str)]
+
+    def _tokens_of(self, size: Size | ClipSize) -> int:
+        if isinstance(size, ClipSize):
+            return self.family.clip_text(self.processor, size).count(self.processor.video_token)
+        return self._tokens_of_picture(size)
+
     def measure(self, item: Item, side: str, size_of: Callable[[ImageRef], Size] = picture_size) -> Measured:
         """The size of `build`'s prompt; `size_of` gives a picture's width and height. Errors as there."""
-        pieces = self._pieces(item, size_of)
+        pieces = self._pieces(item, lambda part: visuals.sizes(part, self._rule, size_of))
         sizes = [piece for piece in pieces if not isinstance(piece, str)]
+        pictures = [size for size in sizes if not isinstance(size, ClipSize)]
         with _of_pictures(item.id):
-            for_pictures = sum(map(self._tokens_of_picture, sizes))
+            for_pictures, all_visuals = sum(map(self._tokens_of, pictures)), sum(map(self._tokens_of, sizes))
 
         def counted(layout: Layout, num_cut: int) -> Measured:
-            num_tokens = self._tokens_of_text(layout) - len(sizes) + for_pictures
-            return Measured(num_tokens, for_pictures, num_cut)
+            num_tokens = self._tokens_of_text(layout) - len(pictures) + for_pictures
+            return Measured(num_tokens, all_visuals, num_cut)
 
         return self._fitted(item, side, pieces, sizes, counted)
 
-    def _pieces(self, item: Item, shown: Callable[[ImageRef], V]) -> Pieces[V]:
-        """An item's content in order, blank texts left out and adjacent ones joined; `shown` is called for one picture after the other."""
+    def _pieces(self, item: Item, shown: Callable[[Part], Iterator[V]]) -> Pieces[V]:
+        """An item's content in order, blank texts left out and adjacent ones joined; `shown` gives what a part shows."""
         pieces: Pieces[V] = []
         for part in item.content:
-            if isinstance(part, ImagePart):
-                pieces.append(shown(part.image))
-            elif not isinstance(part, TextPart):
-                raise UserError(f"item {item.id!r} has a part that cannot be embedded: {type(part).__name__}")
+            if isinstance(part, VideoPart) and self._clip_id is None:
+                raise UserError(
+                    f"item {item.id!r} has a video, and models of the family {type(self.family).__name__} read none: give pictures of "
+                    "it, or use a model that reads videos"
+                )
+            if not isinstance(part, TextPart):
+                pieces.extend(shown(part))
             elif text := part.text.strip():
                 if pieces and isinstance(pieces[-1], str):
                     text = f"{pieces.pop()}\n{text}"
@@ -250,7 +294,7 @@ class PromptBuilder:
         item: Item,
         side: str,
         pieces: Pieces[Any],
-        sizes: Sequence[Size],
+        sizes: Sequence[Size | ClipSize],
         encode: Callable[[Layout, int], P],
     ) -> P:
         """A prompt within `max_tokens`: `encode` gets less of the last text, and how many of its tokens are missing, until it fits."""
@@ -284,8 +328,8 @@ class PromptBuilder:
         The wording surrounds the whole text: it begins before the first piece and ends after the last. Without a text, it stands at
         the end.
         """
-        layout = [piece if isinstance(piece, str) else None for piece in pieces]
-        places = [place for place, piece in enumerate(layout) if piece is not None]
+        layout = [_laid(piece) for piece in pieces]
+        places = [place for place, piece in enumerate(layout) if isinstance(piece, str)]
         if not places:
             wording = self._plain(user_text(item, side, self.profile))
             return (*layout, wording), len(layout), ""
@@ -294,11 +338,8 @@ class PromptBuilder:
         before, _, after = user_text(marked, side, self.profile).rpartition(_TEXT)
         layout[first] = before + str(layout[first])
         layout[last] = str(layout[last]) + after
-        return (
-            tuple(None if piece is None else self._plain(piece) for piece in layout),
-            last,
-            self._plain(after),
-        )
+        worded = (self._plain(piece) if isinstance(piece, str) else piece for piece in layout)
+        return tuple(worded), last, self._plain(after)
 
     def _shortened(
         self,
@@ -322,9 +363,10 @@ class PromptBuilder:
             prompt = encode(self.tokenizer.decode(text_ids[:kept]).rstrip("\ufffd"), len(text_ids) - kept)
         return prompt
 
-    def _pictures(self, sizes: Sequence[tuple[int, int]]) -> str:
+    def _pictures(self, sizes: Sequence[Size | ClipSize]) -> str:
         plural = "s" * (len(sizes) != 1)
-        return f"{len(sizes)} picture{plural}, {sum(map(self._tokens_of_picture, sizes))} tokens"
+        kind = "picture" if not any(isinstance(size, ClipSize) for size in sizes) else "picture or clip"
+        return f"{len(sizes)} {kind}{plural}, {sum(map(self._tokens_of, sizes))} tokens"
 
     def build_pairs(
         self, first: Item, seconds: Sequence[Item], *, wording: tuple[str, str, str]
@@ -381,7 +423,9 @@ class PromptBuilder:
         return head, rests
 
     def _pictures_first(self, item: Item) -> list[Image.Image]:
-        return [piece for piece in self.scaled(item) if not isinstance(piece, str)]
+        if any(isinstance(part, VideoPart) for part in item.content):
+            raise UserError(f"item {item.id!r} has a video: judges read texts, pictures and pages")
+        return [piece for piece in self.scaled(item) if isinstance(piece, Image.Image)]
 
     def _continued(
         self, head: Prompt, name: str, rendered: str, images: Sequence[Image.Image], num_cut: int
@@ -420,24 +464,33 @@ class PromptBuilder:
         return self.tokenizer.decode(ids, skip_special_tokens=True).strip()
 
     def _render(self, layout: Layout) -> str:
-        """The prompt as a string with one placeholder per picture; other models' adapters override it."""
+        """The prompt as a string with one placeholder per picture or clip; other models' adapters override it."""
         content = []
         for previous, piece in zip(("", *layout), layout, strict=False):
-            newline = "\n" if previous is None else ""
+            newline = "" if isinstance(previous, str) else "\n"
             text = {"type": "text", "text": f"{newline}{piece}\n"}
-            content.append({"type": "image"} if piece is None else text)
+            kind = {"type": "image" if piece is None else "video"}
+            content.append(text if isinstance(piece, str) else kind)
         return self._turn(content)
+
+    def _with_clips(self, rendered: str, layout: Layout) -> str:
+        """A rendered prompt in which clips have all their placeholders, with their times."""
+        clips = [self.family.clip_text(self.processor, one) for one in layout if isinstance(one, ClipSize)]
+        return _filled(rendered, self.processor.video_token, clips) if clips else rendered
 
     def _count_tokens(self, layout: Layout) -> int:
         """Tokens of a prompt in which each picture is one placeholder with the processor's text around it."""
         mark = self.family.picture_mark(self.processor)
-        rendered = self._render(layout).replace(self.processor.image_token, mark)
+        rendered = self._with_clips(self._render(layout), layout).replace(self.processor.image_token, mark)
         return len(self.tokenizer(rendered).input_ids)
 
     def _turn(self, content: list[dict[str, str]]) -> str:
         return rendered_turn(self.processor, content)
 
-    def _encode(self, name: str, images: Sequence[Image.Image], layout: Layout, num_cut: int) -> Prompt:
+    def _encode(self, name: str, shown: Sequence[Image.Image | Clip], layout: Layout, num_cut: int) -> Prompt:
+        images = [image for image in shown if isinstance(image, Image.Image)]
+        if len(images) < len(shown):
+            return self._encode_clips(name, shown, layout, num_cut)
         # Rendering and tokenising depend only on the texts and the pictures' sizes. Candidates without a text, and
         # small sets, repeat them; then only the pictures are processed.
         key = (layout, *(image.size for image in images))
@@ -445,7 +498,7 @@ class PromptBuilder:
             input_ids, grid = known
             pictures: Mapping[str, Tensor] = {}
             if images:
-                given = {"images": list(images), "return_tensors": "pt", **self._options}
+                given = {"images": images, "return_tensors": "pt", **self._options}
                 with _of_pictures(name):
                     pictures = self.processor.image_processor(**given)
             if not images or (grid is not None and torch.equal(pictures["image_grid_thw"], grid)):
@@ -457,6 +510,35 @@ class PromptBuilder:
             self._known[key] = (input_ids, fields.get("image_grid_thw"))
         return self._prompt(name, input_ids, fields, num_cut)
 
+    def _encode_clips(
+        self, name: str, images: Sequence[Image.Image | Clip], layout: Layout, num_cut: int
+    ) -> Prompt:
+        """As `_encode`: frames are cut to patches like pictures, and their placeholders written like the processor's."""
+        self.family.check_clips(self.processor)
+        rendered = self._with_clips(self._render(layout), layout)
+        mark = self.processor.image_token
+        pictures = [
+            mark * self._tokens_of_picture(image.size) for image in images if not isinstance(image, Clip)
+        ]
+        rendered = _filled(rendered, mark, pictures)
+        frames = [
+            frame for image in images for frame in (image.frames if isinstance(image, Clip) else [image])
+        ]
+        with _of_pictures(name):
+            fields = self.processor.image_processor(images=frames, return_tensors="pt", **self._options)
+        grid, places = [], iter(fields["image_grid_thw"].tolist())
+        for image in images:
+            shown = [next(places) for _ in range(len(image.frames) if isinstance(image, Clip) else 1)]
+            grid.append([len(shown), *shown[0][1:]])
+        pictured = {"pixel_values": fields["pixel_values"], "image_grid_thw": torch.tensor(grid)}
+        step = self.processor.image_processor.temporal_patch_size
+        interval_G = torch.tensor(
+            [_interval(image) * step if isinstance(image, Clip) else 0.0 for image in images],
+            dtype=torch.float64,
+        ) * getattr(self.processor, "rge_tokens_per_second", 1)
+        input_ids = self.tokenizer(rendered, return_tensors="pt").input_ids[0]
+        return self._prompt(name, input_ids, pictured, num_cut, interval_G)
+
     def _processed(
         self, name: str, rendered: str, images: Sequence[Image.Image], **more: Any
     ) -> tuple[Tensor, Any]:
@@ -465,18 +547,28 @@ class PromptBuilder:
             fields = self.processor(text=[rendered], **given)
         return fields["input_ids"][0], fields
 
-    def _prompt(self, name: str, input_ids: Tensor, fields: Mapping[str, Tensor], num_cut: int) -> Prompt:
+    def _prompt(
+        self,
+        name: str,
+        input_ids: Tensor,
+        fields: Mapping[str, Tensor],
+        num_cut: int,
+        interval_G: Tensor | None = None,
+    ) -> Prompt:
         image_processor = self.processor.image_processor
         pixels, image_grid = self.family.pictures_of(fields, image_processor)
         type_ids = (input_ids == self._image_id).long()
+        if self._clip_id is not None:
+            type_ids += 2 * (input_ids == self._clip_id)
         return Prompt(
             id=name,
             input_ids=input_ids,
             type_ids=type_ids,
-            position_3T=self.family.positions(image_processor, input_ids, type_ids, image_grid),
+            position_3T=self.family.positions(image_processor, input_ids, type_ids, image_grid, interval_G),
             pixels=pixels,
             image_grid=image_grid,
             num_cut_tokens=num_cut,
+            interval_G=interval_G,
         )
 
     def _plain(self, text: str) -> str:
@@ -491,6 +583,27 @@ class PromptBuilder:
             if token in text:
                 text = text.replace(token, token[:1] + "\u2060" + token[1:])
         return text
+
+
+def _filled(rendered: str, mark: str, instead: Sequence[str]) -> str:
+    """A rendered prompt with something in place of each of its marks."""
+    start, *rest = rendered.split(mark)
+    if len(rest) != len(instead):
+        raise UserError(
+            f"the model's chat template shows {len(rest)} of {len(instead)} parts as {mark}: use its family's"
+        )
+    return start + "".join(map("".join, zip(instead, rest, strict=True)))
+
+
+def _laid(piece: str | Image.Image | Clip | Size | ClipSize) -> str | ClipSize | None:
+    if isinstance(piece, Clip):
+        return piece.size
+    return piece if isinstance(piece, str | ClipSize) else None
+
+
+def _interval(clip: Clip) -> float:
+    """Seconds from one frame to the next."""
+    return (clip.seconds[-1] - clip.seconds[0]) / max(len(clip.seconds) - 1, 1)
 
 
 @contextmanager

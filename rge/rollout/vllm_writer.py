@@ -211,7 +211,10 @@ class VllmWriter:
         ids = prompt.input_ids.tolist()
         if features is None:
             return {"prompt_token_ids": ids}
-        pictures = {"image_embeds": features.cpu(), "image_grid_thw": prompt.image_grid}
+        assert prompt.image_grid is not None
+        embedder = self.embedder
+        grid = embedder.family.vllm_grid(embedder.processor.image_processor, prompt.image_grid)
+        pictures = {"image_embeds": features.cpu(), "image_grid_thw": grid}
         return {
             "prompt_token_ids": collapsed_ids(self.embedder.model, ids),
             "multi_modal_data": {"image": pictures},

@@ -23,8 +23,9 @@ from transformers import (
     Qwen3VLProcessor,
     Qwen3VLVideoProcessor,
 )
+from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
-from rge.model.families import FAMILIES, normalised
+from rge.model.families import FAMILIES, normalised, patch_grid
 from rge.objective import Objective
 from rge.rollout.writer import Rollout
 from rge.scratch import build as scratch
@@ -180,7 +181,7 @@ def _qwen3_vl(tokenizer, text):
     processor = Qwen3VLProcessor(
         image_processor=Qwen2VLImageProcessor(size=size, patch_size=16),
         tokenizer=tokenizer,
-        video_processor=Qwen3VLVideoProcessor(),
+        video_processor=Qwen3VLVideoProcessor(image_mean=OPENAI_CLIP_MEAN, image_std=OPENAI_CLIP_STD),
         chat_template=template("qwen3_vl"),
     )
     return lambda: Qwen3VLForConditionalGeneration(Qwen3VLConfig(**config, vision_config=vision)), processor
@@ -259,7 +260,8 @@ def stock_inputs(embedder, prompts, input_ids, attention_mask) -> dict:
     kind = model.config.model_type
     found = {"input_ids": input_ids, "attention_mask": attention_mask}
     values = [
-        None if prompt.pixels is None else normalised(image_processor, prompt.pixels) for prompt in prompts
+        None if prompt.pixels is None else normalised(image_processor, prompt.pixels, prompt.image_grid)
+        for prompt in prompts
     ]
     seen = [value for value in values if value is not None]
     if kind == "gemma3":
@@ -278,11 +280,28 @@ def stock_inputs(embedder, prompts, input_ids, attention_mask) -> dict:
                     found["pixel_values"][row, : len(value)] = value
         return found
     if seen:
-        found["pixel_values"] = torch.cat(seen)
-        found["image_grid_thw"] = torch.cat(
-            [prompt.image_grid for prompt in prompts if prompt.image_grid is not None]
-        )
         found["mm_token_type_ids"] = (input_ids == model.config.image_token_id).long()
+        found["mm_token_type_ids"] += 2 * (input_ids == model.config.video_token_id)
+        grids = torch.cat([prompt.image_grid for prompt in prompts if prompt.image_grid is not None])
+        patches = patch_grid(image_processor, grids)
+        parts = torch.cat(seen).split(patches.prod(dim=1).tolist())
+        is_clip = grids[:, 0] > 1
+        for names, of_kind in (
+            (("pixel_values", "image_grid_thw"), ~is_clip),
+            (("pixel_values_videos", "video_grid_thw"), is_clip),
+        ):
+            if of_kind.any():
+                found[names[0]] = torch.cat([parts[place] for place in of_kind.nonzero().flatten().tolist()])
+                found[names[1]] = patches[of_kind]
+        if kind == "qwen2_5_vl" and is_clip.any():
+            interval_G = torch.cat(
+                [
+                    torch.zeros(len(prompt.image_grid)) if prompt.interval_G is None else prompt.interval_G
+                    for prompt in prompts
+                    if prompt.image_grid is not None
+                ]
+            )
+            found["second_per_grid_ts"] = interval_G[is_clip] / model.config.vision_config.tokens_per_second
     return found
 
 

@@ -1,4 +1,4 @@
-"""Prompt and rationale lengths of every record in training, from picture headers and texts alone.
+"""Prompt and rationale lengths of every record in training, from headers of files and texts alone.
 
 The code that makes prompts (`rge.model.prompts`) decides wording, tokens, cuts and refusals; no picture is decoded. Many
 records are laid out on all cores.
@@ -21,7 +21,18 @@ import numpy as np
 
 from rge.common.commands import progress_bar
 from rge.common.images import picture_bytes, picture_size
-from rge.common.parts import Content, ImageRef, is_short, pictures_of, text_of
+from rge.common.parts import (
+    Content,
+    ImagePart,
+    ImageRef,
+    Part,
+    TextPart,
+    is_short,
+    part_to_json,
+    pictures_of,
+    refs_of,
+    text_of,
+)
 from rge.common.schema import Item, Record, Target
 from rge.config import Recipe
 from rge.data.collate import Source, check_targets, query_items, target_item
@@ -113,6 +124,7 @@ def settings_of(builder: PromptBuilder, *asked: object) -> str:
             asdict(builder.profile),
             builder.max_tokens,
             builder.max_rationale_tokens,
+            asdict(builder.video),
             COLUMNS,
             version_of(backbone, prompts, families, sys.modules[__name__]),
             asked,
@@ -172,7 +184,7 @@ def _measured(record: Record, builder: PromptBuilder, need_oracle: bool, need_ca
         query.num_picture_tokens,
         max((one.num_tokens for one in candidates), default=0),
         max((one.num_picture_tokens for one in candidates), default=0),
-        max(len(record.query.pictures), *(len(target.pictures) for target in targets)),
+        max(one.num_pictures for one in (query, *candidates)),
         max(rationales, default=0),
         sum(one.num_cut_tokens > 0 for one in (query, *candidates)),
         1 + len(candidates),
@@ -192,10 +204,18 @@ def _names(target: Target) -> tuple[int, int, int]:
 
 
 def _content(content: Content, *more: str) -> int:
-    order = () if is_short(content) else (str([type(part).__name__ for part in content]),)
+    order = () if is_short(content) else map(_told, content)
     return number_of(
         "\0".join([*more, *order, text_of(content) or "", *map(_picture_name, pictures_of(content))])
     )
+
+
+def _told(part: Part) -> str:
+    """A part's kind, and of a document or clip its files and what is shown of them."""
+    if isinstance(part, TextPart | ImagePart):
+        return type(part).__name__
+    asked = {name: value for name, value in part_to_json(part).items() if name not in ("pdf", "video")}
+    return f"{type(part).__name__} {asked} {list(map(_picture_name, refs_of(part)))}"
 
 
 def _picture_name(ref: ImageRef) -> str:

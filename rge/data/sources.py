@@ -20,7 +20,7 @@ from rge.common.commands import progress_bar
 from rge.common.errors import UserError, grouped, shortened
 from rge.common.files import POINTER_NOTE, find_shipped, is_pointer, write_text
 from rge.common.images import PictureIndex
-from rge.common.parts import PRESENT, ImageRef, are_bytes, picture_of, place_of, refs_of, text_of
+from rge.common.parts import PRESENT, ImagePart, ImageRef, are_bytes, picture_of, place_of, refs_of, text_of
 from rge.common.prompt_profiles import EMB_TOKEN, PROFILES
 from rge.common.schema import QueryPart, Record, Target
 from rge.data.config import OTHER_FILES
@@ -397,8 +397,10 @@ def check_wording(record: Record, source: str, profile: str) -> None:
         )
 
 
-def files_of(record: Record, *, queries: bool = True) -> Iterator[tuple[str, ImageRef]]:
-    """Pictures and other files of a record, each with its place in the record."""
+def files_of(
+    record: Record, *, queries: bool = True, pictures: bool = False
+) -> Iterator[tuple[str, ImageRef]]:
+    """Files of a record, each with its place in the record; with `pictures`, pictures and frames alone."""
     shown: list[tuple[str, QueryPart | Target]] = [("query", record.query)] if queries else []
     for side, targets in (("positives", record.positives), ("negatives", record.negatives)):
         shown += [(f"{side}.{number}", target) for number, target in enumerate(targets)]
@@ -406,7 +408,8 @@ def files_of(record: Record, *, queries: bool = True) -> Iterator[tuple[str, Ima
         short = "images.{}" if isinstance(one, QueryPart) else "image"
         for number, part in enumerate(one.parts):
             where = f"content.{number}" if one.content else short.format(number)
-            yield from ((f"{place}.{where}", ref) for ref in refs_of(part))
+            if not pictures or isinstance(part, ImagePart) or len(refs_of(part)) > 1:
+                yield from ((f"{place}.{where}", ref) for ref in refs_of(part))
 
 
 def texts_of(record: Record) -> list[str]:

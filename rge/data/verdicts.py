@@ -234,7 +234,8 @@ def _shown(
 ) -> Iterator[tuple[ImageRef, str]]:
     """Pictures of this kind (names or bytes) with the ids of their records."""
     for record in map(file.__getitem__, range(len(file))[:first]):
-        for _, ref in files_of(record, queries=queries):
+        for _, ref in files_of(record, queries=queries, pictures=True):
+            # Documents and clips are opened when prompts are laid out, see `rge.data.layout`.
             if isinstance(ref, kind):
                 yield ref, record.id
 

@@ -70,6 +70,7 @@ class Measured:
     num_tokens: int
     num_picture_tokens: int
     num_cut_tokens: int = 0
+    num_pictures: int = 0  # pages and a clip's frames included
 
     def __len__(self) -> int:
         return self.num_tokens
@@ -263,12 +264,13 @@ class PromptBuilder:
         pieces = self._pieces(item, lambda part: visuals.sizes(part, self._rule, size_of))
         sizes = [piece for piece in pieces if not isinstance(piece, str)]
         pictures = [size for size in sizes if not isinstance(size, ClipSize)]
+        num_pictures = sum(len(size.seconds) if isinstance(size, ClipSize) else 1 for size in sizes)
         with _of_pictures(item.id):
             for_pictures, all_visuals = sum(map(self._tokens_of, pictures)), sum(map(self._tokens_of, sizes))
 
         def counted(layout: Layout, num_cut: int) -> Measured:
             num_tokens = self._tokens_of_text(layout) - len(pictures) + for_pictures
-            return Measured(num_tokens, all_visuals, num_cut)
+            return Measured(num_tokens, all_visuals, num_cut, num_pictures)
 
         return self._fitted(item, side, pieces, sizes, counted)
 

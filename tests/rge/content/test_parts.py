@@ -2,8 +2,10 @@
 
 import json
 
+import pdfs
 import pytest
 
+from rge.common.images import PictureIndex
 from rge.common.parts import (
     ImagePart,
     PdfPart,
@@ -16,8 +18,11 @@ from rge.common.parts import (
     with_text,
 )
 from rge.common.schema import Item, Record
+from rge.content import pdf
 from rge.data.collate import query_items, target_item
+from rge.data.layout import COLUMNS, _measured
 from rge.data.sources import RecordError, RecordFile, files_of, json_line, parsed_line
+from rge.model.prompts import PromptBuilder
 from rge.serving.protocols import EmbeddingsAsked
 
 PARTS = [
@@ -158,3 +163,35 @@ def test_a_request_keeps_the_order_of_its_parts():
     ]
     (raw,) = EmbeddingsAsked(messages=[{"role": "user", "content": parts}]).inputs()
     assert [type(part) for part in raw.content] == [TextPart, ImagePart, TextPart]
+
+
+@pytest.mark.parametrize("asked", ["pages", "frames"])
+def test_a_record_is_laid_out_by_headers_alone(tmp_path, embedder, picture, monkeypatch, asked):
+    """Pages and frames are counted and sized as they will be shown, and no page is rendered for it."""
+    (tmp_path / "paper.pdf").write_bytes(pdfs.pdf([pdfs.page("words", size=(200, 300))] * 3))
+    for number in range(5):
+        picture(112, 56, number).save(tmp_path / f"{number}.png")
+    shown = {
+        "pages": ({"pdf": "paper.pdf", "pages": [1, 3]}, 2),
+        "frames": ({"video": [f"{number}.png" for number in range(5)], "fps": 2.0}, 4),
+    }
+    part, count = shown[asked]
+    line = LINE | {"query": {"content": [part, {"text": "what?"}]}, "negatives": []}
+    line["positives"] = [{"id": "p", "text": "this"}]
+    (tmp_path / "a.jsonl").write_text(json.dumps(line))
+    record = RecordFile(tmp_path / "a.jsonl")[0]
+    builder = PromptBuilder(embedder.processor, max_tokens=4096)
+    prompt = builder.build(query_items(record)[0], "query")
+    with monkeypatch.context() as patch:
+        patch.setattr(pdf, "render", None)
+        found = dict(zip(COLUMNS, _measured(record, builder, False, True), strict=False))
+    assert (found["query"], found["pictures"]) == (len(prompt), count)
+    assert found["query_pictures"] == int((prompt.type_ids > 0).sum())
+
+
+def test_a_missing_document_or_clip_is_reported_before_training(tmp_path):
+    for number, part in enumerate([{"pdf": "gone.pdf"}, {"video": "gone.mp4"}]):
+        path = tmp_path / f"{number}.jsonl"
+        path.write_text(json.dumps(LINE | {"query": {"content": [part]}, "negatives": []}))
+        with pytest.raises(RecordError, match=r"query\.content\.0: .*gone"):
+            RecordFile(path, pictures=PictureIndex())

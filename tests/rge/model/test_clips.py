@@ -192,7 +192,7 @@ def test_the_text_after_a_clip_is_cut_and_no_frame_is_dropped(lively, clip):
     assert prompt.num_cut_tokens > 0
     assert prompt.image_grid[:, 0].tolist() == [8]
     with pytest.raises(UserError, match="show fewer"):
-        builder_of(lively, max_tokens=40).build(item, "query")
+        builder_of(lively, max_tokens=20).build(item, "query")
 
 
 def test_what_a_part_says_precedes_the_rule(lively, clip, picture):

@@ -65,11 +65,11 @@ def test_tails_by_hand():
     assert part.label_M.tolist() == [21, 22, EMB, EMB]
 
 
-def test_a_wide_picture_reaches_further_than_the_prompts_last_token():
+def test_what_follows_a_prompt_goes_on_after_its_last_token_where_a_clip_reaches_further():
     prompt = replace(text_prompt(7, 8), position_3T=torch.tensor([[0, 1], [0, 1], [6, 1]]))
-    assert pack_tails([prompt], [[Branch([EMB])]]).position_ids_3T.tolist()[0] == [1, 7]
+    assert pack_tails([prompt], [[Branch([EMB])]]).position_ids_3T.tolist()[0] == [1, 2]
     picture = {"picture_ids": (START, PLACEHOLDER, END), "empty_picture": EMPTY}
-    assert pack_prompts([prompt], **picture).after_B.tolist() == [7]
+    assert pack_prompts([prompt], **picture).after_B.tolist() == [2]
 
 
 def test_tail_mask_by_hand():

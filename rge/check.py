@@ -462,10 +462,10 @@ def wanted_sources(recipe: Recipe, stages: Sequence[str]) -> dict[str, Wanted]:
         for source in getattr(recipe, name).sources:
             if source.key in read:
                 want(source, oracle=objective.needs_oracle, candidates=objective.needs_candidates)
-    if recipe.validation.key is not None:
+    for held_out in recipe.validation.sources:
         oracle = any(each.needs_oracle for each in objectives.values())
         candidates = any(each.needs_candidates for each in objectives.values())
-        want(recipe.validation.sources[0], oracle=oracle, candidates=candidates, held_out=True)
+        want(held_out, oracle=oracle, candidates=candidates, held_out=True)
     scratch, is_built = recipe.model.scratch, Path(recipe.out, "backbone").exists()
     if recipe.stages()[0] in stages and recipe.init is None and scratch is not None:
         # Sources that a backbone is built from; once it is built, those that still exist are compared.

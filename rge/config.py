@@ -18,7 +18,7 @@ from rge.common.errors import RecipeError, UserError
 from rge.common.files import RECIPES
 from rge.common.options import MAY_DIFFER, AtLeastOne, Count, parse_file
 from rge.common.registry import load_plugins
-from rge.data.config import PROMPTS, DataConfig, PromptedConfig, RecordsConfig, SourceConfig
+from rge.data.config import PROMPTS, DataConfig, PromptedConfig, SourceConfig
 from rge.distributed.config import TrainConfig
 from rge.loss_config import LossConfig
 from rge.model.config import ModelConfig
@@ -34,27 +34,41 @@ SHARED = (*PROMPTS, "max_negatives", "positives")
 
 
 @dataclass
-class ValidationConfig(RecordsConfig):
-    """Held-out records measured while training. Nothing here changes what is trained.
+class ValidationConfig:
+    """Held-out records measured while training. Nothing here changes what is trained, but `patience` may end it.
 
-    They are given as a source is; without, there is no validation. Benchmarks are run by ``rge eval``.
+    Benchmarks are run by ``rge eval``.
     """
 
+    sources: list[PromptedConfig] = field(default_factory=list)
+    """Held-out records, given as those of a stage; without any, there is no validation. Every source is measured on its own,
+    and the figures are the means over the sources."""
     every: AtLeastOne = 500
     """Steps between measurements; the last step is always measured."""
     max_records: AtLeastOne = 512
-    """Number of records used, from the beginning; each query is ranked against the targets of all of them."""
+    """Number of records of each source used, from the beginning; each query is ranked against the targets of all of them."""
     metric: Literal["hit_at_1", "loss", "loss_contrastive", "loss_lm"] = "hit_at_1"
     """Metric for choosing the best checkpoints: hit_at_1 (higher is better), loss, loss_contrastive or loss_lm (lower).
     A stage without a contrastive loss, such as the cold start, uses loss_lm; one without an LM loss has none."""
+    best_by: str | None = None
+    """Name of the source by whose metric the best checkpoints are chosen; null: by the mean over the sources."""
     keep_best: Count = 1
     """Best checkpoints kept in ``<out>/<stage>/best``, ready for evaluation; 0: only measure."""
+    patience: Count = 0
+    """A stage ends after this many measurements in a row that are no better than the best before them; 0: never. Its final
+    checkpoint is that of its last step."""
 
-    @property
-    def sources(self) -> list[PromptedConfig]:
-        """The held-out records, with the recipe's prompts."""
-        given = {item.name: getattr(self, item.name) for item in fields(RecordsConfig)}
-        return [] if self.key is None else [PromptedConfig(**given)]
+    def problems(self) -> Iterator[str]:
+        """What is wrong with the sources, and settings without effect."""
+        for number, source in enumerate(self.sources):
+            yield from source.problems(f"validation.sources[{number}]")
+        names = [source.name or source.label for source in self.sources]
+        if twice := sorted({one for one in names if names.count(one) > 1}):
+            yield f"validation.sources: several are called {', '.join(twice)}; give each another name"
+        if self.best_by is not None and self.best_by not in names:
+            yield f"validation.best_by={self.best_by} is none of validation.sources: {', '.join(names) or 'there are none'}"
+        if self.patience and not self.sources:
+            yield "validation.patience has no effect without validation.sources: give held-out records, or set it to 0"
 
 
 @dataclass
@@ -186,7 +200,7 @@ def to_dict(recipe: Recipe) -> dict[str, Any]:
 def without_unused(recipe: dict[str, Any]) -> dict[str, Any]:
     """A recipe as JSON values, of a checkpoint for example, without unused settings of sources."""
     unused = asdict(SourceConfig()) | {"weight": None}
-    stages = {
+    sections = {
         stage: recipe[stage]
         | {
             "sources": [
@@ -194,9 +208,9 @@ def without_unused(recipe: dict[str, Any]) -> dict[str, Any]:
                 for source in recipe[stage]["sources"]
             ]
         }
-        for stage in ("cold_start", "joint", "rl")
+        for stage in ("cold_start", "joint", "rl", "validation")
     }
-    return recipe | stages
+    return recipe | sections
 
 
 def check(recipe: Recipe) -> None:
@@ -326,9 +340,9 @@ def _check_unused(recipe: Recipe) -> Iterator[str]:
 def _check_validation(recipe: Recipe) -> Iterator[str]:
     """Whether stages have the metric for choosing their best checkpoints; one without a contrastive loss uses the LM loss."""
     validation, rl = recipe.validation, recipe.rl
-    if validation.key is None:
+    yield from validation.problems()
+    if not validation.sources:
         return
-    yield from validation.problems("validation")
     weights = {
         "joint": (recipe.loss.alpha_lm, recipe.loss.alpha_con, 0.0),
         "rl": (rl.alpha_lm, rl.alpha_con, rl.alpha_rl),

@@ -185,7 +185,7 @@ class Logs:
             self.bar.write(f"{self.stage}: step {step} is skipped (optim.skip_nonfinite): {reason}")
 
     def step(
-        self, step: int, report: dict[str, float], coverage: Callable[[int], dict[str, Any]] | None = None
+        self, step: int, report: dict[str, Any], coverage: Callable[[int], dict[str, Any]] | None = None
     ) -> None:
         """Report a finished step; `step` counts from one. Validated and skipped steps are always logged.
 
@@ -208,7 +208,7 @@ class Logs:
                 step, report, coverage(step) if coverage is not None and self._file is not None else {}
             )
 
-    def _write(self, step: int, report: dict[str, float], coverage: dict[str, Any]) -> None:
+    def _write(self, step: int, report: dict[str, Any], coverage: dict[str, Any]) -> None:
         line: dict[str, Any] = {"stage": self.stage, "step": step, **report, **coverage}
         line["elapsed_s"] = round(self._offset_s + time.perf_counter() - self.began, 3)
         if self._file is not None:

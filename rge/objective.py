@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -156,9 +157,16 @@ class Objective:
         """Weighted number of LM labels in a batch, in which the target of queries in `easy_B` is ``<emb>`` alone."""
         if self.alpha_lm == 0:
             return 0
-        count = sum(map(len, batch.oracle_ids)) + (len(batch.candidates) if self.lm_on_candidates else 0)
-        spared = sum(len(ids) - 1 for ids, easy in zip(batch.oracle_ids, easy_B or (), strict=False) if easy)
-        return count - (1 - self.think_lm) * spared
+        of_queries = self.num_lm_tokens_of_queries(batch, easy_B)
+        return sum(of_queries) + (len(batch.candidates) if self.lm_on_candidates else 0)
+
+    def num_lm_tokens_of_queries(self, batch: Batch, easy_B: Sequence[bool] | None = None) -> list[float]:
+        """The same of each query alone, without its candidates."""
+        spared = (1 - self.think_lm) * np.array(easy_B or [False] * len(batch.queries))
+        return [
+            len(ids) - share * (len(ids) - 1)
+            for ids, share in zip(batch.oracle_ids, spared.tolist(), strict=True)
+        ]
 
     @property
     def lm_targets(self) -> list[str]:
@@ -171,9 +179,11 @@ class Objective:
 
     def query_nll(self, q: Readout, easy_B: Tensor | None = None) -> Tensor:
         """Summed LM loss of queries over their weighted targets; `easy_B` as in `num_lm_tokens`."""
+        return q.nll if len(self.lm_targets) < 2 else self.query_nll_of_each(q, easy_B).sum()
+
+    def query_nll_of_each(self, q: Readout, easy_B: Tensor | None = None) -> Tensor:
+        """(B,) the LM loss of each query, of readouts by branch."""
         targets = self.lm_targets
-        if len(targets) < 2:
-            return q.nll
         assert q.nll_P is not None
         nll_BP = q.nll_P.unflatten(0, (-1, len(targets)))
         easy_B = nll_BP.new_zeros(len(nll_BP)) if easy_B is None else easy_B.to(nll_BP.dtype)
@@ -183,7 +193,7 @@ class Objective:
             "direct": after_prompt * easy_B,
             "think": torch.full_like(easy_B, self.think_lm),
         }
-        return (nll_BP * torch.stack([weight_B[name] for name in targets], dim=1)).sum()
+        return (nll_BP * torch.stack([weight_B[name] for name in targets], dim=1)).sum(dim=1)
 
     def query_branches(
         self,

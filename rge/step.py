@@ -16,8 +16,9 @@ D = hidden size.
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -55,10 +56,13 @@ class TrainingStep:
     keep: str = "none"
     backward: Callable[[Tensor], object] = torch.Tensor.backward  # or `Accelerator.backward`
     no_sync: Callable[[], AbstractContextManager] = nullcontext  # around all chunks but the last
+    sources: Sequence[
+        str
+    ] = ()  # names of the batches' sources; of several, figures are reported by source too
 
     def __call__(
         self, batch: Batch, rollout: Rollout | None = None, credit: Credit | None = None
-    ) -> dict[str, float]:
+    ) -> dict[str, Any]:
         """Accumulate the gradients of one update on this rank's share of the batch and its rationales.
 
         The rationales (with ``anchor=mix`` some oracle ones) are equally many per query, query after query. Each is an anchor of
@@ -68,15 +72,17 @@ class TrainingStep:
             Report, equal on all ranks: loss, loss_lm, loss_contrastive, its terms if there are several
             (``loss_info_nce``) and hit_at_1 if they exist, those of further states as ``..._direct`` and ``..._latent``;
             the mean number of negatives and of labelled negatives per query; cut_prompts, the number of prompts that were
-            too long and lost the end of their text.
+            too long and lost the end of their text. With several sources these are also given by name, as ``..._by_source``,
+            with the number of queries and the mean length of rationales, for sources that have queries in this batch.
 
         Raises:
             FloatingPointError, on all ranks: the loss is not finite; names the records of the ranks where it is not.
             ValueError: prompts are encoded in other parts than the step's chunks.
         """
         objective = self.objective
-        forward = _Forward(self.embedder, objective, batch, rollout, self.micro_batch_size)
-        share = _Share(forward)
+        several = len(self.sources) > 1
+        forward = _Forward(self.embedder, objective, batch, rollout, self.micro_batch_size, by_source=several)
+        share, by_source = _Share(forward), _BySource(forward, self.sources) if several else None
         comparing = _Comparing(forward, share.con_scale, credit, self.keep)
         for number, (queries, _) in enumerate(forward.chunks):
             with nullcontext() if number == len(forward.chunks) - 1 else self.no_sync():
@@ -91,10 +97,14 @@ class TrainingStep:
                     rl = credit.loss(q, forward.states_of(number))
                     total = total + rl * (objective.alpha_rl * dist.world_size())
                 share.add(total, q_nll, t.nll)
+                if by_source is not None and objective.alpha_lm > 0:
+                    by_source.add(q, t, number, easy_B)
                 self.backward(total)
         if self.embedder.pictures is not None:
             self.embedder.pictures.clear()
-        report = share.report(batch.record_ids, comparing.compared)
+        report: dict[str, Any] = share.report(batch.record_ids, comparing.compared)
+        if by_source is not None:
+            report |= by_source.report(comparing.compared)
         if credit is not None:
             report |= credit.report()
             report["loss"] += objective.alpha_rl * report.get("loss_rl", 0.0)
@@ -120,8 +130,11 @@ class _Forward:
         batch: Batch,
         rollout: Rollout | None,
         micro_batch_size: int,
+        *,
+        by_source: bool = False,
     ):
         rollout = rollout or Rollout(())
+        self.by_source = by_source  # losses are needed by source
         self.embedder, self.objective, self.batch, self.rollout = embedder, objective, batch, rollout
         self.rationales = rollout.rationales or ()
         self.micro_batch_size = micro_batch_size
@@ -212,11 +225,25 @@ class _Forward:
         if objective.alpha_con == 0:
             q_ND, c_CD = q_ND.detach(), c_CD.detach()
         given = 0 if objective.states else sum(rationale.given for rationale in self.rationales)
+        num_added = given // len(batch.queries)
         scores = judged_scores(batch, len(identity_C), offset) if objective.needs_scores else None
-        contrast = objective.contrastive(
-            q_ND, c_CD, positive_BC, ignored_BC, given // len(batch.queries), scores
-        )
+        contrast = objective.contrastive(q_ND, c_CD, positive_BC, ignored_BC, num_added, scores)
         compared = Comparison(contrast, int(negative_BC.sum()), int((negative_BC & labelled_BC).sum()))
+        for source in sorted(set(batch.sources)) if self.by_source else ():
+            rows = torch.tensor([row for row, one in enumerate(batch.sources) if one == source])
+            q_BSD = q_ND.detach().unflatten(0, (len(batch.queries), -1))
+            with torch.no_grad():
+                own = objective.contrastive(
+                    q_BSD[rows.to(device)].flatten(0, 1),
+                    c_CD.detach(),
+                    positive_BC[rows],
+                    ignored_BC[rows],
+                    num_added,
+                    None if scores is None else scores[rows],
+                )
+            compared.by_source[source] = Comparison(
+                own, int(negative_BC[rows].sum()), int((negative_BC & labelled_BC)[rows].sum())
+            )
         if objective.adaptive is not None:
             assert contrast.lead_B is not None
             leads = dist.gather_rows(contrast.lead_B, self.shares)
@@ -239,7 +266,9 @@ class _Forward:
         if states_only:
             rows = [[branch for branch in branches if branch.read_state] for branches in rows]
             return self._pack(number, rows)
-        return replace(self._pack(number, rows), by_branch=len(objective.lm_targets) > 1)
+        return replace(
+            self._pack(number, rows), by_branch=len(objective.lm_targets) > (0 if self.by_source else 1)
+        )
 
     def _pack(self, number: int, branches: Sequence[Sequence[Branch]]) -> Packed:
         prompts, temperature = self.batch.queries[self.chunks[number][0]], self.objective.sampled_at
@@ -249,7 +278,8 @@ class _Forward:
     def _candidates(self, number: int, *, states_only: bool = False) -> Packed:
         emb_id, prompts = self.embedder.emb_id, self.batch.candidates[self.chunks[number][1]]
         branch = Branch([emb_id], read_state=True) if states_only else self.objective.candidate_branch(emb_id)
-        return self.embedder.pack(prompts, [[branch]] * len(prompts))
+        by_branch = self.by_source and branch.predict
+        return replace(self.embedder.pack(prompts, [[branch]] * len(prompts)), by_branch=by_branch)
 
     @torch.no_grad()
     def _own_states(self) -> Tensor:
@@ -284,6 +314,9 @@ class Comparison:
     # This rank's queries to be answered directly: their LM target is ``<emb>`` alone. None without `Objective.adaptive`.
     easy_B: Tensor | None = None
     lm_tokens: float = 0.0  # labels of all ranks with these targets
+    by_source: dict[int, "Comparison"] = field(
+        default_factory=dict
+    )  # of the queries of each, if there are several
 
 
 class _Comparing:
@@ -385,6 +418,85 @@ class _Share:
         lm, contrastive = report.get("loss_lm", 0.0), report.get("loss_contrastive", 0.0)
         report["loss"] = self.objective.alpha_lm * lm + self.objective.alpha_con * contrastive
         return report
+
+
+class _BySource:
+    """Figures of a step by source."""
+
+    def __init__(self, forward: _Forward, names: Sequence[str]):
+        self.forward, self.names, self.batch = forward, names, forward.batch
+        self.objective = forward.objective
+        owner = {column: row for row, column in enumerate(self.batch.positive)}
+        for columns in (self.batch.negatives, self.batch.more_positives):
+            owner |= {column: row for row, own in enumerate(columns) for column in own}
+        # The source of each candidate.
+        self.of_candidates = [
+            self.batch.sources[owner[column]] for column in range(len(self.batch.candidates))
+        ]
+        self.nll: Tensor = torch.zeros(len(names), dtype=torch.float64, device=forward.embedder.device)
+        self.easy: list[bool] = []
+
+    def add(self, q: Readout, t: Readout, number: int, easy_B: Tensor | None) -> None:
+        """The LM losses of a chunk."""
+        queries, candidates = self.forward.chunks[number]
+        parts = [(self.batch.sources[queries], self.objective.query_nll_of_each(q, easy_B))]
+        if t.nll_P is not None and len(t.nll_P):
+            parts.append((self.of_candidates[candidates], t.nll_P))
+        for sources, nll in parts:
+            at = torch.tensor(sources, device=nll.device)
+            self.nll.index_add_(0, at, nll.detach().to(self.nll.dtype))
+        self.easy += [] if easy_B is None else easy_B.tolist()
+
+    def report(self, compared: Comparison | None) -> dict[str, dict[str, float]]:
+        """Means over the global batch by name of the figure and of the source; all ranks call it."""
+        batch, objective = self.batch, self.objective
+        figures = (
+            [] if compared is None else [name for name in compared.contrast.figures if name != "easy_rate"]
+        )
+        rationales = self.forward.rationales
+        each = len(rationales) // len(batch.queries)
+        tokens = objective.num_lm_tokens_of_queries(batch, self.easy) if objective.alpha_lm > 0 else []
+        nlls, rows = self.nll.tolist(), []
+        for source in range(len(self.names)):
+            own = [row for row, one in enumerate(batch.sources) if one == source]
+            columns = [column for column, one in enumerate(self.of_candidates) if one == source]
+            prompts = [
+                *(batch.queries[row] for row in own),
+                *(batch.candidates[column] for column in columns),
+            ]
+            written = [rationales[row * each + place] for row in own for place in range(each)]
+            reasoned = [one for one in written if not one.direct and not one.given]
+            num_labels = sum(tokens[row] for row in own) if tokens else 0
+            num_labels += len(columns) * (objective.alpha_lm > 0 and objective.lm_on_candidates)
+            part = compared.by_source.get(source) if compared is not None else None
+            rows.append([
+                len(own), sum(prompt.num_cut_tokens > 0 for prompt in prompts), nlls[source], num_labels,
+                len(reasoned), sum(len(one.ids) for one in reasoned),
+                *((0, 0) if part is None else (part.num_negatives, part.num_labelled)),
+                *(0.0 if part is None else float(part.contrast.figures[name][0]) for name in figures),
+            ])  # fmt: skip
+        flat = dist.sum_over_ranks([value for row in rows for value in row], self.forward.embedder.device)
+        found: dict[str, dict[str, float]] = {}
+        for place, name in enumerate(self.names):
+            size = len(rows[0])
+            values = flat[place * size : (place + 1) * size]
+            count, cut, nll, num_labels, num_written, length, negatives, labelled, *sums = values
+            if not count:
+                continue
+            means = {"queries": count, "cut_prompts": cut}
+            if num_labels:
+                means["loss_lm"] = nll / num_labels
+            if num_written:
+                means["rationale_tokens_mean"] = length / num_written
+            if compared is not None:
+                for figure, total in zip(figures, sums, strict=True):
+                    means[figure] = total / (count * compared.contrast.figures[figure][1])
+                means |= {"negatives_mean": negatives / count, "labelled_negatives_mean": labelled / count}
+            lm, contrastive = means.get("loss_lm", 0.0), means.get("loss_contrastive", 0.0)
+            means["loss"] = objective.alpha_lm * lm + objective.alpha_con * contrastive
+            for figure, value in means.items():
+                found.setdefault(f"{figure}_by_source", {})[name] = value
+        return found
 
 
 def easy_queries(leads: Tensor, adaptive: AdaptiveConfig, most: float) -> Tensor:

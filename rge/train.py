@@ -17,6 +17,7 @@ again resumes; finished stages are skipped. Benchmarks are run by ``rge eval``.
 
 import time
 from pathlib import Path
+from typing import Any
 
 from rge.common.commands import answer_first
 from rge.config import load_recipe
@@ -118,6 +119,7 @@ def train_stage(
         keep=kept.where,
         backward=accelerator.backward,
         no_sync=lambda: dist.no_sync(accelerator, model),
+        sources=batches.names,
     )
     num_steps = stage.num_steps(batches.mixture.num_records)
     validation = make_validation(recipe, objective, embedder.processor, records)
@@ -129,11 +131,11 @@ def train_stage(
     first_step = manager.resume()
 
     bad_records = BadRecords(recipe.data, batches.records, folder, first_step, batches.mixture)
-    loader = Loader(batches, range(first_step, num_steps), recipe.data, embedder.device)
+    loader = Loader(batches, range(first_step, manager.num_steps), recipe.data, embedder.device)
     logs = Logs(accelerator, folder, name, first_step, num_steps, recipe.train.log_every)
     skipped = 0  # steps in a row
     waited = time.perf_counter()
-    for step, batch in enumerate(loader, start=first_step):
+    for step, batch in manager.steps(loader):
         began = time.perf_counter()
         lr = learning_rate(step, num_steps, stage)
         set_learning_rate(optimizer, lr)
@@ -149,7 +151,7 @@ def train_stage(
         rollout = rollout._replace(easy_share=easy_share(recipe.loss, step))
         rolled_out = time.perf_counter()
 
-        report: dict[str, float] = {}
+        report: dict[str, Any] = {}
         try:
             for update in range(objective.num_updates):  # several only in the stage rl
                 if update:

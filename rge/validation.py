@@ -25,18 +25,21 @@ from rge.step import candidate_masks, gathered_identities, judged_scores
 
 
 def problems(recipe: Recipe, sources: Mapping[str, Records]) -> Iterator[str]:
-    """Why the held-out records, one of the open sources, cannot be used."""
-    if (held_out := sources.get(recipe.validation.key or "")) is None:
-        return
-    try:
-        num_records(held_out, recipe.validation.max_records)
-    except RecordError as error:
-        yield str(error)
-    content = held_out.content.get("sha256")  # unknown for a stream
-    for name in recipe.stages():
-        for key in [source.key for source in getattr(recipe, name).sources if source.key in sources]:
-            if content is not None and sources[key].content.get("sha256") == content:
-                yield f"validation.path {held_out.name} is also a source of {name}: give held-out records"
+    """Why held-out records, which are among the open sources, cannot be used."""
+    for number, config in enumerate(recipe.validation.sources):
+        if (held_out := sources.get(config.key or "")) is None:
+            continue
+        try:
+            num_records(held_out, recipe.validation.max_records)
+        except RecordError as error:
+            yield str(error)
+        content = held_out.content.get("sha256")  # unknown for a stream
+        for name in recipe.stages():
+            for key in [source.key for source in getattr(recipe, name).sources if source.key in sources]:
+                if content is not None and sources[key].content.get("sha256") == content:
+                    yield (
+                        f"validation.sources[{number}] {held_out.name} is also a source of {name}: give held-out records"
+                    )
 
 
 def num_records(file: Records, max_records: int) -> int:
@@ -54,13 +57,14 @@ def make_validation(
     recipe: Recipe, objective: Objective, processor: Any, records: Mapping[str, Records]
 ) -> "Validation | None":
     """Validation on the recipe's held-out records, if any; collated as in training, but without augmentation or bad records."""
-    if recipe.validation.key is None:
+    if not recipe.validation.sources:
         return None
     builders = PromptBuilders(processor, recipe)
-    [config] = recipe.validation.sources
-    held_out = records[recipe.validation.key]
-    source = builders.source(config, held_out, augment="none", sort_by_length=False, on_bad="stop")
-    collator = Collator([source], **objective.needs)
+    plain: dict[str, Any] = {"augment": "none", "sort_by_length": False, "on_bad": "stop"}
+    sources = [
+        builders.source(config, records[config.key or ""], **plain) for config in recipe.validation.sources
+    ]
+    collator = Collator(sources, **objective.needs)
     return Validation(collator, objective, recipe)
 
 
@@ -73,32 +77,43 @@ class Validation:
         self.collator, self.objective = collator, replace(objective, adaptive=None, anchor=anchor)
         self.micro_batch_size = micro_batch_size = recipe.train.micro_batch_size
         self.max_new_tokens = recipe.rollout.max_new_tokens
-        most = recipe.validation.max_records
-        count, world_size = num_records(collator.sources[0].records, most), dist.world_size()
-        self.rows = list(range(dist.rank(), count, world_size))
+        most, world_size = recipe.validation.max_records, dist.world_size()
+        counts = [num_records(source.records, most) for source in collator.sources]
+        self.rows = [list(range(dist.rank(), count, world_size)) for count in counts]  # of each source
         # With sharded weights, all processes must run the same number of forwards.
-        self.num_chunks = math.ceil(math.ceil(count / world_size) / micro_batch_size)
+        self.num_chunks = [math.ceil(math.ceil(count / world_size) / micro_batch_size) for count in counts]
 
     @torch.no_grad()
-    def measure(self, embedder: EmbeddingModel) -> dict[str, float]:
+    def measure(self, embedder: EmbeddingModel) -> dict[str, Any]:
         """Losses, hit@1 and the share of forced stops, equal on all processes.
 
         They are ``val_loss_lm``, ``val_loss_contrastive``, ``val_hit_at_1``, ``val_forced_rate``, as far as the objective has
-        them, and ``val_loss``, weighted as in training. Losses are means over tokens and over queries.
+        them, and ``val_loss``, weighted as in training. Losses are means over tokens and over queries. Of several sources, each
+        figure is the mean over them, and ``..._by_source`` has it by name.
         """
+        names = self.collator.names
         with eval_mode(embedder):
-            return self._measure(embedder)
+            found = [self._measure(embedder, source) for source in range(len(names))]
+        means: dict[str, Any] = {
+            name: math.fsum(one[name] for one in found) / len(found) for name in found[0]
+        }
+        if len(found) > 1:
+            means |= {
+                f"{name}_by_source": {source: one[name] for source, one in zip(names, found, strict=True)}
+                for name in found[0]
+            }
+        return means
 
-    def _measure(self, embedder: EmbeddingModel) -> dict[str, float]:
-        objective = self.objective
+    def _measure(self, embedder: EmbeddingModel, source: int) -> dict[str, float]:
+        objective, all_rows = self.objective, self.rows[source]
         chunks: list[Batch] = []
         q_parts: list[Tensor] = []
         t_parts: list[Tensor] = []
         nll, num_tokens, forced = 0.0, 0.0, 0.0
-        for number in range(self.num_chunks):
-            rows = self.rows[number * self.micro_batch_size : (number + 1) * self.micro_batch_size]
+        for number in range(self.num_chunks[source]):
+            rows = all_rows[number * self.micro_batch_size : (number + 1) * self.micro_batch_size]
             # A process without further records repeats one in the forward pass, and omits it from the sums.
-            batch, rationales, (q, *t) = self._forward(embedder, rows or self.rows[:1])
+            batch, rationales, (q, *t) = self._forward(embedder, source, rows or all_rows[:1])
             if not rows:
                 continue
             chunks.append(batch)
@@ -113,7 +128,7 @@ class Validation:
             # In float32, as in training: bfloat16 makes close scores equal, and ties count as misses.
             with torch.autocast(embedder.device.type, enabled=False):
                 figures = self._contrastive(chunks, torch.cat(q_parts), torch.cat(t_parts))
-        totals = [nll, num_tokens, forced, len(self.rows), *figures.values()]
+        totals = [nll, num_tokens, forced, len(all_rows), *figures.values()]
         nll, num_tokens, forced, count, *sums = dist.sum_over_ranks(totals, embedder.device)
         report = {}
         if num_tokens:
@@ -126,11 +141,11 @@ class Validation:
         return report
 
     def _forward(
-        self, embedder: EmbeddingModel, rows: Sequence[int]
+        self, embedder: EmbeddingModel, source: int, rows: Sequence[int]
     ) -> tuple[Batch, list[Rationale], list[Readout]]:
         """The batch of these records, its rationales, and the readouts of queries and candidates."""
         objective = self.objective
-        batch = self.collator.collate([Draw(0, row, seed=row) for row in rows])
+        batch = self.collator.collate([Draw(source, row, seed=row) for row in rows])
         rationales: list[Rationale] = []
         if objective.needs_rollout:
             rationales = generate(

@@ -140,7 +140,26 @@ def curves_of(paths: Sequence[Path]) -> list[dict[str, Any]]:
             last = f"ends at {number(points['value'].iloc[-1])}{unit}"
             svg = line_chart(points, stages=stages, name=name, unit=unit)
             charts.append({"name": name, "last": last, "svg": svg})
+        if len(points := _by_source(table, key)):
+            points["value"] *= scale
+            last = ", ".join(
+                f"{source} {number(own['value'].iloc[-1])}{unit}" for source, own in points.groupby("stage")
+            )
+            names = points["stage"].unique().tolist()
+            svg = line_chart(points, stages=names, name=name, unit=unit)
+            charts.append({"name": f"{name}, by source", "last": f"ends at: {last}", "svg": svg})
     return charts
+
+
+def _by_source(table: pd.DataFrame, key: str) -> pd.DataFrame:
+    """A figure's points by source, each of which is one line: as ``stage`` its name, without folders."""
+    found = table[["step"]].assign(of=table.get(f"{key}_by_source")).dropna()
+    rows = [
+        {"step": step, "stage": Path(source).name, "value": float(value)}
+        for step, of in zip(found["step"], found["of"], strict=True)
+        for source, value in of.items()
+    ]
+    return pd.DataFrame(rows)
 
 
 def read_training_logs(paths: Sequence[Path]) -> pd.DataFrame:
@@ -177,7 +196,7 @@ def _check_row(path: Path, row: Any) -> None:
 
 
 def _is_curve(key: str) -> bool:
-    return key in CURVE_NAMES or key.startswith("loss")
+    return key in CURVE_NAMES or (key.startswith("loss") and not key.endswith("_by_source"))
 
 
 def provenance_of(evaluations: Sequence[Evaluation]) -> list[dict[str, Any]]:

@@ -6,10 +6,10 @@ On a cluster's SIGTERM or a user's Ctrl-C the step is finished, a state is saved
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from accelerate import Accelerator
 from torch import nn
@@ -31,6 +31,8 @@ from rge.model.adapters import has_adapters, merge
 from rge.model.embedding_model import EmbeddingModel
 from rge.optim.config import StageConfig
 from rge.validation import Validation
+
+T = TypeVar("T")
 
 
 class DivergedError(UserError, FloatingPointError):
@@ -88,6 +90,8 @@ class CheckpointManager:
         )
         metric = recipe.validation.metric
         self._saved = 0  # step of the newest state
+        # The best value so far (lower is better) and the measurements since, for `validation.patience`.
+        self._best: tuple[float, int] = (math.inf, 0)
         self._validated: dict[str, Any] | None = None
         # Read now: at the end of the stage, an unreachable hub would cost the training.
         self._data: dict[str, Any] = {}
@@ -119,12 +123,22 @@ class CheckpointManager:
         rounding += check_same_run(done, self.identity, path)
         self.states.load(path)
         self._saved = done["step"]
+        self._best = tuple(done["best"])  # type: ignore[assignment]
+        if self._is_over():
+            self.num_steps = self._saved
         # Figures of an earlier step are not those of the weights that are exported next.
         self._validated = done["validated"] if self._saved == self.num_steps else None
         self.states.announce(self.name, done["step"], path, rounding)
         return done["step"]
 
-    def validate(self, step: int) -> dict[str, float]:
+    def steps(self, batches: Iterable[T]) -> Iterator[tuple[int, T]]:
+        """Steps from the resumed one on, with their batches, until the last one or that after which `validation.patience` ends."""
+        for step, batch in enumerate(batches, start=self._saved):
+            yield step, batch
+            if step + 1 == self.num_steps:
+                return
+
+    def validate(self, step: int) -> dict[str, Any]:
         """Every `validation.every` steps, measure the held-out records, and keep the checkpoint if it is among the best.
 
         Returns the figures of `Validation.measure` and ``val_s``, the seconds that this took; otherwise nothing.
@@ -136,10 +150,11 @@ class CheckpointManager:
             figures = self.validation.measure(self.embedder)
         self._validated = {
             "metric": self.metric.removeprefix("val_"),
-            "path": self.recipe.validation.label,
+            "sources": [source.title for source in self.recipe.validation.sources],
             **figures,
         }
         self._keep_if_best(step, figures)
+        self._stop_if_no_better(step, figures)
         return {**figures, "val_s": time.perf_counter() - began}
 
     def after_step(self, step: int) -> None:
@@ -178,16 +193,43 @@ class CheckpointManager:
             "recipe": to_dict(self.recipe),
             "launch": launch.describe(self.accelerator),
             "validated": self._validated,
+            "best": self._best,
             "identity": self.identity,
         }
         self.states.save(step, meta)
         self._saved = step
 
-    def _keep_if_best(self, step: int, figures: dict[str, float]) -> None:
+    def _value(self, figures: dict[str, Any]) -> float:
+        """What decides which checkpoint is best; lower is better, and no number is worst."""
+        by = self.recipe.validation.best_by
+        found = figures[self.metric]
+        if by is not None and f"{self.metric}_by_source" in figures:
+            [place] = [
+                place for place, it in enumerate(self.recipe.validation.sources) if by in (it.name, it.label)
+            ]
+            found = list(figures[f"{self.metric}_by_source"].values())[place]
+        return math.inf if math.isnan(found) else -found if self.metric == "val_hit_at_1" else found
+
+    def _is_over(self) -> bool:
+        patience = self.recipe.validation.patience
+        return 0 < patience <= self._best[1]
+
+    def _stop_if_no_better(self, step: int, figures: dict[str, Any]) -> None:
+        """End the stage after this step if the last `validation.patience` measurements were no better than the best before."""
+        best, since = self._best
+        value = self._value(figures)
+        self._best = (value, 0) if value < best else (best, since + 1)
+        if self._is_over() and step < self.num_steps:
+            self.num_steps = step
+            self.accelerator.print(
+                f"{self.name}: ends after step {step}: {self._best[1]} measurements in a row were no better than the best "
+                "(validation.patience)"
+            )
+
+    def _keep_if_best(self, step: int, figures: dict[str, Any]) -> None:
         keep = self.recipe.validation.keep_best
         if keep == 0:
             return
-        sign = -1 if self.metric == "val_hit_at_1" else 1
         saved: dict[int, float] = {}
         best = (self.folder / "best").glob(f"step_*/{RGE_JSON}")
         for path in best if self.accelerator.is_main_process else ():
@@ -196,9 +238,8 @@ class CheckpointManager:
             is_alike = settings["validation"].keys() >= figures.keys() and self._measured_alike(
                 settings, path.parent
             )
-            saved[settings["step"]] = sign * settings["validation"][self.metric] if is_alike else math.inf
-        values = dist.from_main(saved) | {step: sign * figures[self.metric]}
-        values = {at: math.inf if math.isnan(value) else value for at, value in values.items()}
+            saved[settings["step"]] = self._value(settings["validation"]) if is_alike else math.inf
+        values = dist.from_main(saved) | {step: self._value(figures)}
         ranked = sorted(values, key=lambda at: (values[at], at))  # best first; of equals the earlier
         if step in ranked[:keep]:
             self._export(self.folder / "best" / step_name(step), step)
@@ -247,4 +288,4 @@ class CheckpointManager:
 
 
 def _held_out(recipe: dict[str, Any]) -> dict[str, Any]:
-    return {**recipe["validation"], "every": None, "metric": None, "keep_best": None}
+    return {key: recipe["validation"].get(key) for key in ("sources", "max_records")}

@@ -178,7 +178,9 @@ def model_card(settings: CheckpointSettings, name: str, licence: str | None = No
         or ["not recorded"],
         default=settings.instructions and settings.instructions.default,
         range=" to ".join(dict.fromkeys((f"{settings.pixels.min:,}", f"{settings.pixels.max:,}"))),
-        measured=Path(str(settings.validation.get("path"))).name if settings.validation else None,
+        measured=", ".join(settings.validation.get("sources", ["held-out records"]))
+        if settings.validation
+        else None,
         figures=[f"{key.removeprefix('val_')} {it:.4g}" for key, it in figures if isinstance(it, float)],
     )
 

@@ -178,6 +178,14 @@ class Collator:
         self.sources = list(sources)
         self.need_oracle, self.need_candidates = need_oracle, need_candidates
 
+    @property
+    def names(self) -> list[str]:
+        """Distinct names of the sources."""
+        names = [source.name for source in self.sources]
+        return [
+            f"{name} ({number + 1})" if name in names[:number] else name for number, name in enumerate(names)
+        ]
+
     def collate(self, draws: Sequence[Draw], drawn: Collection[Draw] = ()) -> Batch:
         """Make the batch of these draws.
 
@@ -392,14 +400,6 @@ class StepBatches(Collator):
     def records(self) -> list[Records]:
         """The sources' records; of streams their readers."""
         return [source.records for source in self.sources]
-
-    @property
-    def names(self) -> list[str]:
-        """Distinct names of the sources."""
-        names = [source.name for source in self.sources]
-        return [
-            f"{name} ({number + 1})" if name in names[:number] else name for number, name in enumerate(names)
-        ]
 
     def coverage(self, step: int) -> dict[str, dict[str, float | None]]:
         """By source, after so many steps: passes over it, how many of its records were drawn, and how many never were.

@@ -79,7 +79,7 @@ def bytes_to_keep(recipe: Recipe, num_steps: Mapping[str, int], model: HubModel,
     checkpoint = trained * DTYPE_BYTES[recipe.model.dtype] if recipe.export.adapters_only else whole
     if sharded:
         state += whole
-    best = recipe.validation.keep_best + 1 if recipe.validation.key and recipe.validation.keep_best else 0
+    best = recipe.validation.keep_best + 1 if recipe.validation.sources and recipe.validation.keep_best else 0
     total = 0.0
     for steps in num_steps.values():
         saves = -(-steps // recipe.train.save_every)

@@ -133,7 +133,9 @@ def test_records_that_include_their_wording_are_refused_where_the_profile_adds_a
 
 def test_what_may_start_is_summed_up(home, accelerator):
     held_out = write(home / "held_out.jsonl", record("h"))
-    problems, found = check.examine(recipe_of(home, f"validation.path={held_out}"), accelerator)
+    problems, found = check.examine(
+        recipe_of(home, f"validation.sources=[{{path: {held_out}}}]"), accelerator
+    )
     assert problems == []
     assert found.stages == ["cold_start", "joint"]
     assert "never reaches" not in "\n".join(found.summary)
@@ -165,7 +167,7 @@ def test_everything_that_is_wrong_is_said_at_once(home, accelerator):
             home,
             accelerator,
             f"joint.sources=[{{path: {bad}}}, {{path: {home}/nowhere.jsonl}}]",
-            f"validation.path={home}/absent.jsonl",
+            f"validation.sources=[{{path: {home}/absent.jsonl}}]",
             "log.trackers=[mlflow, tensorbord]",
             "model.path=/nowhere/model",
             "train.num_processes=2",
@@ -438,7 +440,7 @@ def test_held_out_queries_that_are_trained_on_are_counted(home, accelerator):
     """Under any id, in any wording, and only among those that are used."""
     others = [record(name, query={"text": name, "images": ["egg.png"]}) for name in "xyz"]
     held_out = write(home / "held_out.jsonl", others[0], record("h"), others[1], record("i"))
-    given = [f"validation.path={held_out}", "validation.max_records=3"]
+    given = [f"validation.sources=[{{path: {held_out}}}]", "validation.max_records=3"]
     problems, found = check.examine(recipe_of(home, *given), accelerator)
     assert problems == []
     [line] = [line for line in found.summary if "held-out queries" in line]
@@ -542,8 +544,8 @@ def test_pictures_of_one_name_in_two_folders_are_told_apart(home, accelerator, p
 @pytest.mark.parametrize("name", ["records.jsonl", "copy.jsonl"])
 def test_records_that_are_trained_on_do_not_validate(home, accelerator, name):
     (home / "copy.jsonl").write_bytes((home / "records.jsonl").read_bytes())
-    assert problems_of(home, accelerator, f"validation.path={home / name}") == [
-        f"validation.path {home / name} is also a source of {stage}: give held-out records"
+    assert problems_of(home, accelerator, f"validation.sources=[{{path: {home / name}}}]") == [
+        f"validation.sources[0] {home / name} is also a source of {stage}: give held-out records"
         for stage in ("cold_start", "joint")
     ]
 
@@ -890,7 +892,7 @@ def test_a_held_out_picture_that_cannot_be_read_is_found_before_training(home, a
     whole = (home / "egg.png").read_bytes()
     (home / "cut.png").write_bytes(whole[: len(whole) // 2])
     held_out = write(home / "held_out.jsonl", record("h"), record("x", "cut.png"))
-    given = (f"validation.path={held_out}", f"data.on_bad={on_bad}")
+    given = (f"validation.sources=[{{path: {held_out}}}]", f"data.on_bad={on_bad}")
     [problem] = problems_of(home, accelerator, *given)
     assert "'x'" in problem
     assert problems_of(home, accelerator, *given, "validation.max_records=1") == []
@@ -899,7 +901,7 @@ def test_a_held_out_picture_that_cannot_be_read_is_found_before_training(home, a
 def test_held_out_records_that_are_not_used_may_be_too_long(home, accelerator):
     positives = [{"id": "t", "text": "an egg", "rationale": "it is an egg " * 300}]
     path = write(home / "held_out.jsonl", record("x"), record("y"), record("z", positives=positives))
-    asked = [f"validation.path={path}", "data.max_rationale_tokens=100"]
+    asked = [f"validation.sources=[{{path: {path}}}]", "data.max_rationale_tokens=100"]
     [problem] = problems_of(home, accelerator, *asked)
     assert "record 'z': the rationale has" in problem
     assert problems_of(home, accelerator, *asked, "validation.max_records=2") == []

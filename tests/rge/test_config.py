@@ -521,11 +521,11 @@ def test_what_vllm_cannot_do_is_said_before_anything_is_loaded(load):
         (("rollout.backend=vllm", "rl.temperature=2.5"), "rl.temperature=2.5 is not possible with rollout.backend=vllm"),
         (("rollout.backend=vllm", "rl.temperature=0.001"), "rl.temperature=0.001 is not possible with"),
         (
-            ("validation.path=v.jsonl", "validation.metric=loss_lm", "rl.alpha_lm=0"),
+            ("validation.sources=[{path: v.jsonl}]", "validation.metric=loss_lm", "rl.alpha_lm=0"),
             "validation.metric=loss_lm has no value in the stage rl, where the weights of the losses that it measures are 0",
         ),
         (
-            ("validation.path=v.jsonl", "validation.metric=loss", "rl.alpha_lm=0", "rl.alpha_con=0"),
+            ("validation.sources=[{path: v.jsonl}]", "validation.metric=loss", "rl.alpha_lm=0", "rl.alpha_con=0"),
             "validation.metric=loss has no value in the stage rl, where",
         ),
         (("init=null",), "stage=rl continues from a model that writes rationales, and model.scratch is untrained"),
@@ -540,9 +540,9 @@ def test_rl_settings_that_cannot_be(overrides, message):
 
 def test_the_metric_of_validation_is_one_that_the_stage_has(load):
     with pytest.raises(RecipeError, match="validation.metric=loss_lm has no value in the stage joint"):
-        load("validation.path=v.jsonl", "validation.metric=loss_lm", "loss.ratio=none")
-    load("validation.path=v.jsonl", "validation.metric=loss", "loss.ratio=none")
-    rl = ["recipe=demo", "stage=rl", "init=x", "validation.path=v.jsonl"]
+        load("validation.sources=[{path: v.jsonl}]", "validation.metric=loss_lm", "loss.ratio=none")
+    load("validation.sources=[{path: v.jsonl}]", "validation.metric=loss", "loss.ratio=none")
+    rl = ["recipe=demo", "stage=rl", "init=x", "validation.sources=[{path: v.jsonl}]"]
     load_recipe([*rl, "validation.metric=loss", "rl.alpha_lm=0", "rl.alpha_con=0.5"])
     load_recipe([*rl, "validation.metric=loss_lm", "rl.alpha_con=0"])
     load_recipe([*rl, "rl.alpha_lm=0", "rl.alpha_con=0"])

@@ -37,6 +37,7 @@ from rge.config import Recipe, load_recipe, to_dict
 from rge.data import loader
 from rge.data.collate import Batch, make_batches
 from rge.data.config import DataConfig
+from rge.data.mixture import Draw
 from rge.data.sources import RecordFile
 from rge.distributed import launch
 from rge.distributed.config import TrainConfig
@@ -46,6 +47,7 @@ from rge.model import embedding_model, fused
 from rge.model.config import ModelConfig
 from rge.model.embedding_model import Kept, embedder_to_train
 from rge.model.prompts import Prompt
+from rge.objective import Objective
 from rge.plan import costs
 from rge.plan.options import PlanCommand
 from rge.plan.report import reserved
@@ -54,6 +56,7 @@ from rge.rollout import vllm_writer
 from rge.rollout.generate import Rationale
 from rge.rollout.writer import make_writer
 from rge.scratch.starting_point import starting_point, tokenizer_sources
+from rge.validation import make_validation
 
 WORDS = ["what", "egg", "key", "opens", "this", "turns", "into", "a", "locked", "chick", "over", "time"]
 TIMES = {"elapsed_s", "wait_s", "rollout_s", "step_s", "val_s", "wait_share", "tokens_per_s"}
@@ -87,7 +90,11 @@ THINKS = ("loss.anchor=latent", "model.think_tokens=2")
 LORA = ("model.lora={rank: 2, alpha: 4}",)
 TWO_SOURCES = ("joint.sources=[{path: HOME/records.jsonl}, {path: HOME/others.jsonl}]",)
 TWO_COLD = ("cold_start.sources=[{path: HOME/records.jsonl}, {path: HOME/others.jsonl}]", "stage=cold_start")
-HELD_OUT = ("validation.path=HOME/held_out.jsonl", "validation.every=1", "validation.max_records=4")
+HELD_OUT = (
+    "validation.sources=[{path: HOME/held_out.jsonl}]",
+    "validation.every=1",
+    "validation.max_records=4",
+)
 BAD = ("joint.sources=[{path: HOME/bad.jsonl}]", "data.on_bad=skip", "data.max_bad_share=0.5")
 RL = ("stage=rl",)
 TWO_RL = ("rl.sources=[{path: HOME/records.jsonl}, {path: HOME/others.jsonl}]", *RL)
@@ -227,9 +234,10 @@ ENTRIES: dict[str, Changes | Refused] = {
     "train.background_save": Changes("train.background_save=false", "saves", ("train.save_every=1",)),
     "train.log_every": Changes("train.log_every=3", "metrics", ("joint.steps=4",)),
     "train.num_processes": Refused("train.num_processes=2", "train.num_processes=2, but this run has 1"),
-    "validation.path": Changes("validation.path=HOME/held_out.jsonl", "metrics"),
+    "validation.sources.path": Changes("validation.sources=[{path: HOME/held_out.jsonl}]", "metrics"),
     "validation.every": Changes("validation.every=2", "metrics", HELD_OUT),
     "validation.max_records": Changes("validation.max_records=2", "metrics", HELD_OUT),
+    "validation.patience": Changes("validation.patience=1", "metrics", (*HELD_OUT, "joint.steps=4", "joint.lr=0.001")),
     "validation.metric": Changes("validation.metric=loss", "exports", HELD_OUT),
     "validation.keep_best": Changes("validation.keep_best=0", "exports", HELD_OUT),
     "export.adapters_only": Changes("export.adapters_only=true", "weights", LORA),
@@ -760,7 +768,7 @@ SHUFFLED = {
 """The same for sources alone."""
 SOURCE_KEYS = {
     **{f"{name}.sources.{key}": ways for name in ("cold_start", "joint", "rl") for key, ways in (WAYS | SHUFFLED).items()},
-    **{f"validation.{key}": ways for key, ways in WAYS.items()},
+    **{f"validation.sources.{key}": ways for key, ways in WAYS.items()},
 }  # fmt: skip
 
 
@@ -817,13 +825,13 @@ def test_a_source_is_what_each_of_its_keys_says(key, arguments, named, monkeypat
 
     def opened(source: str) -> list[str]:
         if stage == "validation":
-            words = [f"validation={source}"]
+            words = [f"validation.sources=[{source}]"]
         else:
             words = [f"stage={stage}", f"{stage}.sources=[{source}]"]
         recipe = load_recipe(arguments(*words))
         run = check.Preflight(recipe, Accelerator(cpu=True))
         run.open_sources(check.wanted_sources(recipe, recipe.stages()))
-        wanted = recipe.validation if stage == "validation" else getattr(recipe, stage).sources[0]
+        wanted = getattr(recipe, stage).sources[0]
         if run.problems:
             return run.problems
         records = run.found.records[wanted.key]
@@ -846,7 +854,11 @@ OWN_KEYS = {
 }
 STAGES = ("cold_start", "joint", "rl")
 OWN_KEYS_OF_STAGES = {
-    **{f"{stage}.sources.{key}": value for stage in STAGES for key, value in OWN_KEYS.items()},
+    **{
+        f"{stage}.sources.{key}": value
+        for stage in (*STAGES, "validation")
+        for key, value in OWN_KEYS.items()
+    },
     **{f"{stage}.sources.max_negatives": "max_negatives: 2" for stage in STAGES},
     **{f"{stage}.sources.positives": "positives: all" for stage in STAGES},
     **{f"{stage}.sources.batch": "batch: own" for stage in STAGES},
@@ -865,11 +877,18 @@ def test_a_source_is_trained_on_as_each_of_its_keys_says(key, arguments, home, e
         sources = ", ".join(
             f"{{path: {path}{words}}}" for path, words in zip(paths, (first, second), strict=True)
         )
-        recipe = load_recipe(arguments(f"stage={stage}", f"{stage}.sources=[{sources}]", *more))
+        recipe = load_recipe(arguments(f"{stage}.sources=[{sources}]", *more))
         records = {str(path): RecordFile(path) for path in paths}
-        batches = make_batches(recipe, getattr(recipe, stage), embedder.processor, records)
-        found: list[Any] = [batches.coverage(1)]
-        for batch in (batches[step] for step in range(4)):
+        if stage == "validation":
+            collator = make_validation(
+                recipe, Objective.of(recipe, "joint"), embedder.processor, records
+            ).collator
+            found: list[Any] = [collator.names]
+            drawn = [collator.collate([Draw(number, row, 0) for row in range(12) for number in range(2)])]
+        else:
+            batches = make_batches(recipe, getattr(recipe, stage), embedder.processor, records)
+            found, drawn = [batches.coverage(1)], [batches[step] for step in range(4)]
+        for batch in drawn:
             prompts = [*batch.queries, *batch.candidates]
             pixels = [None if one.pixels is None else one.pixels.numpy().tobytes() for one in prompts]
             ids = [one.input_ids.tolist() for one in prompts]
@@ -887,7 +906,20 @@ def test_a_source_is_trained_on_as_each_of_its_keys_says(key, arguments, home, e
         assert made("") != made(f", {own}")
 
 
+def test_best_by_names_the_source_whose_figure_counts(arguments):
+    manager = checkpoint_manager.CheckpointManager.__new__(checkpoint_manager.CheckpointManager)
+    manager.metric, values = "val_loss", []
+    for name in ("null", "two"):
+        sources = "validation.sources=[{path: HOME/records.jsonl}, {path: HOME/others.jsonl, name: two}]"
+        manager.recipe = load_recipe(arguments(sources, f"validation.best_by={name}"))
+        values.append(
+            manager._value({"val_loss": 2.0, "val_loss_by_source": {"records.jsonl": 3.0, "two": 1.0}})
+        )
+    assert values == [2.0, 1.0]
+
+
 ELSEWHERE = {
+    "validation.best_by": test_best_by_names_the_source_whose_figure_counts,
     **dict.fromkeys(OWN_KEYS_OF_STAGES, test_a_source_is_trained_on_as_each_of_its_keys_says),
     **dict.fromkeys(SOURCE_KEYS, test_a_source_is_what_each_of_its_keys_says),
     "data.max_rationale_tokens": test_max_rationale_tokens_bounds_what_is_trained_on,

@@ -59,8 +59,8 @@ def three_passes(embedder, batch, self_ids, emb_id, objective, padding_side):
     return lm, contrastive, objective.alpha_lm * lm + objective.alpha_con * contrastive
 
 
-def run_step(embedder, batch, objective, rationales, micro_batch_size=100, encoded=None):
-    report = TrainingStep(embedder, embedder, objective, micro_batch_size)(
+def run_step(embedder, batch, objective, rationales, micro_batch_size=100, encoded=None, **more):
+    report = TrainingStep(embedder, embedder, objective, micro_batch_size, **more)(
         batch, Rollout(rationales, encoded)
     )
     return report, gradients(embedder)
@@ -477,22 +477,33 @@ def test_sources_of_their_own_in_one_step_equal_separate_passes(
     assert whole.groups.count(0) == 3
     objective = Objective(0.3, 0.7, TEMPERATURE)
     report, found = run_step(
-        lively64, whole, objective, roll_out(lively64, whole), micro_batch_size=micro_batch_size
+        lively64, whole, objective, roll_out(lively64, whole), micro_batch_size, sources=("a", "b", "none")
     )
+    own = [{}, {}]
     expected: dict[str, torch.Tensor] = {}
     losses = {"loss_lm": 0.0, "loss_contrastive": 0.0, "hit_at_1": 0.0, "negatives_mean": 0.0}
-    for part in parts:
+    for number, part in enumerate(parts):
         rationales = roll_out(lively64, part)
+        own[number]["rationale_tokens_mean"] = sum(len(one.ids) for one in rationales) / len(rationales)
+        own[number]["queries"] = len(part.queries)
         labels = objective.num_lm_tokens(part) / objective.num_lm_tokens(whole)
         queries = len(part.queries) / len(whole.queries)
         for share, weights in ((labels, (0.3, 0.0)), (queries, (0.0, 0.7))):
             alone, gradient = run_step(lively64, part, Objective(*weights, TEMPERATURE), rationales)
             for name in losses.keys() & alone.keys():
                 losses[name] += share * alone[name]
+            own[number] |= {name: value for name, value in alone.items() if name != "loss"}
             for name, value in gradient.items():
                 expected[name] = expected.get(name, 0) + share * value
     for name, value in losses.items():
         assert report[name] == pytest.approx(value, rel=1e-9), name
+    for number, name in enumerate(("a", "b")):
+        expected_own = own[number] | {
+            "loss": 0.3 * own[number]["loss_lm"] + 0.7 * own[number]["loss_contrastive"]
+        }
+        by_source = {key: values[name] for key, values in report.items() if key.endswith("_by_source")}
+        assert by_source == {f"{key}_by_source": pytest.approx(value) for key, value in expected_own.items()}
+    assert all("none" not in values for key, values in report.items() if key.endswith("_by_source"))
     assert worst_gradient_error(found, expected)[0] < 1e-6
 
 

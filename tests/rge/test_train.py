@@ -155,7 +155,7 @@ def whole(home):
 
 def validated(home: Path) -> list[str]:
     return [
-        f"validation.path={home / 'held_out.jsonl'}",
+        f"validation.sources=[{{path: {home / 'held_out.jsonl'}}}]",
         "validation.every=3",
         "validation.keep_best=2",
         "validation.metric=loss",
@@ -269,6 +269,28 @@ def test_the_best_checkpoints_by_validation_are_kept(whole):
 
 
 @pytest.mark.slow
+def test_a_stage_that_gets_no_better_ends_at_the_same_step_after_a_resume(whole, home):
+    """With nothing learned, two measurements after the first are no better."""
+    out = home / "patient"
+    words = [
+        "stage=joint", f"init={whole / 'cold_start/final'}", "joint.lr=1e-30", "train.save_every=1",
+        f"validation.sources=[{{path: {home / 'held_out.jsonl'}}}]", "validation.every=1", "validation.patience=2",
+    ]  # fmt: skip
+    trained(run(home, out, *words))
+    final = read_settings(out / "joint/final")
+    assert final.step == 3
+    assert final.validation["val_hit_at_1"] == metrics(out / "joint")[-1]["val_hit_at_1"]
+    for last in (3, 2):  # stopped before the export, and one step earlier
+        shutil.rmtree(out / "joint/final")
+        for step in range(last + 1, 4):
+            shutil.rmtree(out / f"joint/state/step_{step:08d}")
+        trained(run(home, out, *words))
+        assert read_settings(out / "joint/final").step == 3
+        assert [line["step"] for line in metrics(out / "joint")] == [1, 2, 3]
+        assert read_settings(out / "joint/final").validation == final.validation
+
+
+@pytest.mark.slow
 def test_figures_of_other_records_or_weights_are_not_taken_for_this_runs(whole, home):
     """Resumed before the last step: without validation, and with the best checkpoints measured on other records."""
     out = home / "measured_otherwise"
@@ -345,7 +367,11 @@ def test_ctrl_c_saves_and_exits_with_130_and_the_second_one_ends_at_once(whole, 
 
 @pytest.mark.slow
 def test_two_processes_say_once_what_is_wrong_and_both_end(home, tmp_path):
-    wrong = ["joint.sources=[{path: gone.jsonl}]", "log.trackers=[nothing]", "validation.path=away.jsonl"]
+    wrong = [
+        "joint.sources=[{path: gone.jsonl}]",
+        "log.trackers=[nothing]",
+        "validation.sources=[{path: away.jsonl}]",
+    ]
     done = forked.run_pair(*command(home, tmp_path / "out", *wrong))
     assert done.returncode != 0
     assert done.stderr.count("error: 3 problems; nothing was started:") == 1
@@ -404,7 +430,11 @@ RL = (
 @pytest.mark.slow
 def test_a_killed_rl_run_ends_with_the_same_weights(whole, home):
     """Rationales that were sampled, the reference, which is where the stage began, and the figures of every step."""
-    given = (*RL, f"init={whole / 'joint/final'}", f"validation.path={home / 'held_out.jsonl'}")
+    given = (
+        *RL,
+        f"init={whole / 'joint/final'}",
+        f"validation.sources=[{{path: {home / 'held_out.jsonl'}}}]",
+    )
     given = (
         *given,
         f"rl.candidates=pool:{home / 'records.jsonl'}",

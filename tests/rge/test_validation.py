@@ -119,6 +119,27 @@ def test_the_figures_are_those_of_a_plain_loop(lively, records, micro_batch_size
     assert 0 <= found["val_forced_rate"] <= 1
 
 
+def test_each_source_is_measured_on_its_own(lively, records):
+    """Its queries rank its own targets, in its own prompts, and the figures are the means."""
+    objective, alone = Objective(0.3, 0.7, 0.1), []
+    builders = [PromptBuilder(lively.processor), PromptBuilder(lively.processor, "plain", 80)]
+    sources = [
+        Source(records, builder, PLAIN, title=name) for builder, name in zip(builders, "ab", strict=True)
+    ]
+    recipe = Recipe(
+        recipe="tiny", rollout=RolloutConfig(max_new_tokens=6), validation=ValidationConfig(max_records=5)
+    )
+    for source in sources:
+        alone.append(Validation(Collator([source]), objective, recipe).measure(lively))
+        assert not any(name.endswith("_by_source") for name in alone[-1])
+    found = Validation(Collator(sources), objective, recipe).measure(lively)
+    assert alone[0] != alone[1]
+    for name in alone[0]:
+        values = [one[name] for one in alone]
+        assert found[name] == pytest.approx(sum(values) / 2)
+        assert found[f"{name}_by_source"] == pytest.approx(dict(zip("ab", values, strict=True)))
+
+
 def test_queries_are_compared_in_float32_under_autocast(lively, records, monkeypatch):
     """As in training. In bfloat16 scores this close are equal, a tie is a miss, and the best checkpoint another one."""
     chance = torch.Generator().manual_seed(2)

@@ -54,7 +54,7 @@ def test_flops_of_a_step_are_without_those_of_validation(bench, monkeypatch):
 
     made = []
     monkeypatch.setattr(train, "main", lambda words: made.append((train.make_validation(), words)))
-    words = ["recipe=demo", "stage=joint", "init=demo", "validation.path=held_out.jsonl"]
+    words = ["recipe=demo", "stage=joint", "init=demo", "validation.sources=[{path: held_out.jsonl}]"]
     assert flops.measure(flops.Options(steps=2), words) == {"flops_per_step": 0.0, "steps": 2}
     ((validation, given),) = made
     assert validation is None

@@ -1,6 +1,7 @@
 """Checkpoints: complete or not there, the same after a reload, and never of another recipe."""
 
 import json
+import math
 import shutil
 from dataclasses import asdict
 
@@ -73,6 +74,36 @@ def test_only_the_best_checkpoints_are_left(tmp_path, monkeypatch, keep, step, l
     manager._keep_if_best(step, {"val_loss": loss})
     found = [json.loads(path.read_text()) for path in (tmp_path / "best").glob("*/rge.json")]
     assert {one["step"]: one["validation"]["val_loss"] for one in found} == left
+
+
+def test_the_best_may_be_chosen_by_one_source_and_a_stage_ends_when_nothing_gets_better():
+    manager = CheckpointManager.__new__(CheckpointManager)
+    manager.metric, manager.accelerator, manager.name, manager.num_steps = (
+        "val_hit_at_1",
+        Accelerator(),
+        "joint",
+        90,
+    )
+    sources = "validation.sources=[{path: a.jsonl}, {path: b.jsonl, name: b}]"
+    measured = {10: (0.9, 0.1), 20: (0.2, 0.5), 30: (1.0, 0.4), 40: (1.0, 0.5), 50: (0.0, 0.6)}
+    for best_by, patience, end in (
+        ("b", 2, 40),
+        ("b", 3, 90),
+        ("null", 1, 20),
+        ("null", 2, 90),
+        ("null", 0, 90),
+        ("a.jsonl", 2, 50),
+    ):
+        manager.recipe = load_recipe(
+            ["recipe=demo", sources, f"validation.best_by={best_by}", f"validation.patience={patience}"]
+        )
+        manager._best, manager.num_steps = (math.inf, 0), 90
+        for step, (one, other) in measured.items():
+            if step < manager.num_steps:
+                by_source = {"/x/a.jsonl": one, "b": other}
+                figures = {"val_hit_at_1": (one + other) / 2, "val_hit_at_1_by_source": by_source}
+                manager._stop_if_no_better(step, figures)
+        assert manager.num_steps == end, (best_by, patience)
 
 
 def test_a_best_checkpoint_that_was_measured_otherwise_is_replaced(tmp_path, monkeypatch):

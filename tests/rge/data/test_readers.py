@@ -28,11 +28,11 @@ from rge.checkpoints.description import instructions_of
 from rge.common.errors import RecipeError, UserError
 from rge.common.files import POINTER_NOTE
 from rge.common.images import ImageError, PictureIndex, load_image
-from rge.config import ValidationConfig, load_recipe
+from rge.config import load_recipe
 from rge.data import readers, streams
 from rge.data.bad_records import BadRecords
 from rge.data.collate import Source, StepBatches
-from rge.data.config import DataConfig, RecordsConfig, SourceConfig
+from rge.data.config import DataConfig, PromptedConfig, RecordsConfig, SourceConfig
 from rge.data.loader import Loader, WorkerError
 from rge.data.mixture import Mixture
 from rge.data.readers import DATA_SOURCES, open_records, register_data_source
@@ -299,7 +299,7 @@ def test_a_row_may_lack_one_of_the_columns_that_describe_its_targets(tmp_path):
         ({"columns": {**COLUMNS, "query.txt": "question"}}, "a record has no field 'query.txt'; did you mean 'query.text'"),
         ({"columns": {**COLUMNS, "query.text": "qestion"}}, "is not one of its columns: .*; did you mean 'question'"),
         ({"columns": {"query.text": "question"}}, "has no column positives, and `columns` maps none to it: it has question, "),
-        ({"name": "none"}, "cannot be loaded: BuilderConfig 'none' not found"),
+        ({"subset": "none"}, "cannot be loaded: BuilderConfig 'none' not found"),
         ({"dataset": "nobody/nothing"}, "or HF_HUB_OFFLINE or .* and it is not in this machine's cache"),
         ({"dataset": "nowhere"}, r"data set nowhere.* cannot be loaded: .*there is no such folder or file"),
         ({"columns": {**COLUMNS, "positives.id": "wrong"}}, r":0: positives: columns of different lengths"),
@@ -309,7 +309,7 @@ def test_a_row_may_lack_one_of_the_columns_that_describe_its_targets(tmp_path):
 def test_what_cannot_be_read_is_named(odd, changes, message, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(RecordError, match=message):
-        open_records(RecordsConfig(**{"dataset": str(odd), "name": "all", "columns": COLUMNS, **changes}))
+        open_records(RecordsConfig(**{"dataset": str(odd), "subset": "all", "columns": COLUMNS, **changes}))
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -827,8 +827,8 @@ def loaded(recipe: Path, *overrides: str):
         ("joint.sources=[{path: y, streaming: true}]", "streaming belongs to dataset"),
         ("joint.sources=[{dataset: y, options: {a: 1}}]", "options belongs to type"),
         ("joint.sources=[{dataset: y, shuffle_buffer: 0}]", "shuffle_buffer must be >= 1"),
-        ("validation={path: a, dataset: b}", "validation must name exactly one of path, dataset and type"),
-        ("validation.split=test", "validation must name exactly one of path, dataset and type"),
+        ("validation.sources=[{path: a, dataset: b}]", r"validation.sources\[0\] must name exactly one of path, dataset and type"),
+        ("validation.sources=[{split: test}]", r"validation.sources\[0\] must name exactly one of path, dataset and type"),
     ],
 )  # fmt: skip
 def test_a_source_is_one_thing(recipe, override, message):
@@ -855,7 +855,7 @@ def test_keys_tell_sources_apart():
     same = [
         RecordsConfig(path="a.jsonl"),
         SourceConfig(path="a.jsonl", weight=3),
-        ValidationConfig(path="a.jsonl"),
+        PromptedConfig(path="a.jsonl", profile="plain", max_pixels=99),
     ]
     assert {source.key for source in same} == {"a.jsonl"}
     others = [
@@ -865,7 +865,7 @@ def test_keys_tell_sources_apart():
         SourceConfig(type="d"), SourceConfig(type="d", options={"a": 1}),
     ]  # fmt: skip
     assert len({source.key for source in others}) == len(others)
-    assert ValidationConfig().key is None
+    assert PromptedConfig(name="x").key is None
 
 
 @pytest.mark.slow
@@ -876,17 +876,17 @@ def test_the_check_looks_at_data_sets_too(recipe, home, tmp_path):
     good = (
         f"joint.sources=[{{dataset: '{home / 'parquet'}'}}, {{dataset: '{home / 'saved'}', streaming: true}}]"
     )
-    held = f"validation={{dataset: '{home / 'splits'}', split: test}}"
+    held = f"validation.sources=[{{dataset: '{home / 'splits'}', split: test}}]"
     made = loaded(recipe, good, held, f"out={tmp_path / 'out'}")
     problems, found = check.examine(made, accelerator, decode=True)
     assert problems == []
     assert f"from {COUNT} records in 2 sources, 1 of them a stream" in "\n".join(found.summary)
     assert len(found.records) == 3
-    held = f"validation={{dataset: '{home / 'parquet'}', streaming: true, max_records: 7}}"
+    held = f"validation={{sources: [{{dataset: '{home / 'parquet'}', streaming: true}}], max_records: 7}}"
     stream = f"joint.sources=[{{dataset: '{home / 'parquet'}', streaming: true}}]"
     _, found = check.examine(loaded(recipe, stream, held), accelerator)
     assert "queries, from 1 stream" in "\n".join(found.summary)
-    assert len(found.records[loaded(recipe, held).validation.key]) == 7
+    assert len(found.records[loaded(recipe, held).validation.sources[0].key]) == 7
     broken(home, tmp_path / "bad")
     bad = f"joint.sources=[{{dataset: '{tmp_path / 'bad'}'}}, {{dataset: nobody/nothing}}]"
     problems, _ = check.examine(loaded(recipe, bad), accelerator)

@@ -16,6 +16,7 @@ from rge.config import Recipe
 from rge.distributed import collectives as dist
 from rge.distributed import launch
 from rge.distributed.config import TrainConfig
+from rge.identity.run_identity import flattened
 from rge.loss_config import AdaptiveConfig, LossConfig
 from rge.model.backbone import load_backbone
 from rge.model.embedding_model import EmbeddingModel
@@ -168,6 +169,7 @@ def cases(paired, lively_path, make_batch, roll_out, without_negatives, longer_r
             longer_rationales(without_negatives(make_batch(builder, 10, pictures[1], pictures[1])), builder),
         ]
         for batch in batches if "-groups-" in name else ():
+            batch.sources.extend(row % 2 for row in range(len(batch.queries)))
             batch.groups.extend(row % 2 for row in range(len(batch.queries)))
             owners = {column: row for row, column in enumerate(batch.positive)}
             owners |= {column: row for row, columns in enumerate(batch.negatives) for column in columns}
@@ -213,6 +215,7 @@ def cases(paired, lively_path, make_batch, roll_out, without_negatives, longer_r
             "keep": "device" if "-keep-" in name else "none",
             "easy_share": EASY * (objective.adaptive is not None),
             "rl": rl,
+            "sources": ("one", "two") if "-groups-" in name else (),
         }
     torch.save(cases, paired["folder"] / "cases.pt")
     start_workers("step.py", lively_path, paired["folder"])
@@ -239,10 +242,11 @@ def test_a_step_on_two_processes_equals_one(cases, lively_path, backbone_of, nam
         stage = Reinforcement(case["rl"], lively, reference, cases["folder"])
         credit = stage.begin(whole, rationales, False)
     rollout = Rollout(rationales, easy_share=case["easy_share"])
-    report = TrainingStep(lively, lively, case["objective"], 100)(whole, rollout, credit)
+    step = TrainingStep(lively, lively, case["objective"], 100, sources=case["sources"])
+    report = flattened(step(whole, rollout, credit))
     assert first["report"] == second["report"]
     # A policy's loss at its writing is the mean of advantages, nearly nothing.
-    assert first["report"] == pytest.approx(report, rel=1e-5, abs=1e-6 if credit else None)
+    assert flattened(first["report"]) == pytest.approx(report, rel=1e-5, abs=1e-6 if credit else None)
     if case["objective"].adaptive is not None:
         assert report["easy_rate"] == EASY
     if case["objective"].alpha_con > 0:

@@ -3,7 +3,8 @@
     accelerate launch ... step.py CHECKPOINT FOLDER
 
 ``FOLDER/cases.pt`` is a dict of cases, each with ``batches`` and ``rationales`` (one a rank), ``objective`` and
-``micro_batch_size``, ``once``: whether prompts are encoded before, ``easy_share``: of the rollout, ``keep``: where activations are kept, and ``rl``: the recipe of a step of that stage. Rank r writes ``FOLDER/found_r.pt``: for each
+``micro_batch_size``, ``once``: whether prompts are encoded before, ``easy_share``: of the rollout, ``keep``: where activations are kept, and ``rl``: the recipe of a step of that stage, and the names of its
+``sources``. Rank r writes ``FOLDER/found_r.pt``: for each
 case its report and its gradients after DDP's mean.
 """
 
@@ -62,6 +63,7 @@ for name, case in torch.load(folder / "cases.pt", weights_only=False).items():
         keep=case["keep"],
         backward=accelerator.backward,
         no_sync=lambda: dist.no_sync(accelerator, model),
+        sources=case["sources"],
     )(batch, Rollout(case["rationales"][rank], encoded, case["easy_share"]), credit)
     gradients = {key: parameter.grad.clone() for key, parameter in embedder.named_parameters()}
     rollout = rollout_report(Rollout(case["rationales"][rank]), 1.0, embedder.device)

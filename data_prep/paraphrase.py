@@ -28,7 +28,7 @@ from rge.calls.request import Request
 from rge.calls.store import AnswerStore
 from rge.calls.wire.replies import BadValue, Reply, ReplyError, check_complete, tag
 from rge.common.errors import UserError
-from rge.common.files import open_locked, relative, replacing, replacing_folder, write_json
+from rge.common.files import held, relative, replacing, replacing_folder, write_json
 from rge.common.options import AtLeastOne, parse_options
 from rge.common.schema import Record
 from rge.data.sources import json_line
@@ -100,7 +100,7 @@ def main(words: Sequence[str]) -> None:
             return
         confirm(shown, yes=options.yes)
     options.model.key()  # if it is missing, said before any work
-    with closing(open_locked(work.replies.with_suffix(".lock"))), closing(AnswerStore(work.replies)) as store:
+    with held(work.replies.parent, f"{work.replies.stem}.lock"), closing(AnswerStore(work.replies)) as store:
         found, counts = reword(questions, options, store)
         work.write(found)
         report = {

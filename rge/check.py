@@ -34,9 +34,8 @@ from accelerate import Accelerator
 
 from rge import logs, validation
 from rge.checkpoints import resume
-from rge.checkpoints.run_lock import held
 from rge.common.errors import USER, UserError, brief, grouped
-from rge.common.files import checkpoint_folder, find_shipped, raise_descriptor_limit
+from rge.common.files import checkpoint_folder, find_shipped, held, raise_descriptor_limit
 from rge.common.schema import Target
 from rge.data import collate, conflicts, layout
 from rge.data.layout import Layout

@@ -5,7 +5,6 @@ puts 95 % intervals on any weighted sum of arms. Finished runs are skipped and i
 twice makes two runs at a time.
 """
 
-import fcntl
 import hashlib
 import json
 import os
@@ -15,7 +14,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -28,6 +27,7 @@ import pandas as pd
 from eval.benchmarks.suite import mean_of, member_bootstraps
 from rge.checkpoints.resume import only_rounds, result_keys
 from rge.checkpoints.settings import RGE_JSON
+from rge.common import files
 from rge.common.errors import SIGNALLED, UserError
 from rge.common.files import read_json, write_text
 from rge.config import Recipe, load_recipe, to_dict
@@ -205,15 +205,13 @@ def run_arm(study: Study, arm: Arm, seed: int, *, wait: bool = True) -> bool:
 @contextmanager
 def held(folder: Path, *, wait: bool) -> Iterator[bool]:
     """Hold a folder against other processes of a study; gives False if one has it and this one does not wait."""
-    folder.mkdir(parents=True, exist_ok=True)
-    # Not training's own lock: on NFS, flock and record locks exclude one another.
-    with (folder / ".arm_lock").open("w") as file:
+    with ExitStack() as stack:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
+            stack.enter_context(files.held(folder, ".arm_lock", wait=wait))  # training holds its own
+        except files.InUseError:
             yield False
-            return
-        yield True
+        else:
+            yield True
 
 
 def _train(study: Study, arm: Arm, seed: int, folder: Path) -> None:

@@ -20,7 +20,7 @@ from data_prep.negatives.pool import pool_targets
 from data_prep.rationales.pairs import Source, sources_of, written_row
 from rge.calls.store import AnswerStore
 from rge.common.commands import progress_bar
-from rge.common.files import open_locked, replacing, write_json
+from rge.common.files import held, replacing, write_json
 from rge.common.modes import Mode
 from rge.common.options import parse_options
 from rge.common.prompt_profiles import PROFILES
@@ -53,7 +53,7 @@ def run(options: NegativesOptions, process_group: ProcessGroup) -> dict[str, Any
     encoder = options.load()
     mode = options.query_mode or encoder.settings.query_mode
     encoder.settings.check_mode(mode)
-    lock = closing(open_locked(options.root / ".lock")) if process_group.is_first else nullcontext()
+    lock = held(options.root) if process_group.is_first else nullcontext()
     answers = AnswerStore(
         options.root / "judge.sqlite" if options.judges and process_group.is_first else None
     )

@@ -30,7 +30,7 @@ from rge.calls.request import Request
 from rge.calls.store import AnswerStore
 from rge.calls.wire.replies import ReplyError
 from rge.common.errors import UserError
-from rge.common.files import open_locked, replacing, write_json
+from rge.common.files import held, replacing, write_json
 from rge.data.sources import json_line
 from rge.data.verdicts import Verdicts
 
@@ -87,7 +87,7 @@ class Writing:
         writes there; calls are unanswered, or all are rejected.
         """
         options, replies = self.options, replies_of(self.options)
-        with closing(open_locked(replies.with_suffix(".lock"))), closing(AnswerStore(replies)) as store:
+        with held(replies.parent, f"{replies.stem}.lock"), closing(AnswerStore(replies)) as store:
             caller = Caller({options.model.name: options.model}, store, progress=True)
             self._ask(caller, rewrite=False)
             self._measure_leaks()

@@ -5,6 +5,7 @@ import json
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from rge.calls.model_config import cache_names
 from rge.calls.request import Picture, Request
 from rge.calls.store import AnswerStore
 from rge.common.errors import UserError
-from rge.common.files import open_locked, read_json, write_json, write_text
+from rge.common.files import held, read_json, write_json, write_text
 
 Row = dict[str, Any]
 EXPORTED = ("licence", "source_column", "author_column", "licence_column")
@@ -126,7 +127,9 @@ class Run:
 
     def __init__(self, config: RmirConfig, *, progress: bool = True, read_only: bool = False):
         self.config, self.progress, self.out = config, progress, Path(config.out)
-        self._lock = None if read_only else open_locked(self.out / ".lock")
+        self._lock = ExitStack()
+        if not read_only:
+            self._lock.enter_context(held(self.out))
         # Read once, so that weights replaced during the run are not mistaken for those it started with.
         self.encoders = identities(config)
         replies = self.out / REPLIES
@@ -138,8 +141,7 @@ class Run:
     def close(self) -> None:
         """Release the folder."""
         self.store.close()
-        if self._lock is not None:
-            self._lock.close()
+        self._lock.close()
 
     def path(self, stage: str, name: str = "") -> Path:
         """A file or folder of a stage."""

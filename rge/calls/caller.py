@@ -8,8 +8,7 @@ collected first and submitted together.
 import asyncio
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, AsyncExitStack, closing, nullcontext
-from pathlib import Path
+from contextlib import AsyncExitStack
 
 from rge.calls.batches import BatchJobs
 from rge.calls.failures import BudgetReached, StopCalls
@@ -23,7 +22,7 @@ from rge.calls.store import AnswerStore, BatchRow
 from rge.calls.wire.pictures import Pictures
 from rge.common.commands import progress_bar
 from rge.common.errors import UserError, ungrouped
-from rge.common.files import open_locked
+from rge.common.files import held
 
 
 class Caller:
@@ -103,8 +102,10 @@ class Caller:
         pictures = Pictures()
         with ungrouped(UserError):
             async with AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
-                if any(model.mode == "batch" for model in self.models.values()):
-                    stack.enter_context(_batches_locked(self.store.path))
+                path = self.store.path
+                if path is not None and any(model.mode == "batch" for model in self.models.values()):
+                    # Two processes that resume one unconfirmed batch would both create it.
+                    stack.enter_context(held(path.parent, f"{path.name}.batches"))
                 batches = {name: self.store.open_batches(name) for name in endpoints}
                 batch_of = _batch_of(batches)
                 senders: dict[str, Sender] = {}
@@ -139,16 +140,6 @@ class Caller:
     def _say(self, text: str) -> None:
         if self.progress:
             sys.stderr.write(f"{text}\n")
-
-
-def _batches_locked(path: Path | None) -> AbstractContextManager[object]:
-    """Lock out other processes: two that resume one unconfirmed batch would both create it."""
-    try:
-        return nullcontext() if path is None else closing(open_locked(path.with_name(f"{path.name}.batches")))
-    except UserError:
-        raise UserError(
-            f"another process is working on batches of {path}; run the same command again when it has ended"
-        ) from None
 
 
 def _any_stopped(endpoints: Mapping[str, Endpoint]) -> bool:

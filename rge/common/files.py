@@ -1,5 +1,6 @@
 """Atomic writes, locks, files that ship with the package, and the limit of open files."""
 
+import errno
 import fcntl
 import glob
 import json
@@ -8,11 +9,13 @@ import re
 import resource
 import shutil
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from rge.common.errors import UserError
 
@@ -25,6 +28,9 @@ DEMO_BASE = HOME / "rge" / "demo_base"
 DEMO_CHECKPOINT = HOME / "rge" / "demo_checkpoint"
 """Result of `make demo`, in bfloat16 (scripts/ship_demo.py); ships with the package as ``demo``."""
 
+LOCK = ".lock"
+"""File by which a run holds its folder, see `held`."""
+_HELD_HERE: set[Path] = set()
 SUFFIX = ".tmp"
 """Of temporary files, which a killed process leaves behind."""
 _HOST = re.sub(r"[^\w-]", "-", socket.gethostname())[:40]
@@ -224,22 +230,56 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def open_locked(path: Path) -> IO[str]:
-    """Open a lock file; the lock is held until the file is closed or the process ends.
+class InUseError(UserError):
+    """Another run uses the folder; the message names it."""
+
+
+@contextmanager
+def held(folder: Path, lock: str = LOCK, *, wait: bool = False) -> Iterator[None]:
+    """Hold a folder against other processes, and other parts of this one; the kernel releases it when the process ends.
+
+    It is a POSIX record lock: ``flock`` would live on in every forked data worker. It holds between containers that share the
+    folder, and over NFS between machines. `lock` is the name of its file; with `wait`, another process is waited for.
 
     Raises:
-        UserError: another process holds the lock.
+        InUseError: it is held; the message names the process, its machine and since when.
+        OSError: the folder is not writable.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file = path.open("w")
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder.resolve() / lock
+    if (
+        path in _HELD_HERE
+    ):  # a record lock does not lock its own process out, and closing the file again would free it
+        raise InUseError(f"{folder} is in use by this process: wait for it, or give another out=")
+    with path.open("a+") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                raise InUseError(
+                    f"{folder} is in use by {_holder(path)}: wait for it, end it, or give another out= (if its machine "
+                    f"is gone for good, delete {folder / lock})"
+                ) from None
+            # Some network file systems are mounted without locks, and no other disk is available.
+            message = f"the file system of {folder} has no locks ({error.strerror}): a second run in it cannot be detected"
+            print(f"warning: {message}", file=sys.stderr)  # noqa: T201
+        now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        file.truncate(0)
+        file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": now}))
+        file.flush()
+        _HELD_HERE.add(path)
+        try:
+            yield
+        finally:
+            _HELD_HERE.discard(path)
+
+
+def _holder(path: Path) -> str:
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        file.close()
-        raise UserError(
-            f"another process is working in {path.parent}; wait for it, or choose another out="
-        ) from None
-    return file
+        found = json.loads(path.read_text())
+        return f"process {found['pid']} on {found['host']} since {found['since']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "another process"  # which has not written its name yet
 
 
 def relative(path: str | Path, folder: str | Path) -> str:

@@ -17,10 +17,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rge.checkpoints.run_lock import held
 from rge.common.commands import progress_bar, start
 from rge.common.errors import UserError
-from rge.common.files import read_json, replacing, write_json
+from rge.common.files import held, read_json, replacing, write_json
 from rge.common.modes import SILENT
 from rge.common.options import parse_options, positional
 from rge.index.options import EmbedOptions

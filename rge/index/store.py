@@ -26,9 +26,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rge.checkpoints.run_lock import held
 from rge.checkpoints.settings import CheckpointError
 from rge.common.errors import UserError
+from rge.common.files import held
 from rge.index.nearest import search_device, within
 from rge.index.rows import (
     EXIF,

@@ -18,8 +18,8 @@ from paths import ROOT
 
 from eval.benchmarks.suite import write_suite
 from eval.pages.charts import interval_chart, palette
-from rge.checkpoints.run_lock import LOCK
 from rge.common.errors import UserError
+from rge.common.files import LOCK
 from rge.config import Recipe, load_recipe
 
 LOADED: dict[tuple[str, ...], Recipe] = {}
@@ -224,7 +224,7 @@ def test_an_arm_s_overrides_may_be_given_one_by_one(ablate):
 
 
 def test_a_sweep_does_not_lock_what_training_locks(ablate, tmp_path):
-    """On NFS, flock and the record locks of `run_lock.held` exclude one another: every training would be refused."""
+    """Every training that it starts would be refused."""
     with ablate.sweep.held(tmp_path / "run", wait=False) as ours:
         assert ours
         assert not (tmp_path / "run" / LOCK).exists()

@@ -29,6 +29,7 @@ from eval.benchmarks.release_files import (
 )
 from eval.scoring.output_files import Scored, means
 from eval.scoring.protocol import Protocol
+from eval.scoring.results import Results
 from eval.sets.retrieval_set import RetrievalSet
 from eval.sets.write_set import Candidate, Query
 from rge.common.images import SUFFIXES
@@ -193,9 +194,9 @@ class Uvrb(Protocol):
             found["official"] = {f"Recall@{k}": round(value[f"hit@{k}"], 4) for k in CUTS}
         return found
 
-    def suite_figures(self, results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    def suite_figures(self, results: Mapping[str, Results]) -> dict[str, Any]:
         """Main scores of all sets."""
-        return {"main_scores": {name: result["main_score"] for name, result in results.items()}}
+        return {"main_scores": {name: result.main_score for name, result in results.items()}}
 
 
 _STATEMENTS = ("hit@k: whether a right video is among the first k, called R@k by the benchmark",)

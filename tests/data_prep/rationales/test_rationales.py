@@ -21,6 +21,7 @@ from data_prep.rmir.config import EncoderConfig
 from rge.calls.local_server import Answer, LocalServer, chat
 from rge.calls.model_config import ModelConfig
 from rge.common.errors import UserError
+from rge.common.files import InUseError
 from rge.common.parts import content_of
 from rge.common.schema import Item, Positive, QueryPart, Record
 from rge.data.sources import RecordFile
@@ -283,7 +284,7 @@ def test_windows_are_in_flight_together(records, tmp_path, monkeypatch, mode):
 
     async def served(path, body):
         await together.wait()
-        with pytest.raises(UserError, match="another process is working in"):
+        with pytest.raises(InUseError):
             write(RationaleOptions(records=records, out=tmp_path / "out.jsonl", model=model))
         return await answer(path, body)
 

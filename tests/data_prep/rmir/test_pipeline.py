@@ -49,7 +49,7 @@ from rge.calls.local_server import Answer, LocalServer
 from rge.calls.model_config import ModelConfig
 from rge.calls.wire.replies import Abstained, BadValue, MissingTag, Refused, Reply, Truncated
 from rge.common.errors import UserError
-from rge.common.files import FileError, read_json, write_text
+from rge.common.files import FileError, InUseError, read_json, write_text
 from rge.common.images import load_image
 from rge.common.schema import Record
 from rge.data.sources import RecordFile
@@ -622,7 +622,7 @@ def test_a_picture_that_has_gone_is_named(world, tmp_path):
 
 
 def test_one_process_a_folder(world):
-    with pytest.raises(UserError, match="another process is working in"):
+    with pytest.raises(InUseError):
         Run(world.config)
 
 

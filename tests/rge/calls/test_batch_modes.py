@@ -18,8 +18,7 @@ from rge.calls.model_config import ModelConfig
 from rge.calls.request import Request
 from rge.calls.store import AnswerStore, BatchRow
 from rge.calls.wire.replies import MissingTag, Refused, tag
-from rge.common.errors import UserError
-from rge.common.files import open_locked
+from rge.common.files import InUseError, held
 
 KEY = "sk-batch-0123456789"
 
@@ -656,11 +655,12 @@ def test_a_request_that_is_refused_throws_no_batch_away(provider, store, what, s
 
 
 def test_one_process_waits_for_batches(store, monkeypatch):
-    other = open_locked(store.path.with_name(f"{store.path.name}.batches"))
     with openai_server(monkeypatch) as provider:
-        with pytest.raises(UserError, match="another process is working on batches of .*replies.sqlite"):
+        with (
+            held(store.path.parent, f"{store.path.name}.batches"),
+            pytest.raises(InUseError),
+        ):
             Caller(model(provider), store).run(ask("a"))
-        other.close()
         Caller(model(provider), store).run(ask("a"))
 
 

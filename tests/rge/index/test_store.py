@@ -17,8 +17,8 @@ pytest.importorskip("lancedb", exc_type=ImportError)
 
 from lancedb.index import IvfFlat, IvfRq
 
-from rge.checkpoints.run_lock import InUseError
 from rge.common.errors import UserError
+from rge.common.files import InUseError
 from rge.index import nearest, store
 from rge.index.rows import Row
 from rge.index.store import ConditionError, Index, SearchIndexError, writing

@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from rge.checkpoints.run_lock import LOCK, InUseError, held
+from rge.common.files import LOCK, InUseError, held
 
 HOLDER = (
     "import os, sys, time\n"
     "from pathlib import Path\n"
-    "from rge.checkpoints.run_lock import held\n"
+    "from rge.common.files import held\n"
     "with held(Path(sys.argv[1])):\n"
     "    if not os.fork():\n"
     "        print(os.getpid(), flush=True)\n"

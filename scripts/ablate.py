@@ -56,7 +56,7 @@ BEFORE = {"joint": "cold_start", "rl": "joint"}
 """The stage whose checkpoint each stage starts from."""
 FINDINGS = {path.stem: path for path in sorted((ROOT / "scripts" / "findings").glob("*.yaml"))}
 HITS = "hits.parquet"
-OF_ARM = ("set", "of", "query_mode")
+OF_ARM = ("set", "of", "query_mode", "max_rationale_tokens")
 """Words among a finding's overrides of an arm that are about its evaluation (`Arm`)."""
 
 
@@ -236,6 +236,8 @@ def plan(options: Options, compared: Comparison) -> tuple[Options, Study]:
         overrides = tuple(word for word in words if split_word(word)[0] not in OF_ARM)
         plugins = load_recipe([*recipe, f"stage={options.stage}", f"out={options.out}", *overrides]).plugins
         asked = (f"plugins={','.join(plugins)}",) if plugins else ()
+        if cap := about.pop("max_rationale_tokens", ""):
+            asked += (f"max_rationale_tokens={cap}",)
         runs.append(Arm(folder_name(name), overrides, ask=asked, **about))
     if not options.collect:  # now, and not after the first training
         for metric in options.metrics:

@@ -579,7 +579,7 @@ options: [recipe=demo, seeds=2, "init={tmp_path}/made_{{seed}}", out={tmp_path}/
 makes: {{"{tmp_path}/made_{{seed}}": "python make.py out={tmp_path}/made_{{seed}}"}}
 arms:
   self: [loss.anchor=self]
-  oracle: [of=self, query_mode=direct, set={tmp_path}/other]
+  oracle: [of=self, query_mode=direct, max_rationale_tokens=3, set={tmp_path}/other]
 rows: [{{says: "Both", sum: self - oracle}}]
 """
     (tmp_path / "mine.yaml").write_text(text)
@@ -598,6 +598,7 @@ rows: [{{says: "Both", sum: self - oracle}}]
     assert [command[1] for command in ablate.commands].count("make.py") == 1
     assert trained(ablate) == [("self", "0"), ("self", "1")]
     direct = [command for command in ablate.commands if "query_mode=direct" in command]
+    assert all("max_rationale_tokens=3" in command for command in direct)
     assert {f"set={tmp_path}/other", f"checkpoint={tmp_path}/out/self/seed_1/joint/final"} <= set(direct[1])
     found = {row["row"]: row["mean"] for row in json.loads((tmp_path / "out" / "table.json").read_text())}
     # What a finished finding leaves, the table is made from again.

@@ -58,7 +58,6 @@ from rge.model.backbone import (
     stored_names,
     without_head,
 )
-from rge.model.embedding_model import Kept
 from rge.model.hub_model import HubModel
 from rge.objective import Objective
 from rge.plan import machine
@@ -68,6 +67,7 @@ from rge.plan.known_models import outline
 from rge.rl import reference, rewards
 from rge.rl.pool import check_pool, read_pool, unusable
 from rge.rollout import writer
+from rge.rollout.micro_batches import Kept
 from rge.scratch.starting_point import check_backbone, processor_of, tokenizer_sources
 
 T = TypeVar("T")

@@ -23,22 +23,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rge.data.collate import Batch, chunks_of
+from rge.data.collate import Batch
 from rge.distributed import collectives as dist
 from rge.loss_config import AdaptiveConfig
 from rge.model.attention import EncodedPrompts
-from rge.model.embedding_model import (
-    EmbeddingModel,
-    Packed,
-    RandomState,
-    Readout,
-    eval_mode,
-    has_dropout,
-    keeping,
-)
+from rge.model.embedding_model import EmbeddingModel, Packed, Readout, eval_mode
 from rge.model.packing import Branch
 from rge.objective import Contrast, Objective
 from rge.rl.credit import Credit
+from rge.rollout.micro_batches import RandomState, chunks_of, has_dropout, keeping
 from rge.rollout.writer import Rollout
 
 
@@ -52,7 +45,7 @@ class TrainingStep:
     objective: Objective
     micro_batch_size: int  # queries per forward
     _: KW_ONLY
-    # Where several chunks' activations wait for the backward, see `rge.model.embedding_model.keeping`; none recomputes them.
+    # Where several chunks' activations wait for the backward, see `rge.rollout.micro_batches.keeping`; none recomputes them.
     keep: str = "none"
     backward: Callable[[Tensor], object] = torch.Tensor.backward  # or `Accelerator.backward`
     no_sync: Callable[[], AbstractContextManager] = nullcontext  # around all chunks but the last

@@ -51,13 +51,14 @@ from rge.config import load_recipe  # noqa: E402
 from rge.data.collate import Batch  # noqa: E402
 from rge.distributed.transfer import moved  # noqa: E402
 from rge.model import embedding_model, fused, varlen, vision_tower  # noqa: E402
-from rge.model.embedding_model import EmbeddingModel, encode_prompts  # noqa: E402
+from rge.model.embedding_model import EmbeddingModel  # noqa: E402
 from rge.objective import Objective  # noqa: E402
 from rge.plan.costs import GIB, RESERVED_GIB, Setup, flops, memory, shapes_of, speed_of  # noqa: E402
 from rge.plan.known_models import TABLE  # noqa: E402
 from rge.plan.options import PlanOptions  # noqa: E402
 from rge.plan.report import load_of  # noqa: E402
 from rge.rollout.generate import Rationale, generate  # noqa: E402
+from rge.rollout.micro_batches import encode_prompts  # noqa: E402
 from rge.rollout.writer import Rollout  # noqa: E402
 from rge.scratch import build as scratch  # noqa: E402
 from rge.step import TrainingStep  # noqa: E402

@@ -24,9 +24,6 @@ from rge.model.families import with_pixels
 from rge.model.prompts import Prompt, PromptBuilder
 from rge.optim.config import StageConfig
 
-Chunk = tuple[slice, slice]
-"""Queries and candidates of one forward."""
-
 Candidate = tuple[Prompt, int, float | None]
 """A candidate, its identity, and a judge's score of it for its query."""
 
@@ -479,18 +476,3 @@ def make_batches(
         for config, file, group in zip(stage.sources, files, groups, strict=True)
     ]
     return StepBatches(sources, mixture, rank=dist.rank(), world_size=dist.world_size(), **needs)
-
-
-def chunks_of(batch: Batch, shares: Sequence[int], micro_batch_size: int) -> list[Chunk]:
-    """Split queries and candidates into the same number of nearly equal chunks.
-
-    Every rank gets equally many, since ZeRO and FSDP2 communicate in each forward. If a rank has fewer queries than another
-    needs chunks (micro batches of one, uneven `shares` of the ranks), the other's chunks have one more.
-    """
-    count = min(max(-(-share // micro_batch_size) for share in shares), min(shares))
-
-    def part(rows: int, number: int) -> slice:
-        return slice(number * rows // count, (number + 1) * rows // count)
-
-    rows, columns = len(batch.queries), len(batch.candidates)
-    return [(part(rows, number), part(columns, number)) for number in range(count)]

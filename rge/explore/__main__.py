@@ -16,7 +16,7 @@ from rge.common.commands import start
 from rge.common.errors import UserError
 from rge.common.options import parse_options
 from rge.common.registry import PluginOptions
-from rge.explore.address import bound, url_of
+from rge.serving.address import bound, url_of
 
 
 @dataclass(kw_only=True)

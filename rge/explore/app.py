@@ -13,9 +13,9 @@ from starlette.staticfiles import StaticFiles
 
 from rge.common.errors import UserError
 from rge.common.files import DEMO_CHECKPOINT
-from rge.explore.address import is_local
 from rge.explore.explorer import Explorer, Picture, Query, StoppedError
 from rge.index.sources import thumbnail
+from rge.serving.address import is_local
 from rge.web.client import fetch_picture
 
 MAX_BYTES = 32 << 20

@@ -213,8 +213,8 @@ class Explorer:
         words = [query.question] if query.hybrid else None
         [hits] = self.index.search(query_ND, k, where=(query.where or "").strip() or None, words=words)
         return [
-            {key: getattr(hit, key) for key in ("source", "id", "score", "text", "metadata", "gone")}
-            | {"folder": Path(hit.source).name, "has_picture": hit.image is not None}
+            hit.as_json()
+            | {"source": hit.source, "folder": Path(hit.source).name, "has_picture": hit.image is not None}
             for hit in hits
         ]
 

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -87,6 +88,18 @@ class Hit:
     metadata: dict[str, Any]
     gone: bool  # the picture is no longer where it was when it was indexed
     thumbnail: bytes | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """For answers that leave this machine: without its paths; `id` is a picture's name within the indexed folder."""
+        return {
+            "id": self.id,
+            "score": self.score,
+            "text": self.text,
+            "metadata": self.metadata,
+            "url": self.image if (self.image or "").startswith(WEB) else None,
+            "gone": self.gone,
+            "source": Path(self.source).name,
+        }
 
 
 def row_key(source: str, id: str) -> str:

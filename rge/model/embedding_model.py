@@ -1,10 +1,9 @@
 """The module that training wraps: packed rows in, embeddings and the LM loss's numerator out."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from rge.losses import rationale_log_probs, rationale_nll
 from rge.model.adapter_files import find_base, is_adapter_checkpoint, load_trainable_adapters
 from rge.model.adapters import add_adapters
-from rge.model.attention import EncodedParts, EncodedPrompts, Pass, install
+from rge.model.attention import EncodedPrompts, Pass, install
 from rge.model.backbone import Backbone, load_backbone, vision_parameters
 from rge.model.config import ModelConfig
 from rge.model.families import family_of, normalised, patch_grid
@@ -268,59 +267,6 @@ def normalise(state: Tensor) -> Tensor:
     return F.normalize(state.to(torch.promote_types(state.dtype, torch.float32)), dim=-1)
 
 
-LEAST_BYTES = 2**20
-"""Smaller tensors stay on the device: copying them would cost more than their memory is worth."""
-
-
-@dataclass(frozen=True)
-class Kept:
-    """What a stage's micro batches keep between their first forward and their backward, and where (see `keeping`, or ``none``).
-
-    `prompt_pass` is `rollout.prompt_pass`; ``twice`` if there is room for the candidates' activations alone.
-    """
-
-    where: str
-    prompt_pass: str
-
-
-def keeping(where: str) -> AbstractContextManager:
-    """Context of forwards whose saved tensors wait for the backward on the ``device`` or the ``host``, pinned for a GPU.
-
-    Copies to and from the host are queued with the device's own work, so that the host never waits for them. Weights always
-    stay on the device.
-    """
-    hooks = torch.autograd.graph.saved_tensors_hooks
-    return hooks(_to_host, _from_host) if where == "host" else nullcontext()
-
-
-def _to_host(tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
-    is_weight = isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter)
-    if is_weight or tensor.device.type == "cpu" or tensor.numel() * tensor.element_size() < LEAST_BYTES:
-        return tensor
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=torch.cuda.is_available())
-    return tensor.device, copy.copy_(tensor, non_blocking=True)
-
-
-def _from_host(kept: Tensor | tuple[torch.device, Tensor]) -> Tensor:
-    return kept if isinstance(kept, Tensor) else kept[1].to(kept[0], non_blocking=True)
-
-
-def encode_prompts(
-    model: nn.Module,
-    embedder: EmbeddingModel,
-    prompts: Sequence[Prompt],
-    parts: Sequence[slice] = (slice(None),),
-    where: str = "device",
-) -> EncodedParts:
-    """Keys and values of prompts, with gradient, for the rollout and then `rge.step.TrainingStep`; kept as in `keeping`.
-
-    `model` is the wrapped embedder: its next forward is the training step's, and both share one backward. For a step in
-    several chunks (`parts`), whose backwards belong to the wrapper's own forwards, it is the embedder itself.
-    """
-    with keeping(where):
-        return EncodedParts([model(embedder.pack_prompts(prompts[part]))[0].encoded for part in parts])
-
-
 @contextmanager
 def eval_mode(module: nn.Module) -> Iterator[None]:
     """Without dropout and gradient checkpointing."""
@@ -330,34 +276,3 @@ def eval_mode(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         module.train(was_training)
-
-
-def has_dropout(module: nn.Module) -> bool:
-    """Whether a forward of the module in its current mode is random."""
-
-    def rates(part: nn.Module) -> list[Any]:
-        if isinstance(part, nn.modules.dropout._DropoutNd):
-            return [part.p]
-        # Attention hands its rate to a function; layers of SigLIP and Idefics3 call it ``dropout``.
-        return [getattr(part, name, 0.0) for name in ("attention_dropout", "dropout")]
-
-    found = (rate for part in module.modules() if part.training for rate in rates(part))
-    return module.training and any(isinstance(rate, float | int) and rate > 0 for rate in found)
-
-
-class RandomState:
-    """State of the random generators of the CPU and the model's device.
-
-    Gradient caching computes a chunk twice, with the same dropout masks.
-    """
-
-    def __init__(self, device: torch.device):
-        self.cpu = torch.get_rng_state()
-        self.device = device
-        self.cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-    def set(self) -> None:
-        """Restore it."""
-        torch.set_rng_state(self.cpu)
-        if self.cuda is not None:
-            torch.cuda.set_rng_state(self.cuda, self.device)

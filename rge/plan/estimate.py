@@ -15,7 +15,6 @@ from rge.data.layout import Layout
 from rge.data.mixture import Mixture
 from rge.data.sources import Records
 from rge.distributed import launch
-from rge.model.embedding_model import Kept
 from rge.model.hub_model import HubModel
 from rge.optim.config import StageConfig
 from rge.plan.costs import GIB, speed_of
@@ -23,6 +22,7 @@ from rge.plan.machine import cpu_speed, main_memory
 from rge.plan.options import PlanOptions
 from rge.plan.report import LESS, Plan, lack, plan
 from rge.plan.search import ImpossibleKeeping
+from rge.rollout.micro_batches import Kept
 
 WORTH_MEASURING = 2e13
 """FLOPs of a stage above which the CPU's speed is measured to estimate hours: minutes on one core."""

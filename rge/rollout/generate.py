@@ -26,12 +26,13 @@ from torch import Tensor, nn
 
 from rge.distributed.transfer import moved
 from rge.model.attention import Cache, EncodedParts, RunningCache, bucket, fresh
-from rge.model.embedding_model import EmbeddingModel, encode_prompts, eval_mode, normalise
+from rge.model.embedding_model import EmbeddingModel, eval_mode, normalise
 from rge.model.families import Rotations, family_of
 from rge.model.hub_model import HubModel
 from rge.model.packing import by_length
 from rge.model.prompts import Prompt
 from rge.model.varlen import KernelError
+from rge.rollout.micro_batches import encode_prompts
 
 _log = logging.getLogger(__name__)
 

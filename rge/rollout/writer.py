@@ -15,15 +15,16 @@ from torch import nn
 
 from rge.common.errors import RecipeError, UserError
 from rge.config import Recipe
-from rge.data.collate import Batch, chunks_of
+from rge.data.collate import Batch
 from rge.distributed import collectives as dist
 from rge.loss_config import LossConfig
 from rge.model.attention import EncodedParts
 from rge.model.backbone import vision_parameters
-from rge.model.embedding_model import EmbeddingModel, Kept, PictureMemory, encode_prompts, has_dropout
+from rge.model.embedding_model import EmbeddingModel, PictureMemory
 from rge.optim.config import StageConfig
 from rge.rollout.config import RolloutConfig
 from rge.rollout.generate import Rationale, generate
+from rge.rollout.micro_batches import Kept, chunks_of, encode_prompts, has_dropout
 from rge.rollout.vllm_writer import VllmWriter, check_possible
 
 Written = list[tuple[tuple[int, ...], bool]]
@@ -148,7 +149,7 @@ class Writer:
     vllm: VllmWriter | None  # for `rollout.backend=vllm`; None: the model itself writes
     loss: LossConfig  # decides whose rationale a query gets
     micro_batch_size: int  # queries per forward of the step, if its chunks' prompts are kept
-    keep: str  # see `rge.model.embedding_model.keeping`; ``none``: the step has one chunk
+    keep: str  # see `rge.rollout.micro_batches.keeping`; ``none``: the step has one chunk
 
     def __post_init__(self) -> None:
         given = self.embedder.given.items()

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from rge.common.commands import start
 from rge.common.errors import UserError
 from rge.common.options import parse_options
-from rge.explore.address import bound
+from rge.serving.address import bound
 from rge.serving.options import ServeOptions
 
 

@@ -20,7 +20,7 @@ from starlette.exceptions import HTTPException
 
 import rge
 from rge.common.errors import UserError
-from rge.common.images import WEB, data_url
+from rge.common.images import data_url
 from rge.common.modes import SILENT, Mode
 from rge.common.parts import content_of
 from rge.common.schema import Encoded, Item
@@ -331,16 +331,12 @@ class Service:
             [hits] = await asyncio.get_running_loop().run_in_executor(self._searches, search)
         except ConditionError as error:
             raise BadInput(str(error), "where") from None
-        # Never shows paths of this machine; `id` is a picture's name within the indexed folder.
         data = [
-            {
-                "object": "hit", "index": rank, "id": hit.id, "score": hit.score, "text": hit.text, "metadata": hit.metadata,
-                "url": hit.image if (hit.image or "").startswith(WEB) else None, "gone": hit.gone,
-                "source": Path(hit.source).name,
-                **({"thumbnail": data_url(hit.thumbnail)} if body.thumbnails else {}),
-            }
+            {"object": "hit", "index": rank}
+            | hit.as_json()
+            | ({"thumbnail": data_url(hit.thumbnail)} if body.thumbnails else {})
             for rank, hit in enumerate(hits)
-        ]  # fmt: skip
+        ]
         content = {"object": "list", "data": data, "model": self.name, "usage": answered.usage}
         if body.return_rationale:
             [result] = answered.results

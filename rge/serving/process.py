@@ -18,8 +18,8 @@ from rge.calls.keys import read_key
 from rge.common.errors import UserError
 from rge.common.files import raise_descriptor_limit
 from rge.embedder import Embedder
-from rge.explore.address import cannot_listen, is_local, url_of
 from rge.index.store import Index
+from rge.serving.address import cannot_listen, is_local, url_of
 from rge.serving.app import Service
 from rge.serving.options import ServeOptions
 

@@ -1,7 +1,7 @@
 """A training step in our form and as passes of stock transformers, on the same weights, prompts, rationales and candidates.
 
     three passes  transformers' `generate`; LM forward on [prompt][oracle]; contrastive forward on [prompt][own, <emb>]
-    ours          `rge.model.embedding_model.encode_prompts` runs the prompts, with gradient; `rge.rollout.generate` continues from
+    ours          `rge.rollout.micro_batches.encode_prompts` runs the prompts, with gradient; `rge.rollout.generate` continues from
                   their keys and values; so do [own, <emb>] and [oracle, <emb>] in `rge.step.TrainingStep`
 
 Candidates are encoded by the same call in both. The three-pass form gets what costs nothing to write: logits at labelled
@@ -31,18 +31,19 @@ from rge.common.options import one_of
 from rge.common.parts import content_of
 from rge.common.schema import Item
 from rge.config import load_recipe
-from rge.data.collate import Batch, Source, StepBatches, chunks_of
+from rge.data.collate import Batch, Source, StepBatches
 from rge.data.mixture import Mixture
 from rge.data.readers import open_records
 from rge.losses import info_nce, rationale_nll
 from rge.model.attention import EncodedParts
-from rge.model.embedding_model import EmbeddingModel, Readout, encode_prompts, eval_mode, normalise
+from rge.model.embedding_model import EmbeddingModel, Readout, eval_mode, normalise
 from rge.model.families import normalised
 from rge.model.packing import Branch
 from rge.model.prompts import Prompt, PromptBuilder
 from rge.objective import Objective
 from rge.plan.known_models import TABLE
 from rge.rollout.generate import Rationale, generate
+from rge.rollout.micro_batches import chunks_of, encode_prompts
 from rge.rollout.writer import Rollout
 from rge.step import TrainingStep, candidate_masks
 

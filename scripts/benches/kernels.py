@@ -22,8 +22,9 @@ import torch
 
 from benches import forms
 from benches.harness import Rows, show
-from rge.model.embedding_model import EmbeddingModel, encode_prompts
+from rge.model.embedding_model import EmbeddingModel
 from rge.rollout.generate import generate
+from rge.rollout.micro_batches import encode_prompts
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "helpers"))
 from fake_gpu import FakeGpu

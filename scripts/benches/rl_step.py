@@ -24,12 +24,13 @@ from benches.harness import Rows, show
 from rge.config import Recipe
 from rge.loss_config import LossConfig
 from rge.losses import rationale_log_probs
-from rge.model.embedding_model import encode_prompts, normalise
+from rge.model.embedding_model import normalise
 from rge.objective import Objective
 from rge.rl.config import RLConfig
 from rge.rl.credit import Reinforcement
 from rge.rl.policy import advantages
 from rge.rollout.config import RolloutConfig
+from rge.rollout.micro_batches import encode_prompts
 from rge.rollout.writer import Rollout
 from rge.step import TrainingStep, candidate_masks
 

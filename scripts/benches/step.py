@@ -27,7 +27,7 @@ from pydantic import Field
 from benches import forms
 from benches.forms import Setting, Sizes, Work, our_rollout, their_rollout
 from benches.harness import Rows, show
-from rge.model.embedding_model import encode_prompts
+from rge.rollout.micro_batches import encode_prompts
 
 PARTS = {"rollout": "rollout", "step": "forward and backward", "full": "both"}
 

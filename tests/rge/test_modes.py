@@ -30,12 +30,13 @@ from rge.losses import alignment, lead_over_negatives
 from rge.model.adapters import add_adapters, merge, without_adapters
 from rge.model.backbone import BackboneError, add_tokens, load_backbone, skeleton
 from rge.model.config import LoraConfig, ModelConfig
-from rge.model.embedding_model import EmbeddingModel, encode_prompts
+from rge.model.embedding_model import EmbeddingModel
 from rge.model.prompts import PromptBuilder
 from rge.objective import Objective
 from rge.plan.costs import num_parameters
 from rge.rollout.config import RolloutConfig
 from rge.rollout.generate import generate
+from rge.rollout.micro_batches import encode_prompts
 from rge.rollout.writer import Rollout, Writer, drawn_cap, easy_share
 from rge.step import TrainingStep, candidate_masks
 

@@ -45,7 +45,7 @@ from rge.identity.run_identity import flattened
 from rge.losses import CONTRASTIVE_LOSSES
 from rge.model import embedding_model, fused
 from rge.model.config import ModelConfig
-from rge.model.embedding_model import Kept, embedder_to_train
+from rge.model.embedding_model import embedder_to_train
 from rge.model.prompts import Prompt
 from rge.objective import Objective
 from rge.plan import costs
@@ -54,6 +54,7 @@ from rge.plan.report import reserved
 from rge.rl.credit import Credit, Reinforcement
 from rge.rollout import vllm_writer
 from rge.rollout.generate import Rationale
+from rge.rollout.micro_batches import Kept
 from rge.rollout.writer import make_writer
 from rge.scratch.starting_point import starting_point, tokenizer_sources
 from rge.validation import make_validation

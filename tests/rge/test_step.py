@@ -27,12 +27,13 @@ from rge.losses import CONTRASTIVE_LOSSES, info_nce, register_loss
 from rge.model.adapters import add_adapters
 from rge.model.backbone import load_backbone
 from rge.model.config import LoraConfig
-from rge.model.embedding_model import EmbeddingModel, encode_prompts
+from rge.model.embedding_model import EmbeddingModel
 from rge.model.families import with_pixels
 from rge.model.packing import Branch
 from rge.model.prompts import PromptBuilder
 from rge.objective import Objective
 from rge.rollout.generate import Rationale
+from rge.rollout.micro_batches import encode_prompts
 from rge.rollout.writer import Rollout
 from rge.step import TrainingStep, candidate_masks
 

@@ -12,7 +12,7 @@ from rge.distributed.config import TrainConfig
 from rge.model import embedding_model
 from rge.model.adapters import add_adapters
 from rge.model.config import LoraConfig
-from rge.model.embedding_model import EmbeddingModel, encode_prompts
+from rge.model.embedding_model import EmbeddingModel
 from rge.model.families import FAMILIES, family_of
 from rge.model.prompts import PromptBuilder
 from rge.model.varlen import KernelError
@@ -22,6 +22,7 @@ from rge.rl.credit import Reinforcement
 from rge.rollout import generate as generating
 from rge.rollout.config import RolloutConfig
 from rge.rollout.generate import Rationale, generate
+from rge.rollout.micro_batches import encode_prompts
 from rge.rollout.writer import Rollout
 from rge.step import TrainingStep
 

@@ -13,15 +13,7 @@ from rge.common.parts import with_pictures
 from rge.common.schema import Record
 from rge.config import Recipe, load_recipe
 from rge.data.augment import AUGMENTATIONS
-from rge.data.collate import (
-    Collator,
-    Source,
-    StepBatches,
-    make_batches,
-    problems,
-    query_item,
-    target_item,
-)
+from rge.data.collate import Collator, Source, StepBatches, make_batches, problems, query_item, target_item
 from rge.data.config import DataConfig, SourceConfig
 from rge.data.mixture import Draw, Mixture
 from rge.data.sources import RecordError, RecordFile, identity

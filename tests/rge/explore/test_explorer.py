@@ -27,11 +27,11 @@ from rge.common.errors import UserError
 from rge.common.files import DEMO_CHECKPOINT
 from rge.embedder import Embedder
 from rge.explore import explorer as explorer_module
-from rge.explore.address import bound
 from rge.explore.app import application
 from rge.explore.explorer import Explorer, Query, StoppedError, demo_examples, demo_gallery
 from rge.index.__main__ import main as index_main
 from rge.index.store import Index
+from rge.serving.address import bound
 
 
 @pytest.fixture(scope="module")

@@ -14,10 +14,11 @@ from rge.embedder import Embedder
 from rge.model.adapters import AdapterError, add_adapters, has_adapters, merge
 from rge.model.backbone import load_backbone
 from rge.model.config import LoraConfig
-from rge.model.embedding_model import EmbeddingModel, has_dropout
+from rge.model.embedding_model import EmbeddingModel
 from rge.model.prompts import PromptBuilder
 from rge.objective import Objective
 from rge.rollout.generate import generate
+from rge.rollout.micro_batches import has_dropout
 from rge.rollout.writer import Rollout
 from rge.step import TrainingStep, _First, _Forward
 

@@ -9,13 +9,14 @@ from family_models import every_family
 from rge.common.errors import UserError
 from rge.model import varlen
 from rge.model.attention import _Kernel
-from rge.model.embedding_model import EmbeddingModel, encode_prompts
+from rge.model.embedding_model import EmbeddingModel
 from rge.model.families import family_of
 from rge.model.packing import Branch
 from rge.model.prompts import PromptBuilder
 from rge.model.varlen import KernelError, attend_runs, make_runs, one_by_one, verify, wanted
 from rge.objective import Objective
 from rge.rollout.generate import generate
+from rge.rollout.micro_batches import encode_prompts
 from rge.rollout.writer import Rollout
 from rge.step import TrainingStep
 

@@ -41,7 +41,7 @@ from rge.model.backbone import (
     skeleton,
 )
 from rge.model.config import LoraConfig, ModelConfig
-from rge.model.embedding_model import EmbeddingModel, encode_prompts
+from rge.model.embedding_model import EmbeddingModel
 from rge.model.families import FAMILIES, family_of
 from rge.model.packing import Branch, pack_prompts, pack_tails, to_device
 from rge.model.prompts import Prompt, PromptBuilder
@@ -76,6 +76,7 @@ from rge.plan.search import refused
 from rge.rl.config import RLConfig
 from rge.rl.credit import Reinforcement
 from rge.rollout.generate import Rationale, generate
+from rge.rollout.micro_batches import encode_prompts
 from rge.rollout.writer import Rollout
 from rge.scratch import build as scratch
 from rge.scratch.pretrain_vision import _namer, patches

@@ -27,7 +27,7 @@ from rge.losses import hit_at_1
 from rge.model.adapters import add_adapters
 from rge.model.backbone import load_backbone
 from rge.model.config import LoraConfig
-from rge.model.embedding_model import EmbeddingModel, encode_prompts
+from rge.model.embedding_model import EmbeddingModel
 from rge.model.packing import Branch
 from rge.model.prompts import PromptBuilder
 from rge.objective import Objective
@@ -36,6 +36,7 @@ from rge.rl.credit import Credit, Reinforcement
 from rge.rl.reference import Reference, make_reference
 from rge.rollout.config import RolloutConfig
 from rge.rollout.generate import Rationale, generate
+from rge.rollout.micro_batches import encode_prompts
 from rge.rollout.writer import Rollout, sample_seeds
 from rge.step import TrainingStep, candidate_masks
 

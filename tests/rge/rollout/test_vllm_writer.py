@@ -28,7 +28,7 @@ from rge.loss_config import LossConfig
 from rge.model.adapters import add_adapters, has_adapters, merge
 from rge.model.backbone import BackboneError, load_backbone, vision_parameters, vision_prefixes
 from rge.model.config import LoraConfig
-from rge.model.embedding_model import EmbeddingModel, Kept
+from rge.model.embedding_model import EmbeddingModel
 from rge.model.prompts import Prompt, PromptBuilder
 from rge.objective import Objective
 from rge.optim.config import StageConfig
@@ -37,6 +37,7 @@ from rge.rollout import vllm_engine
 from rge.rollout import vllm_writer as vllm_rollout
 from rge.rollout.config import RolloutConfig
 from rge.rollout.generate import generate
+from rge.rollout.micro_batches import Kept
 from rge.rollout.vllm_writer import VllmWriter
 from rge.rollout.writer import Rollout, Writer, make_writer, sample_seeds
 from rge.step import TrainingStep

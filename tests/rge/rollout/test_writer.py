@@ -11,13 +11,13 @@ from rge.config import Recipe
 from rge.distributed import launch
 from rge.distributed.config import TrainConfig
 from rge.loss_config import LossConfig
-from rge.model.embedding_model import Kept, has_dropout
 from rge.model.packing import Branch
 from rge.model.prompts import PromptBuilder
 from rge.objective import Objective
 from rge.optim.config import StageConfig
 from rge.rollout.config import RolloutConfig
 from rge.rollout.generate import Rationale, generate
+from rge.rollout.micro_batches import Kept, has_dropout
 from rge.rollout.writer import (
     DIRECT,
     ORACLE,

@@ -27,9 +27,10 @@ from rge.distributed.config import TrainConfig
 from rge.model.adapters import add_adapters, merge
 from rge.model.backbone import load_backbone
 from rge.model.config import LoraConfig
-from rge.model.embedding_model import EmbeddingModel, encode_prompts
+from rge.model.embedding_model import EmbeddingModel
 from rge.rl.credit import Reinforcement
 from rge.rollout.generate import generate
+from rge.rollout.micro_batches import encode_prompts
 from rge.rollout.vllm_engine import present_weights
 from rge.rollout.writer import Rollout
 from rge.step import TrainingStep

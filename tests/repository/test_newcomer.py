@@ -1,5 +1,6 @@
 """What a newcomer relies on: commands that exist, pins that fit the ranges, a set-up that says what is missing."""
 
+import ast
 import json
 import os
 import re
@@ -181,6 +182,38 @@ def test_the_annotated_tree_is_todays():
     assert made == (ROOT / "docs" / "tree.md").read_text(encoding="utf-8"), (
         "run: python scripts/docs_site.py > docs/tree.md"
     )
+
+
+def test_what_is_named_as_the_place_of_a_change_exists():
+    """The table of docs/architecture.md, by the syntax tree: nothing is imported."""
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    table = page.split("## Where to change what")[1].split("\n## ")[0]
+    names = re.findall(r"`((?:rge|eval|data_prep)\.[\w.]+)`", table)
+    assert len(names) >= 20
+    assert [name for name in names if not _is_there(name.split("."))] == []
+
+
+def _is_there(parts: list[str]) -> bool:
+    """Whether a dotted name is a module, or something that one defines."""
+    for size in range(len(parts), 0, -1):
+        path = ROOT.joinpath(*parts[:size])
+        file = path.with_suffix(".py") if path.with_suffix(".py").is_file() else path / "__init__.py"
+        if file.is_file():
+            found: list[ast.stmt] = ast.parse(file.read_text(encoding="utf-8")).body
+            for name in parts[size:]:
+                [*inner] = [node for node in found if name in _defined(node)]
+                if not inner:
+                    return False
+                found = getattr(inner[0], "body", [])
+            return True
+    return False
+
+
+def _defined(node: ast.stmt) -> set[str]:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return {node.name}
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    return {target.id for target in targets if isinstance(target, ast.Name)}
 
 
 @pytest.mark.slow

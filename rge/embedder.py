@@ -31,7 +31,7 @@ from rge.common.errors import UserError, not_one_of
 from rge.common.files import checkpoint_folder
 from rge.common.images import WEB, load_image, names_picture
 from rge.common.modes import Mode
-from rge.common.parts import ImageRef, content_of
+from rge.common.parts import Content, ImageRef, TextPart, content_of, parts_from_json
 from rge.common.schema import Encoded, Item
 from rge.distributed.workers import Work, Workers
 from rge.web.client import fetch_picture
@@ -265,6 +265,7 @@ class Embedder:
         texts: str | Sequence[str | None] | None = None,
         images: Picture | Sequence[Any] | None = None,
         *,
+        content: Sequence[Any] | None = None,
         mode: Mode | None = None,
         max_rationale_tokens: int | Sequence[int] | None = None,
         instruction: str | None = None,
@@ -282,6 +283,8 @@ class Embedder:
             texts: a question, or N of them; None for pictures alone.
             images: with one question, its picture or pictures; with N, N entries, each None, a picture or several. A
                 picture is a path, a web address, a data URL, bytes or a PIL image.
+            content: instead of both, parts in their order (docs/content.md): a list of mappings such as ``{"text": ...}``,
+                ``{"image": ...}``, ``{"video": ...}`` and ``{"pdf": ..., "pages": [1]}``, or N such lists.
             mode: ``reasoning``, ``direct`` (no rationale), ``latent`` (think tokens instead) or ``auto`` (the model decides per
                 query); the last two need a checkpoint trained for them, docs/modes.md. None: as trained.
             max_rationale_tokens: the most tokens of a rationale, or one number per query, from 0 (as ``direct``) to
@@ -305,7 +308,7 @@ class Embedder:
             ImageError: a picture cannot be read.
         """
         instruction, warning = self.instruction_for(instruction, task)
-        single, items = _items(texts, images, instruction)
+        single, items = _items(texts, images, content, instruction)
         if warning:
             warnings.warn(warning, stacklevel=2)
         self.check_dimensions(dimensions)
@@ -326,6 +329,7 @@ class Embedder:
         texts: str | Sequence[str | None] | None = None,
         images: Picture | Sequence[Any] | None = None,
         *,
+        content: Sequence[Any] | None = None,
         mode: Literal["reasoning", "direct"] = "direct",
         task: str | None = None,
         dimensions: int | None = None,
@@ -339,7 +343,7 @@ class Embedder:
 
         Candidates are trained without a rationale, hence the default mode.
         """
-        single, items = _items(texts, images)
+        single, items = _items(texts, images, content)
         self.check_dimensions(dimensions)
         encoded = self.for_task(task).encode(
             items, side="candidate", mode=mode, batch_size=batch_size, seeds=seeds, progress=progress
@@ -638,8 +642,15 @@ def local_folder(checkpoint: str | Path, revision: str | None) -> Path:
         raise CheckpointError(str(error)) from error
 
 
-def _items(texts: Any, images: Any, instruction: str | None = None) -> tuple[bool, list[Item]]:
+def _items(texts: Any, images: Any, content: Any, instruction: str | None = None) -> tuple[bool, list[Item]]:
     """Whether one item was given, and the items."""
+    if content is not None:
+        if texts is not None or images is not None:
+            raise ValueError("give content alone: texts and images are its short form")
+        content = list(content)
+        single = any(isinstance(part, Mapping) for part in content)
+        each = [content] if single else content
+        return single, [Item(str(row), _parts(parts), instruction) for row, parts in enumerate(each)]
     if texts is None and images is None:
         raise ValueError("give texts, images, or both")
     # Of the library datasets, {"bytes": ..., "path": ...} would be taken for two paths.
@@ -665,6 +676,14 @@ def _items(texts: Any, images: Any, instruction: str | None = None) -> tuple[boo
         for row, (text, pictures) in enumerate(zip(texts, images, strict=True))
     ]
     return single, items
+
+
+def _parts(parts: Any) -> Content:
+    found = parts_from_json(parts, live=True)
+    for part in found:
+        if isinstance(part, TextPart):
+            check_text(part.text, '{"image": ...}')
+    return found
 
 
 def _decoded(picture: Any) -> Image.Image:

@@ -247,6 +247,8 @@ def _checked(value: object, info: ValidationInfo, kind: str, read: Callable[[Any
     """
     context = info.context or {}
     is_live = context.get("live", False)
+    if is_live and isinstance(value, os.PathLike):
+        return os.fspath(value)
     if is_live and kind == "picture" and type(value).__module__.startswith("PIL."):
         return value
     try:

@@ -25,6 +25,7 @@ from rge.data.sources import (
     Records,
     Scanned,
     StoredRecords,
+    as_contents,
     as_list,
     names_of,
     parsed_fields,
@@ -237,7 +238,7 @@ class Columns:
             elif part != "query":
                 leaves = lists.setdefault(part, {})
                 if value is not None:
-                    leaves[leaf] = as_list(value)
+                    leaves[leaf] = as_contents(value) if leaf == "content" else as_list(value)
             elif value is not None:
                 found[part] = self._fields_of_query(found.get(part, {})) | {leaf: value}
         for part, leaves in lists.items():
@@ -303,10 +304,10 @@ def _known(values: Mapping[str, Any], model: type[BaseModel]) -> dict[str, Any]:
 def _zip_leaves(part: str, targets: Any, leaves: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
     """``{text: [a, b], image: [c, d]}`` as ``[{text: a, image: c}, {text: b, image: d}]``, without what is empty.
 
-    Leaves without text and image are added to `targets`, a column of that name.
+    Leaves without text, image and content are added to `targets`, a column of that name.
     """
     has_targets = isinstance(targets, list) and all(isinstance(target, dict) for target in targets)
-    if has_targets and not leaves.keys() & {"text", "image"}:
+    if has_targets and not leaves.keys() & {"text", "image", "content"}:
         known = [_known(target, Positive if part == "positives" else Target) for target in targets]
         names = dict.fromkeys(name for target in known for name in target)
         leaves = {name: [target.get(name) for target in known] for name in names} | dict(leaves)
@@ -318,7 +319,7 @@ def _zip_leaves(part: str, targets: Any, leaves: Mapping[str, list[Any]]) -> lis
         {leaf: value for leaf, value in zip(leaves, values, strict=True) if value is not None and value != ""}
         for values in zip(*leaves.values(), strict=True)
     ]
-    return [row for row in rows if row.keys() & {"text", "image"}]
+    return [row for row in rows if row.keys() & {"text", "image", "content"}]
 
 
 Opened = tuple[Any, Columns, Path]

@@ -329,6 +329,8 @@ def with_defaults(fields: dict[str, Any], title: str, split: str, place: int | s
     for name in ("images", "paraphrases"):
         if isinstance(query, dict) and name in query:
             query[name] = as_list(query[name])
+    if isinstance(query, dict) and isinstance(query.get("content"), str):
+        query["content"] = as_contents(query["content"])[0]
     for part in ("positives", "negatives"):
         targets = fields.get(part)
         for target in targets if isinstance(targets, list) else []:
@@ -340,6 +342,17 @@ def with_defaults(fields: dict[str, Any], title: str, split: str, place: int | s
 def as_list(value: Any) -> list[Any]:
     """A list of values from a cell that has several, or one; bytes written as a list of integers are one."""
     return value if isinstance(value, list) and not are_bytes(value) else [value]
+
+
+def as_contents(value: Any) -> list[Any]:
+    """Contents, lists of parts, from a cell that has several, or one; parts may be JSON in a text."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise ValueError(f"content: not a list of parts as JSON: {error}") from None
+    is_one = isinstance(value, list) and any(isinstance(part, Mapping) for part in value)
+    return [value] if is_one else as_list(value)
 
 
 def without_nulls(value: Any) -> Any:
@@ -362,7 +375,13 @@ def _id_of(target: Mapping[str, Any]) -> str:
     for part in (target.get("text"), image):
         digest.update(part if isinstance(part, bytes) else str(part).encode())
         digest.update(b"\0")
+    if content := target.get("content"):
+        digest.update(json.dumps(content, sort_keys=True, default=_digest_of_bytes).encode())
     return digest.hexdigest()
+
+
+def _digest_of_bytes(value: Any) -> str:
+    return hashlib.sha256(bytes(value)).hexdigest()
 
 
 def problems_of(error: ValidationError) -> list[str]:

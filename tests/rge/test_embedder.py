@@ -415,7 +415,7 @@ def test_pictures_as_tables_hold_them(described):
     with pytest.raises(ValueError, match="got dict"):  # not two paths, which are its keys
         described.encode_document(None, {"bytes": b"x", "path": "a.png"})
     paths = np.array(["x.png", "y.png"], dtype=object)  # a list in Parquet, read by pandas
-    _, [item] = _items(["a"], [paths])
+    _, [item] = _items(["a"], [paths], None)
     assert item.pictures == ("x.png", "y.png")
 
 

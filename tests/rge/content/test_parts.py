@@ -3,6 +3,8 @@
 import json
 
 import pdfs
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from rge.common.images import PictureIndex
@@ -20,7 +22,9 @@ from rge.common.parts import (
 from rge.common.schema import Item, Record
 from rge.content import pdf
 from rge.data.collate import query_items, target_item
+from rge.data.config import RecordsConfig
 from rge.data.layout import COLUMNS, _measured
+from rge.data.readers import open_records
 from rge.data.sources import RecordError, RecordFile, files_of, json_line, parsed_line
 from rge.model.prompts import PromptBuilder
 from rge.serving.protocols import EmbeddingsAsked
@@ -173,7 +177,7 @@ def test_a_record_is_laid_out_by_headers_alone(tmp_path, embedder, picture, monk
         picture(112, 56, number).save(tmp_path / f"{number}.png")
     shown = {
         "pages": ({"pdf": "paper.pdf", "pages": [1, 3]}, 2),
-        "frames": ({"video": [f"{number}.png" for number in range(5)], "fps": 2.0}, 4),
+        "frames": ({"video": [f"{number}.png" for number in range(5)], "fps": 1.0}, 4),
     }
     part, count = shown[asked]
     line = LINE | {"query": {"content": [part, {"text": "what?"}]}, "negatives": []}
@@ -195,3 +199,17 @@ def test_a_missing_document_or_clip_is_reported_before_training(tmp_path):
         path.write_text(json.dumps(LINE | {"query": {"content": [part]}, "negatives": []}))
         with pytest.raises(RecordError, match=r"query\.content\.0: .*gone"):
             RecordFile(path, pictures=PictureIndex())
+
+
+def test_columns_of_a_data_set_hold_content(tmp_path, picture):
+    """As structs, to which Arrow adds every field, or as JSON in a text; one content a row, or one a target."""
+    picture(20, 20).save(tmp_path / "a.png")
+    asked = [[{"text": "Is"}, {"image": "a.png"}, {"text": "it?"}]] * 2
+    right = [json.dumps([{"image": "a.png"}, {"text": "this"}]), json.dumps([{"text": "that"}])]
+    pq.write_table(pa.table({"asked": asked, "right": right}), tmp_path / "rows.parquet")
+    columns = {"query.content": "asked", "positives.content": "right"}
+    records = open_records(RecordsConfig(path=str(tmp_path / "rows.parquet"), columns=columns))
+    first, second = records[0], records[1]
+    assert [type(part) for part in first.query.parts] == [TextPart, ImagePart, TextPart]
+    assert first.positives[0].parts == (ImagePart(str(tmp_path / "a.png")), TextPart("this"))
+    assert first.positives[0].id != second.positives[0].id

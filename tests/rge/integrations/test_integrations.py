@@ -307,3 +307,21 @@ def test_llama_index_embeds_a_batch_at_once_beside_the_event_loop(checkpoint, pi
     np.testing.assert_allclose(found, real(model._embedder, ["a key", "a nail", "a hat"]), atol=1e-6)
     asyncio.run(model.aget_image_embedding_batch([str(path)] * 3))
     assert calls == [(False, "a key"), (False, ["a key", "a nail", "a hat"]), (False, 3)]
+
+
+def test_an_embedder_takes_parts_in_their_order(checkpoint, picture):
+    embedder = Embedder.from_pretrained(checkpoint)
+    image = picture(60, 40)
+    parts = [{"text": "Is"}, {"image": image}, {"text": "it?"}]
+    alone = embedder.encode_query(content=parts)
+    items = [Item("0", parts_from_json(parts, live=True), embedder.default_instruction)]
+    assert np.allclose(alone, embedder.encode(items, side="query", mode="reasoning").embeddings[0], atol=1e-6)
+    both = embedder.encode_document(content=[[{"image": image}, {"text": "a key"}], [{"text": "a lock"}]])
+    short = embedder.encode_document(["a key", "a lock"], [image, None])
+    assert np.allclose(both, short, atol=1e-6)
+    clip = [{"video": [picture(56, 56, number) for number in range(4)], "fps": 1.0}]
+    assert embedder.encode_document(content=clip).shape == alone.shape
+    with pytest.raises(ValueError, match="content alone"):
+        embedder.encode_query("a key", content=parts)
+    with pytest.raises(ValueError, match=r"content\.0"):
+        embedder.encode_query(content=[{"picture": image}])

@@ -95,7 +95,7 @@ class Measurement:
         write_run(out / RUN, ranking, wanted.query_ids, wanted.corpus_ids, tag)
         write_tables(out, table, results)
         if title is not None:
-            of_kinds = [name for name in results["micro"] if name.startswith("wrong_kind@")]
+            of_kinds = [name for name in results.micro if name.startswith("wrong_kind@")]
             figures = in_per_cent(results, (*protocol.headline, *protocol.metrics, *of_kinds))
             print(f"{wanted.name}: {title} -> {out}\n{figures.to_string()}", flush=True)
         return results

@@ -16,6 +16,43 @@ FILES = sorted(
 
 MAY_IMPORT = {"rge": {"rge"}, "eval": {"eval", "rge"}, "data_prep": {"data_prep", "rge"}}
 
+WINGS = {
+    "training": (
+        "rge/train.py",
+        "rge/check.py",
+        "rge/step.py",
+        "rge/objective.py",
+        "rge/validation.py",
+        "rge/logs.py",
+        "rge/optim/",
+        "rge/rl/",
+        "rge/plan/",
+        "rge/scratch/",
+        "rge/checkpoints/checkpoint_manager.py",
+        "rge/checkpoints/resume.py",
+    ),
+    "use": (
+        "rge/embedder.py",
+        "rge/inference.py",
+        "rge/index/",
+        "rge/serving/",
+        "rge/explore/",
+        "rge/integrations/",
+        "rge/embedders/",
+        "rge/judging/",
+    ),
+    "calls": ("rge/calls/",),
+}
+"""What trains; what uses a finished checkpoint; and calls of other models. All else in rge is the ground that they stand on."""
+STANDS_ON = {
+    "ground": set(),
+    "calls": {"ground"},
+    "training": {"ground", "calls"},
+    "use": {"ground", "calls"},
+}
+ABOVE_BOTH = ("rge/__init__.py", "rge/__main__.py", "rge/diagnose/")
+"""These may enter both wings: a leak is measured by a training step on a finished checkpoint."""
+
 ONLY_IN = {
     "torch.distributed": {"rge/distributed/collectives.py"},
     "deepspeed": {"rge/distributed/collectives.py"},
@@ -132,6 +169,22 @@ def room(name: str) -> str:
     folder = name.rsplit("/", 1)[0]
     holds_rooms = any(other.startswith(f"{folder}/") and "/" in other[len(folder) + 1 :] for other in FILES)
     return name if holds_rooms else folder
+
+
+def wing(name: str) -> str:
+    if is_section(name):
+        return "ground"
+    return next((one for one, places in WINGS.items() if name.startswith(places)), "ground")
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name.startswith("rge/")])
+def test_no_wing_leans_on_the_other(name):
+    if name.startswith(ABOVE_BOTH):
+        return
+    allowed = STANDS_ON[wing(name)] | {wing(name)}
+    modules = {file.removesuffix(".py").replace("/", "."): file for file in FILES if file.startswith("rge/")}
+    wrong = [one for one in imports(name) if one in modules and wing(modules[one]) not in allowed]
+    assert not wrong, f"{name} is of the wing {wing(name)} and may only import from {sorted(allowed)}"
 
 
 @pytest.mark.parametrize("name", [*filter(is_section, FILES), "rge/loss_config.py"])

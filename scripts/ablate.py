@@ -235,7 +235,7 @@ def plan(options: Options, compared: Comparison) -> tuple[Options, Study]:
         about = dict(split_word(word) for word in words if split_word(word)[0] in OF_ARM)
         overrides = tuple(word for word in words if split_word(word)[0] not in OF_ARM)
         plugins = load_recipe([*recipe, f"stage={options.stage}", f"out={options.out}", *overrides]).plugins
-        asked = (f"plugins={','.join(plugins)}",) if plugins else ()
+        asked: tuple[str, ...] = (f"plugins={','.join(plugins)}",) if plugins else ()
         if cap := about.pop("max_rationale_tokens", ""):
             asked += (f"max_rationale_tokens={cap}",)
         runs.append(Arm(folder_name(name), overrides, ask=asked, **about))

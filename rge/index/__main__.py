@@ -11,24 +11,25 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from rge.common.commands import progress_bar, start
 from rge.common.errors import UserError
 from rge.common.options import parse_options, positional
-from rge.index.options import IndexOptions
+from rge.index.options import IndexOptions, blocks_of, on_any_machine
 from rge.index.rows import Row
-from rge.index.sources import Source, Unreadable, source_of
+from rge.index.sources import Entry, Source, Unreadable, source_of
 from rge.index.store import DEPTH, NUM_QUERIES, Index, SearchIndexError, writing
 
 if TYPE_CHECKING:
     import numpy as np
 
     from rge.embedder import Embedder
-    from rge.index.reading import Reader
+    from rge.index.reading import Reader, Window
 
 WATCH_S = 2.0
 """Seconds between two listings of a watched source; a file that is still growing waits until two listings agree."""
@@ -44,6 +45,8 @@ def main(words: list[str]) -> int:
         raise UserError(
             "watch=true keeps an index up to date, remove=true takes a source out of it: give one of them"
         )
+    if options.engine == "ray":
+        on_any_machine(options)
     with writing(options.out):
         if options.remove:
             return remove_source(options)
@@ -74,7 +77,7 @@ def update(options: IndexOptions, source: Source, index: Index, reader: "Reader"
     """Embed new and changed items, remove deleted ones, and print what changed."""
     known = index.known(source.name)
     with Unreadable.noted(source, options) as unreadable:
-        counts = _embed(index, source, reader, unreadable, known)
+        counts = _embed(index, source, reader, unreadable, known, options)
     missing = known.keys() - {entry.id for entry in source.entries}
     kept = {name for name in missing if source.may_hold(name)}
     gone = missing | known.keys() & unreadable.faults.keys()
@@ -177,7 +180,12 @@ def _create(options: IndexOptions) -> "tuple[Index, Embedder]":
 
 
 def _embed(
-    index: Index, source: Source, reader: "Reader", unreadable: Unreadable, known: dict[str, tuple[str, str]]
+    index: Index,
+    source: Source,
+    reader: "Reader",
+    unreadable: Unreadable,
+    known: dict[str, tuple[str, str]],
+    options: IndexOptions,
 ) -> Counter[str]:
     """Put new and changed entries into the index; content that it already has is not embedded again."""
     counts = Counter[str]()
@@ -185,31 +193,53 @@ def _embed(
     if not todo:
         return counts
     at_start = index.as_of_now()
-    indexed = at_start.digests(len(todo))
     index.declare(entry.metadata for entry in source.entries)
+    if options.engine == "ray":
+        windows = _on_cluster(options, todo, unreadable)
+    else:
+        windows = reader.windows(todo, unreadable, at_start.digests(len(todo)))
     with progress_bar(total=len(todo), unit="item") as bar, _Commits(index, known) as commits:
-        for window in reader.read(todo, unreadable, indexed):
-            readable = {item.entry.id: item for item in window if item is not None}
-            by_digest = {item.content.digest: item for item in readable.values()}
-            found = {digest for digest in by_digest if digest in indexed}
+        for window in windows:
+            known_before = {item.content.digest for item in window.items} - window.vectors.keys()
             # Of the index at the start: when files are renamed in turn (a to b, b to c), a row is replaced before the next needs its vector.
-            vectors = at_start.vectors_of(found)
-            vectors |= commits.vectors_of(found - vectors.keys())
-            for name, item in readable.items():
-                digest, before = item.content.digest, known.get(name, ("", None))[1]
+            vectors = at_start.vectors_of(known_before)
+            vectors |= commits.vectors_of(known_before - vectors.keys())
+            vectors |= window.vectors
+            for item in window.items:
+                digest, before = item.content.digest, known.get(item.entry.id, ("", None))[1]
                 counts["added"] += before is None
                 counts["changed"] += before not in (None, digest)
-                counts["again"] += digest in vectors and digest != before
-            fresh = reader.vectors([item for digest, item in by_digest.items() if digest not in vectors])
-            vectors |= {item.content.digest: item.vector for item in fresh}
-            indexed.update(by_digest)
+                counts["again"] += digest in known_before and digest != before
             commits.add(
                 Row.of(source, item.entry, item.content, vectors[item.content.digest])
-                for item in readable.values()
+                for item in window.items
             )
-            bar.update(len(window))
+            bar.update(window.count)
     counts["unfit"] += commits.unfit
     return counts
+
+
+def _on_cluster(options: IndexOptions, todo: Sequence[Entry], unreadable: Unreadable) -> "Iterator[Window]":
+    """As `Reader.windows`, by Ray's actors; contents that are in several blocks are embedded in each."""
+    from rge.distributed.ray_data import mapped
+
+    blocks = list(blocks_of(todo, options.batch_size))
+    for windows, faults in mapped(partial(_worker, options), blocks, address=options.address):
+        for name, reason in faults.items():
+            unreadable.add(name, reason)
+        yield from windows
+
+
+def _worker(options: IndexOptions) -> "Callable[[Sequence[Entry]], tuple[list[Window], dict[str, str]]]":
+    """Embeds a block; the index exists already."""
+    index, reader = opened(options)
+    digests = index.as_of_now().digests(0)
+
+    def work(entries: Sequence[Entry]) -> "tuple[list[Window], dict[str, str]]":
+        unreadable = Unreadable(len(entries), 1.0)  # the share of all counts
+        return list(reader.windows(entries, unreadable, digests)), unreadable.faults
+
+    return work
 
 
 class _Commits:

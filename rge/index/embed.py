@@ -8,7 +8,8 @@ Finished rows are kept in ``OUT.parts``; the last step merges them and removes t
 import json
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,15 +23,17 @@ from rge.common.errors import UserError
 from rge.common.files import held, read_json, replacing, write_json
 from rge.common.modes import SILENT
 from rge.common.options import parse_options, positional
-from rge.index.options import EmbedOptions
-from rge.index.sources import Source, Unreadable, source_of
+from rge.index.options import EmbedOptions, blocks_of, on_any_machine
+from rge.index.sources import Entry, Source, Unreadable, source_of
 
 if TYPE_CHECKING:
+    from rge.embedder import Embedder
     from rge.index.reading import Embedded, Reader
 
 PART_ROWS = 4096
 """Rows of a finished part: what a kill costs at most."""
 ABOUT = "about.json"
+SETTINGS = ("side", "mode", "instruction", "dimensions")
 
 
 def main(words: list[str]) -> int:
@@ -42,6 +45,8 @@ def main(words: list[str]) -> int:
         raise UserError(f"{options.out} already exists: delete it, or give another out=")
     if options.side == "document" and options.instruction is not None:
         raise UserError("instruction= only applies to queries: set side=query")
+    if options.engine == "ray":
+        on_any_machine(options)
     source = source_of(options)
     parts = options.out.with_name(options.out.name + ".parts")
     with held(parts):
@@ -51,19 +56,16 @@ def main(words: list[str]) -> int:
 def embed(options: EmbedOptions, source: Source, parts: Path) -> int:
     """Embed what no part contains yet, then merge the parts."""
     from rge.embedder import Embedder
-    from rge.index.reading import Reader
 
     embedder = Embedder.from_pretrained(options.checkpoint, base=options.base)
     embedder.check_dimensions(options.dimensions)
-    settings = {key: getattr(options, key) for key in ("side", "mode", "instruction", "dimensions")}
+    settings = {key: getattr(options, key) for key in SETTINGS}
     checkpoint = {"checkpoint": options.checkpoint, "checkpoint_hash": embedder.checkpoint_hash}
     about = checkpoint | settings | {"src": source.name}
     _check_same_settings(parts, about)
     with Unreadable.noted(source, options) as unreadable:
-        reader = Reader(
-            embedder, batch_size=options.batch_size, max_file_pixels=options.max_file_pixels, **settings
-        )
-        _embed_missing(reader, source, parts, unreadable)
+        reader = _reader(options, embedder)
+        _embed_missing(options, reader, source, parts, unreadable)
     unreadable.report()
     if source.skipped:
         print(f"skipped: {source.skipped}", file=sys.stderr)  # noqa: T201
@@ -75,6 +77,15 @@ def embed(options: EmbedOptions, source: Source, parts: Path) -> int:
     shutil.rmtree(parts)
     print(f"written: {options.out}, {rows} vectors of {size}")  # noqa: T201
     return 0
+
+
+def _reader(options: EmbedOptions, embedder: "Embedder") -> "Reader":
+    from rge.index.reading import Reader
+
+    settings: dict[str, Any] = {key: getattr(options, key) for key in SETTINGS}
+    return Reader(
+        embedder, batch_size=options.batch_size, max_file_pixels=options.max_file_pixels, **settings
+    )
 
 
 def _check_same_settings(parts: Path, about: dict[str, Any]) -> None:
@@ -91,7 +102,9 @@ def _check_same_settings(parts: Path, about: dict[str, Any]) -> None:
         )
 
 
-def _embed_missing(reader: "Reader", source: Source, parts: Path, unreadable: Unreadable) -> None:
+def _embed_missing(
+    options: EmbedOptions, reader: "Reader", source: Source, parts: Path, unreadable: Unreadable
+) -> None:
     current = {(entry.id, entry.stamp) for entry in source.entries}
     finished = sorted(parts.glob("*.parquet"))
     keys = (key for path in finished for key in _keys(pq.read_table(path, columns=["id", "stamp"])))
@@ -100,6 +113,14 @@ def _embed_missing(reader: "Reader", source: Source, parts: Path, unreadable: Un
         print(f"{len(done)} of {unreadable.total} items were embedded before", file=sys.stderr)  # noqa: T201
     todo = [entry for entry in source.entries if entry.id not in done]
     numbers = count(int(finished[-1].stem) + 1 if finished else 0)
+    if options.engine == "ray":
+        # Blocks of all items: what was embedded before does not change which others the rest is embedded with.
+        blocks = [
+            [entry for entry in block if entry.id not in done]
+            for block in blocks_of(source.entries, options.batch_size)
+        ]
+        _embed_on_cluster(options, [block for block in blocks if block], parts, next(numbers), unreadable)
+        return
     pending: list[Embedded] = []
     try:
         with progress_bar(total=unreadable.total, initial=len(done), unit="item") as bar:
@@ -112,6 +133,38 @@ def _embed_missing(reader: "Reader", source: Source, parts: Path, unreadable: Un
     finally:
         if pending:  # after Ctrl-C and after an error too
             _write(parts / f"{next(numbers):06d}.parquet", pending)
+
+
+def _embed_on_cluster(
+    options: EmbedOptions, blocks: Sequence[Sequence[Entry]], parts: Path, first: int, unreadable: Unreadable
+) -> None:
+    """Have each block embedded and written as a part, the next after the first number on, by one of Ray's actors."""
+    from rge.distributed.ray_data import mapped
+
+    num_todo = sum(map(len, blocks))
+    with progress_bar(total=unreadable.total, initial=unreadable.total - num_todo, unit="item") as bar:
+        jobs = [(parts / f"{number:06d}.parquet", block) for number, block in enumerate(blocks, start=first)]
+        for num_done, faults in mapped(partial(_worker, options), jobs, address=options.address):
+            for name, reason in faults.items():
+                unreadable.add(name, reason)
+            bar.update(num_done)
+
+
+def _worker(options: EmbedOptions) -> Callable[[tuple[Path, Sequence[Entry]]], tuple[int, dict[str, str]]]:
+    """Embeds a block and writes it; returns the number of its items, and those that are unreadable."""
+    from rge.embedder import Embedder
+
+    reader = _reader(options, Embedder.from_pretrained(options.checkpoint, base=options.base))
+
+    def work(job: tuple[Path, Sequence[Entry]]) -> tuple[int, dict[str, str]]:
+        path, entries = job
+        unreadable = Unreadable(len(entries), 1.0)  # the share of all counts
+        rows = [row for window in reader.embed(entries, unreadable) for row in window]
+        if rows:
+            _write(path, rows)
+        return len(entries), unreadable.faults
+
+    return work
 
 
 def _keys(part: pa.Table) -> Iterator[tuple[str, str]]:

@@ -1,12 +1,16 @@
 """Options of `rge embed`, `rge index` and `rge search`; free of torch, so that ``--help`` is quick."""
 
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from rge.common.modes import Mode
 from rge.common.options import AtLeastOne, Count, Quoting, Share
 from rge.common.registry import PluginOptions
+
+T = TypeVar("T")
 
 
 @dataclass(kw_only=True)
@@ -45,8 +49,38 @@ class Reading(PluginOptions):
     max_unreadable: Share = 0.1
     """Share of items that may be unreadable (they are counted and listed); more are an error. A single one never is, unless
     this is 0."""
+    engine: Literal["process", "ray"] = "process"
+    """Where items are embedded: in this process, or by Ray Data on all devices of a cluster (docs/scaling.md), with the same
+    result."""
+    address: str | None = None
+    """With ``engine=ray``: address of a cluster, ``auto`` for the one that this machine belongs to; null: this machine alone."""
     unreadable: Path | None = None
     """File for the list of all unreadable items; null: only print the first twenty."""
+
+
+WINDOW = 4
+"""Batches that are read, sorted by length and embedded together."""
+BLOCK_ROWS = 1024
+"""About as many items are a block of work for one of a cluster's devices: what is done again if the device dies."""
+
+
+def blocks_of(entries: Sequence[T], batch_size: int) -> Iterator[Sequence[T]]:
+    """Blocks of whole windows, so that all items are embedded next to the same others as in one process."""
+    window = WINDOW * batch_size
+    size = window * max(1, BLOCK_ROWS // window)
+    for at in range(0, len(entries), size):
+        yield entries[at : at + size]
+
+
+def on_any_machine(options: "EmbedOptions | IndexOptions") -> None:
+    """Make the paths of options absolute, for processes in other folders."""
+    options.src = Path(os.path.abspath(options.src.expanduser()))
+    if "://" not in str(options.out):
+        options.out = type(options.out)(os.path.abspath(Path(options.out).expanduser()))
+    if options.checkpoint is not None and Path(options.checkpoint).expanduser().is_dir():
+        options.checkpoint = os.path.abspath(Path(options.checkpoint).expanduser())
+    if options.base is not None and Path(options.base).expanduser().is_dir():
+        options.base = os.path.abspath(Path(options.base).expanduser())
 
 
 @dataclass(kw_only=True)

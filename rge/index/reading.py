@@ -6,7 +6,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import chain, islice
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -16,11 +16,12 @@ from rge.common.modes import Mode
 from rge.common.parts import content_of
 from rge.common.schema import Item, check_finite
 from rge.embedder import Embedder
+from rge.index.options import WINDOW
 from rge.index.sources import Content, Entry, Unreadable, load
 from rge.model.prompts import Prompt
 
-WINDOW = 4
-"""Batches that are read, sorted by length and embedded together."""
+if TYPE_CHECKING:
+    from rge.index.store import Digests
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,15 @@ class Embedded:
     content: Content
     vector: np.ndarray
     rationale: str
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Some entries, with what embedding them gave."""
+
+    count: int  # with unreadable ones
+    items: list[Prepared]  # those that were read, without their prompts
+    vectors: dict[str, np.ndarray]  # by digest, of contents that were not known
 
 
 class Reader:
@@ -98,6 +108,16 @@ class Reader:
         """Embed entries, a window at a time, in their order; unreadable ones are left out and noted."""
         for window in self.read(entries, unreadable):
             yield self.vectors([item for item in window if item is not None])
+
+    def windows(self, entries: Iterable[Entry], unreadable: Unreadable, known: "Digests") -> Iterator[Window]:
+        """Embed the contents that are not known yet, each once, a window at a time; they are known from then on."""
+        for window in self.read(entries, unreadable, known):
+            items = [item for item in window if item is not None]
+            by_digest = {item.content.digest: item for item in items}
+            fresh = self.vectors([item for digest, item in by_digest.items() if digest not in known])
+            known.update(by_digest)
+            plain = [replace(item, prompt=None) for item in items]
+            yield Window(len(window), plain, {item.content.digest: item.vector for item in fresh})
 
     def vectors(self, prepared: Sequence[Prepared]) -> list[Embedded]:
         """Embed entries that have a prompt."""

@@ -1,0 +1,131 @@
+"""Work on many machines: Ray Data maps blocks over actors, one per device, and results come back in the blocks' order.
+
+    for result in mapped(make, blocks, address="auto"):
+        ...
+
+Ray restarts an actor whose process or machine died, where there is room, and gives it its blocks again; a block is therefore work that
+may be done twice. Blocks wait in Ray's object store, which spills to disk, and few results are ahead of the reader.
+"""
+
+import os
+import pickle
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from queue import Empty, Queue
+from typing import Any
+
+from rge.common.errors import UserError, portable
+from rge.common.registry import load_plugins, plugins_loaded
+
+WAIT_S = 1800.0
+"""How long no block may be finished, while actors start, load models or are moved from a machine that died."""
+PASSED_ON = ("HF_", "MKL_", "OMP_")
+"""Variables of this process that actors get too: they change results, or what can be reached."""
+
+
+class RayError(UserError):
+    """Ray cannot do the work; the message says what is missing, or what failed in a block."""
+
+
+def mapped(
+    make: Callable[[], Callable[[Any], Any]], blocks: Sequence[Any], *, address: str | None
+) -> Iterator[Any]:
+    """Results of all blocks.
+
+    Args:
+        make: called once in each actor; what it returns is called with each block. Pickled: a module's function or a partial of one.
+        blocks: pickled, each is the work of seconds or minutes.
+        address: of a cluster, ``auto`` for the one that this machine belongs to; None: a local one, which ends with this process.
+
+    Raises:
+        RayError: Ray is not installed, there is no cluster, a block failed, or none was finished for `WAIT_S`.
+    """
+    ray = _connected(address)
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = context.print_on_execution_start = False
+    context.execution_options.preserve_order = True
+    num_gpus = int(ray.cluster_resources().get("GPU", 0))
+    # Without GPUs a machine is one device. It asks for one CPU, so that a machine that is left can take the place of another.
+    num_nodes = sum(node["Alive"] for node in ray.nodes())
+    device = {"num_gpus": 1} if num_gpus else {"num_cpus": 1, "scheduling_strategy": "SPREAD"}
+    size = min(num_gpus or num_nodes, len(blocks))
+    data = ray.data.from_items(
+        [{"block": pickle.dumps(block)} for block in blocks], override_num_blocks=len(blocks)
+    ).map_batches(
+        _Actor,
+        fn_constructor_args=(
+            make,
+            plugins_loaded(),
+            {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)},
+        ),
+        batch_size=1,
+        compute=ray.data.ActorPoolStrategy(size=size),
+        **device,
+    )
+    for row in _within_time(iter(data.iter_batches(batch_size=1, prefetch_batches=0))):
+        [(is_fault, result)] = map(pickle.loads, row["result"])
+        if is_fault:
+            raise result
+        yield result
+
+
+class _Actor:
+    """What Ray Data keeps on each device."""
+
+    def __init__(
+        self, make: Callable[[], Callable[[Any], Any]], plugins: Sequence[str], environment: dict[str, str]
+    ):
+        if "OMP_NUM_THREADS" not in environment:
+            os.environ.pop("OMP_NUM_THREADS", None)  # Ray's: one thread for each CPU that was asked for
+        os.environ |= environment
+        load_plugins(plugins)
+        self._work = make()
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        results = []
+        for block in batch["block"]:
+            try:
+                results.append((False, self._work(pickle.loads(block))))  # noqa: S301
+            except Exception as error:  # noqa: BLE001 - raised again by `mapped`; another attempt would end the same way
+                results.append((True, portable(error)))
+        return {"result": [pickle.dumps(result) for result in results]}
+
+
+def _connected(address: str | None) -> Any:
+    try:
+        import ray
+        import ray.data
+    except ImportError:
+        raise RayError("engine=ray needs Ray, which is not installed: pip install -e '.[ray]'") from None
+    if not ray.is_initialized():
+        try:
+            ray.init(address=address or "local", log_to_driver=False, logging_level="ERROR")
+        except ConnectionError as error:
+            raise RayError(f"no Ray cluster answers at address={address}: {error}") from None
+    return ray
+
+
+def _within_time(batches: Iterator[Any]) -> Iterator[Any]:
+    """Batches, at most `WAIT_S` apart."""
+    while True:
+        found: Queue[tuple[BaseException | None, Any]] = Queue(1)
+        threading.Thread(target=_put_next, args=(batches, found), daemon=True).start()
+        try:
+            error, batch = found.get(timeout=WAIT_S)
+        except Empty:
+            raise RayError(
+                f"no block was finished for {WAIT_S:.0f} s: `ray status` tells whether machines or devices are missing; "
+                "the same command continues"
+            ) from None
+        if isinstance(error, StopIteration):
+            return
+        if error is not None:
+            raise RayError(f"Ray could not finish a block: {' '.join(str(error).split())}") from error
+        yield batch
+
+
+def _put_next(batches: Iterator[Any], found: "Queue[tuple[BaseException | None, Any]]") -> None:
+    try:
+        found.put((None, next(batches)))
+    except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+        found.put((error, None))

@@ -7,6 +7,7 @@ Ray restarts an actor whose process or machine died, where there is room, and gi
 may be done twice. Blocks wait in Ray's object store, which spills to disk, and few results are ahead of the reader.
 """
 
+import logging
 import os
 import pickle
 import threading
@@ -99,7 +100,7 @@ def _connected(address: str | None) -> Any:
         raise RayError("engine=ray needs Ray, which is not installed: pip install -e '.[ray]'") from None
     if not ray.is_initialized():
         try:
-            ray.init(address=address or "local", log_to_driver=False, logging_level="ERROR")
+            ray.init(address=address or "local", log_to_driver=False, logging_level=logging.ERROR)
         except ConnectionError as error:
             raise RayError(f"no Ray cluster answers at address={address}: {error}") from None
     return ray

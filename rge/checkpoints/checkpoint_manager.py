@@ -123,7 +123,7 @@ class CheckpointManager:
         rounding += check_same_run(done, self.identity, path)
         self.states.load(path)
         self._saved = done["step"]
-        self._best = tuple(done["best"])  # type: ignore[assignment]
+        self._best = tuple(done["best"])
         if self._is_over():
             self.num_steps = self._saved
         # Figures of an earlier step are not those of the weights that are exported next.

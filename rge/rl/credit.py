@@ -7,6 +7,7 @@ all ranks, D = hidden size.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -106,8 +107,20 @@ class Reinforcement:
             self.pool.load_state_dict(state["pool"])
 
 
+@dataclass(frozen=True)
+class Judged:
+    """What the rewards of a rollout's rationales decide, for all its updates."""
+
+    advantage_N: Tensor
+    credit_L: Tensor  # the tokens that are learned from
+    # of all ranks
+    num_rationales: int
+    num_tokens: int  # learned from
+    num_sampled: int  # those of them that the model sampled
+
+
 class Credit:
-    """Rewards and advantages of one rollout's rationales, with direct members if a reward needs them."""
+    """One rollout's rationales, with direct members if a reward needs them; `judged` once their states are known."""
 
     def __init__(
         self,
@@ -139,7 +152,7 @@ class Credit:
         corrects = rl.from_vllm and rl.terms and rl.settings.vllm_importance_sampling_correction
         self.sampler_L = self._sampled() if corrects else None
         self.old: dict[int, Tensor] = {}
-        self.advantage_N: Tensor | None = None
+        self.judged: Judged | None = None
         self.figures: dict[str, float] = {}
         self.sums: dict[str, Tensor] = {}
 
@@ -150,13 +163,13 @@ class Credit:
         States and candidates have no gradient; `masks` are those of `rge.step.candidate_masks`.
         """
         positive_BC, ignored_BC, labelled_BC = masks
-        if self.advantage_N is None and self.rl.terms:
-            self._reward(q_ND, c_CD, positive_BC | ignored_BC, labelled_BC)
+        if self.judged is None and self.rl.terms:
+            self.judged = self._judged(q_ND, c_CD, positive_BC | ignored_BC, labelled_BC)
         if self.measure:
             self._measure_controls(c_CD, positive_BC, ignored_BC, read)
             self.measure = False
 
-    def _reward(self, q_ND: Tensor, c_CD: Tensor, right_BC: Tensor, labelled_BC: Tensor) -> None:
+    def _judged(self, q_ND: Tensor, c_CD: Tensor, right_BC: Tensor, labelled_BC: Tensor) -> Judged:
         settings = self.rl.settings
         if self.rl.pool is not None:  # replaces the batch's candidates
             assert self.rl.pool.state_PD is not None
@@ -169,7 +182,7 @@ class Credit:
         total_BK = torch.where(group.right_BC.any(dim=1)[:, None], total_BK, torch.nan)
         sizes = dist.gather_sizes(len(total_BK), self.device)
         all_BK = dist.gather_rows(total_BK, sizes)
-        self.advantage_N = advantages(
+        advantage_N = advantages(
             total_BK,
             scale=settings.scale_rewards or "group",
             std_floor=settings.std_floor,
@@ -177,25 +190,25 @@ class Credit:
         ).flatten()
         # The direct member was not sampled. If it is better than the samples, it is learned from; if worse, its `<emb>` would
         # be pushed down in each step as if the model had written it, however unlikely it already is.
-        refused_N = ~self.written_N & (self.advantage_N <= 0)
-        self.advantage_N = self.advantage_N.masked_fill(refused_N, 0.0)
-        self.credit_L = self.credit_L & ~refused_N[self.owner_L]
-        sampled_L = self.credit_L & self.written_N[self.owner_L]
-        counts = [len(self.rationales), int(self.credit_L.sum()), int(sampled_L.sum())]
-        totals = dist.sum_over_ranks(counts, self.device)
-        self.total_rationales, self.total_tokens, self.total_sampled = totals
-        self.figures = self._figures_of(group, values, total_BK)
+        refused_N = ~self.written_N & (advantage_N <= 0)
+        advantage_N = advantage_N.masked_fill(refused_N, 0.0)
+        credit_L = self.credit_L & ~refused_N[self.owner_L]
+        sampled_L = credit_L & self.written_N[self.owner_L]
+        counts = [len(self.rationales), int(credit_L.sum()), int(sampled_L.sum())]
+        judged = Judged(advantage_N, credit_L, *map(int, dist.sum_over_ranks(counts, self.device)))
+        self.figures |= self._figures_of(judged, group, values, total_BK)
+        return judged
 
     def loss(self, readout: Readout, rows: slice) -> Tensor:
         """A chunk's share of the policy loss, `rows` its rationales; the shares of all chunks and ranks add up to it."""
         settings, tokens = self.rl.settings, slice(self.starts[rows.start], self.starts[rows.stop])
-        log_prob_L = readout.log_prob_L
+        log_prob_L, judged = readout.log_prob_L, self.judged
         assert log_prob_L is not None
-        assert self.advantage_N is not None
         assert readout.entropy_L is not None
+        assert judged is not None
         # In the first update the weights are those that generated the rationales.
         old_L = self.old.setdefault(rows.start, log_prob_L.detach())
-        owner_L, credit_L = self.owner_L[tokens] - rows.start, self.credit_L[tokens]
+        owner_L, credit_L = self.owner_L[tokens] - rows.start, judged.credit_L[tokens]
         weight_L = None
         if self.sampler_L is not None:
             sampler_L, count = self.sampler_L[tokens].to(old_L.dtype), rows.stop - rows.start
@@ -205,12 +218,12 @@ class Credit:
         found = policy_loss(
             log_prob_L,
             old_L,
-            self.advantage_N[rows].to(log_prob_L.dtype),
+            judged.advantage_N[rows].to(log_prob_L.dtype),
             owner_L,
             credit_L,
             settings,
-            rationales=self.total_rationales,
-            tokens=self.total_tokens,
+            rationales=judged.num_rationales,
+            tokens=judged.num_tokens,
             cap=self.rl.cap,
             reference_L=None if self.reference_L is None else self.reference_L[tokens].to(log_prob_L),
             weight_L=weight_L,
@@ -248,13 +261,13 @@ class Credit:
 
     def report(self) -> dict[str, float]:
         """Figures of the last update, equal on all ranks; resets the sums for the next."""
-        if not self.rl.terms:
+        if self.judged is None:
             return dict(self.figures)
         totals = dist.sum_over_ranks(torch.stack([*self.sums.values()]).tolist(), self.device)
         found = dict(zip(self.sums, totals, strict=True))
         self.sums = {}
-        loss, entropy = found.pop("loss_rl"), found.pop("entropy") / max(self.total_sampled, 1)
-        shares = {name: value / max(self.total_tokens, 1) for name, value in found.items()}
+        loss, entropy = found.pop("loss_rl"), found.pop("entropy") / max(self.judged.num_sampled, 1)
+        shares = {name: value / max(self.judged.num_tokens, 1) for name, value in found.items()}
         return {"loss_rl": loss, "entropy": entropy, **shares, **self.figures}
 
     def _sampled(self) -> Tensor:
@@ -296,12 +309,13 @@ class Credit:
             record_ids=batch.record_ids,
         )
 
-    def _figures_of(self, group: Rollouts, values: dict[str, Tensor], total_BK: Tensor) -> dict[str, float]:
+    def _figures_of(
+        self, judged: Judged, group: Rollouts, values: dict[str, Tensor], total_BK: Tensor
+    ) -> dict[str, float]:
         """Mean rewards over sampled rationales, shares of informative and unscored groups, mean advantages.
 
         A group's direct member counts for whether its rewards differ, since it is learned from.
         """
-        assert self.advantage_N is not None
         known_B = total_BK.isfinite().all(dim=1)
         spread_B = torch.where(known_B[:, None], total_BK, 0.0)
         differs_B = (spread_B.amax(dim=1) - spread_B.amin(dim=1)) > DIFFERS
@@ -309,13 +323,13 @@ class Credit:
         known_N = known_B.repeat_interleave(self.num_each) & self.written_N
         right_N, wrong_N = hit_N & known_N, ~hit_N & known_N
         sums = [differs_B.sum(), (~known_B).sum(), right_N.sum(), wrong_N.sum()]
-        sums += [(self.advantage_N * right_N).sum(), (self.advantage_N * wrong_N).sum()]
+        sums += [(judged.advantage_N * right_N).sum(), (judged.advantage_N * wrong_N).sum()]
         for value_BK in (*values.values(), total_BK):
             value_N = value_BK.flatten()[self.written_N]
             sums += [value_N.nan_to_num(0.0, 0.0, 0.0).sum(), value_N.isfinite().sum()]
         found = dist.sum_over_ranks(torch.stack([one.double() for one in sums]).tolist(), self.device)
         differ, unscored, right, wrong, for_right, for_wrong, *rest = found
-        queries = self.total_rationales / self.num_each
+        queries = judged.num_rationales / self.num_each
         # A mean over no finite value is left out: 0 would look like a measured reward.
         names = [*(f"reward_{name}" for name in values), "reward"]
         means = zip(names, rest[::2], rest[1::2], strict=True)

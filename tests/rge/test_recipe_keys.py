@@ -51,7 +51,7 @@ from rge.objective import Objective
 from rge.plan import costs
 from rge.plan.options import PlanCommand
 from rge.plan.report import reserved
-from rge.rl.credit import Credit, Reinforcement
+from rge.rl.credit import Credit, Judged, Reinforcement
 from rge.rollout import vllm_writer
 from rge.rollout.generate import Rationale
 from rge.rollout.micro_batches import Kept
@@ -719,8 +719,7 @@ def credit_of(recipe: Recipe, embedder: Any, home: Path) -> Credit:
     rationales = [Rationale((token,), False, None, 0.0, log_probs=(-1.0, -6.0)) for token in (5, 6)]
     credit = Reinforcement(recipe, embedder, None, home).begin(batch, rationales, measure=False)
     # As after its rewards: two rationales of two tokens, the word and `<emb>`.
-    credit.advantage_N = torch.tensor([1.0, -1.0])
-    credit.total_rationales, credit.total_tokens, credit.total_sampled = 2, 4, 4
+    credit.judged = Judged(torch.tensor([1.0, -1.0]), torch.ones(4, dtype=torch.bool), 2, 4, 4)
     return credit
 
 

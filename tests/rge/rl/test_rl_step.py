@@ -241,9 +241,9 @@ def test_a_second_update_is_clipped_by_the_first_ones_probabilities(lively64, ma
     ]
     now = lively64(lively64.pack(batch.queries, branches, SAMPLED_AT))[0].log_prob_L
     ratio = (now - credit.old[0]).exp()
-    advantage = credit.advantage_N[credit.owner_L]
+    advantage = credit.judged.advantage_N[credit.owner_L]
     surrogate = torch.minimum(ratio * advantage, ratio.clamp(0.95, 1.05) * advantage)
-    loss = -(surrogate * credit.credit_L).sum() / credit.credit_L.sum()
+    loss = -(surrogate * credit.judged.credit_L).sum() / credit.judged.credit_L.sum()
     loss.backward()
     assert second["loss_rl"] == pytest.approx(float(loss.detach()), rel=1e-9)
     assert worst_gradient_error(found, gradients(lively64))[0] < 1e-9
@@ -304,7 +304,7 @@ def test_rewards_alone_with_dropout_in_chunks(lively, make_batch, sample, take, 
         assert c.shape[0] == len(batch.candidates)
         torch.testing.assert_close(torch.cat(trained), q)
         assert not torch.equal(q, sample_states(rationales))
-        assert credit.advantage_N.any()
+        assert credit.judged.advantage_N.any()
         assert math.isfinite(report["loss"])
         assert any(gradient.any() for gradient in found.values())
 
@@ -325,7 +325,7 @@ def test_kl_is_measured_from_where_the_stage_began(lively64, make_batch, sample,
             parameter.mul_(1.02)
     later, found, credit = take(lively64, batch, rationales, recipe, reference=reference)
     gap = credit.reference_L - credit.old[0]
-    k3 = ((gap.exp() - gap - 1) * credit.credit_L).sum() / credit.credit_L.sum()
+    k3 = ((gap.exp() - gap - 1) * credit.judged.credit_L).sum() / credit.judged.credit_L.sum()
     assert later["kl"] == pytest.approx(float(k3), rel=1e-9)
     assert later["kl"] > 1e-3
     without, plain, _ = take(lively64, batch, rationales, recipe_of(alpha_con=0.0, alpha_lm=0.0))
@@ -400,7 +400,7 @@ def test_a_cut_off_rationales_words_count_and_its_emb_does_not(lively, make_batc
     rationales = sample(lively, batch)
     _, _, credit = take(lively, batch, rationales, recipe_of())
     assert any(one.forced for one in rationales)
-    assert credit.total_tokens == sum(len(one.ids) + (not one.forced) for one in rationales)
+    assert credit.judged.num_tokens == sum(len(one.ids) + (not one.forced) for one in rationales)
 
 
 def test_the_direct_state_joins_the_group_where_a_reward_asks_for_it(lively64, make_batch, sample, take):
@@ -411,7 +411,7 @@ def test_the_direct_state_joins_the_group_where_a_reward_asks_for_it(lively64, m
     report, _, credit = take(lively64, batch, rationales, recipe, measure=True)
     assert len(credit.rationales) == 5 * (K + 1)
     assert [one.direct for one in credit.rationales] == [False, False, False, True] * 5
-    advantage = credit.advantage_N.view(5, K + 1)
+    advantage = credit.judged.advantage_N.view(5, K + 1)
     # The direct member is worth 0, so its advantage is less the mean of the group: credited where that is positive.
     with torch.no_grad():
         direct = lively64(lively64.pack(batch.queries, [[Branch([lively64.emb_id], read_state=True)]] * 5))[
@@ -436,7 +436,7 @@ def test_the_direct_state_joins_the_group_where_a_reward_asks_for_it(lively64, m
     assert (mean > 0).any()
     assert (mean < 0).any()
     # Nobody sampled it: worse than its group it teaches nothing, and no figure of what was sampled counts it.
-    credited = credit.credit_L[[end - 1 for end in credit.starts[K + 1 :: K + 1]]]
+    credited = credit.judged.credit_L[[end - 1 for end in credit.starts[K + 1 :: K + 1]]]
     assert credited.tolist() == (mean < 0)[:, 0].tolist()
     assert report["reward_gain_over_direct"] == pytest.approx(float((margin - direct_margin[:, None]).mean()))
     assert report["reward_length"] == pytest.approx(-float(lengths.mean()))
@@ -535,8 +535,8 @@ def test_a_reward_that_is_no_number_leaves_its_group_out(lively, make_batch, sam
     )
     report, found, credit = take(lively, batch, sample(lively, batch), recipe)
     assert report["unscored_groups"] == pytest.approx(1 / 5)
-    assert not credit.advantage_N.view(5, K)[2].any()
-    assert credit.advantage_N.view(5, K)[[0, 1, 3, 4]].any(dim=1).all()
+    assert not credit.judged.advantage_N.view(5, K)[2].any()
+    assert credit.judged.advantage_N.view(5, K)[[0, 1, 3, 4]].any(dim=1).all()
     assert all(gradient.isfinite().all() for gradient in found.values())
     assert math.isfinite(report[f"reward_{name}"])
 
@@ -556,7 +556,7 @@ def test_a_reward_that_is_never_a_number_is_not_logged_as_0(lively, make_batch, 
     recipe = recipe_of(rewards=[RewardConfig(name), RewardConfig("format")], patience=1)
     report, _, credit = take(lively, batch, sample(lively, batch), recipe)
     assert report["unscored_groups"] == 1
-    assert not credit.advantage_N.any()
+    assert not credit.judged.advantage_N.any()
     assert not {"reward", f"reward_{name}"} & report.keys()
     assert math.isfinite(report["reward_format"])
     report["forced_rate"] = 0.0
@@ -646,7 +646,7 @@ def test_a_query_without_a_right_answer_is_unscored(lively, make_batch, sample, 
     monkeypatch.setattr(Reinforcement, "begin", begin)
     report, found, credit = take(lively, batch, sample(lively, batch), recipe)
     assert report["unscored_groups"] == pytest.approx(1 / 5)
-    assert not credit.advantage_N.view(5, K)[0].any()
+    assert not credit.judged.advantage_N.view(5, K)[0].any()
     assert math.isfinite(report["reward_margin"])
     assert all(gradient.isfinite().all() for gradient in found.values())
 
@@ -675,7 +675,7 @@ def test_vllms_probabilities_that_are_far_off_are_left_out_and_counted(lively, m
         said[number] = dataclasses.replace(said[number], log_probs=(values[0] - 2.0, *values[1:]))
     off, found, credit = take(lively, batch, said, recipe)
     tokens = sum(len(said[number].log_probs) for number in (4, 7))
-    assert off["sampling_corrected"] == pytest.approx(tokens / credit.total_tokens)
+    assert off["sampling_corrected"] == pytest.approx(tokens / credit.judged.num_tokens)
     assert off["sampling_ratio_mean"] > 1.2
     assert worst_gradient_error(found, gradient)[0] > 1e-3
     off_again, left, _ = take(
@@ -696,7 +696,7 @@ def test_a_query_that_goes_without_rationales_has_nothing_to_learn_from(lively, 
     rationales = sample(lively, batch)
     rationales[3:6] = [Rationale((), False, None, 0.0, direct=True)] * 3
     report, _, credit = take(lively, batch, rationales, recipe_of())
-    assert not credit.credit_L[credit.starts[3] : credit.starts[6]].any()
+    assert not credit.judged.credit_L[credit.starts[3] : credit.starts[6]].any()
     assert report["groups_that_differ"] == pytest.approx(4 / 5)
     lengths = [len(one.ids) for number, one in enumerate(rationales) if number not in (3, 4, 5)]
     assert report["rationale_tokens_p95"] <= max(lengths)

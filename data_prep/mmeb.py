@@ -1,6 +1,6 @@
-"""The command line: ``rge data mmeb src=DIR out=DIR [split=original] [sets=NAME,...] [key=value ...]``.
+"""The command line: ``rge data mmeb fetch out=DIR [records=DIR]``, and ``rge data mmeb src=DIR out=DIR [split=original] [key=value ...]``.
 
-Reads MMEB's training files (``TIGER-Lab/MMEB-train``) and writes one file of training records per set. Expected layout: a
+The first downloads MMEB's training files from the hub, and compares their numbers of rows with the published ones. The second reads MMEB's training files (``TIGER-Lab/MMEB-train``) and writes one file of training records per set. Expected layout: a
 folder per set with ``original-*.parquet``, ``diverse_instruction-*.parquet`` or ``train-*.parquet`` (or .jsonl) and the columns ``qry``,
 ``qry_image_path``, ``pos_text``, ``pos_image_path``, ``neg_text``, ``neg_image_path``, where "" is a missing part and
 ``<|image_1|>`` in a text marks the picture; all pictures below one folder.
@@ -8,6 +8,7 @@ folder per set with ``original-*.parquet``, ``diverse_instruction-*.parquet`` or
 
 import hashlib
 import json
+import sys
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from rge.common.options import AtLeastOne, one_of, parse_options
 from rge.common.schema import Positive, QueryPart, Record, Target
 from rge.data.sources import json_line
 from rge.tables.rows import num_rows, table_rows
+from rge.web.releases import FETCHED, fetch_release
 
 COLUMNS = ("qry", "qry_image_path", "pos_text", "pos_image_path")
 NEGATIVES = ("neg_text", "neg_image_path")
@@ -57,14 +59,94 @@ class MmebOptions:
     """What to do with rows whose picture is missing: error, or drop (leave out and count)."""
 
 
+REPOSITORY = "TIGER-Lab/MMEB-train"
+PUBLISHED = {
+    "ImageNet-1K": 100, "N24News": 49, "HatefulMemes": 8, "VOC2007": 8, "SUN397": 20, "OK-VQA": 9, "A-OKVQA": 17, "DocVQA": 40,
+    "InfographicsVQA": 24, "ChartQA": 28, "Visual7W": 70, "VisDial": 123, "CIRR": 26, "VisualNews_t2i": 100, "VisualNews_i2t": 100,
+    "MSCOCO_t2i": 100, "MSCOCO_i2t": 113, "NIGHTS": 16, "WebQA": 17, "MSCOCO": 100,
+}  # fmt: skip
+"""Training rows of each set in thousands, rounded, as in VLM2Vec's paper (arXiv:2410.05160, Table 2)."""
+
+
+@dataclass
+class FetchOptions:
+    """Download MMEB's training files from the hub, compare their numbers of rows with the published ones, and import them.
+
+    Repeating the command resumes an interrupted download at the same commit. ``fetch.json`` records commit and counts.
+    """
+
+    out: Path
+    """Folder for the release: tables, archives of pictures, and the unpacked pictures in ``images``."""
+    records: Path | None = None
+    """Folder for training records, as `rge data mmeb src= out=` writes them; null: only download."""
+    sets: tuple[str, ...] = ("all",)
+    """Sets by name; all: the twenty."""
+    split: Literal["original", "diverse_instruction"] = "original"
+    """Which of a set's training files to count and to import."""
+    instructions: Literal["vlm2vec", "rge"] = "rge"
+    """Wording of the records, see `rge data mmeb --help`."""
+    repo: str = REPOSITORY
+    """Repository on the hub with this layout."""
+    revision: str | None = None
+    """Commit, tag or branch; null: the commit of an earlier call, else the newest."""
+    partial: bool = False
+    """Accept fewer rows than were published, with a warning."""
+
+
+def fetch(options: FetchOptions) -> dict[str, Any]:
+    """Download, count and import; returns the content of ``fetch.json``. UserError: rows are missing, and as of `fetch_release`."""
+    names = [canonical(name) for name in (TRAINED if options.sets == ("all",) else options.sets)]
+    one_of("sets", names, TRAINED)
+    # The hub's names of some sets have underscores.
+    folders = [one for name in names for one in dict.fromkeys((name, name.replace("-", "_")))]
+    patterns = [pattern for folder in folders for pattern in (f"{folder}/*", f"images_zip/{folder}.zip*")]
+    unpack = {f"images_zip/{folder}.zip": "images" for folder in folders}
+    about = fetch_release(options.out, "MMEB-train", {options.repo: ("", patterns)}, unpack, options.revision)
+    counts = {name: sum(map(num_rows, _files(options.out, name, options.split))) for name in names}
+    lacking = [
+        f"{name} has {count:,} of about {PUBLISHED[name]},000 rows"
+        for name, count in counts.items()
+        if round(count / 1000) < PUBLISHED[name]
+    ]
+    write_json(options.out / FETCHED, about | {"rows": counts, "partial": lacking})
+    if lacking and not options.partial:
+        raise UserError(
+            f"{options.out} is incomplete: {'; '.join(lacking)}. Run the same command again, or pass partial=true to continue with "
+            "this part"
+        )
+    for words in lacking:
+        print(f"WARNING: partial: {words}", file=sys.stderr)
+    print(f"{options.out}: {sum(counts.values()):,} rows in {len(names)} sets")
+    if options.records is not None:
+        _import(
+            MmebOptions(
+                options.out,
+                options.records,
+                split=options.split,
+                sets=tuple(names),
+                instructions=options.instructions,
+            )
+        )
+    return about
+
+
 def main(words: Sequence[str]) -> None:
+    """Fetch the release, or convert it."""
+    if words and words[0] == "fetch":
+        fetch(parse_options(FetchOptions, words[1:], "rge data mmeb fetch"))
+    else:
+        _import(parse_options(MmebOptions, words, "rge data mmeb"))
+
+
+def _import(options: MmebOptions) -> None:
     """Convert, and print the counts."""
-    options = parse_options(MmebOptions, words, "rge data mmeb")
     report = convert(options)
     for name, counts in report["sets"].items():
         print(f"{name}: {', '.join(f'{key} {value:,}' for key, value in counts.items())}")
     print(options.out / "report.json")
-    print("The texts include their wording: train on them with data.profile=plain, as they are evaluated")
+    print(
+        "The texts include their wording: train on them with profile: plain, as the recipe mmeb does, and as they are evaluated"
+    )
 
 
 def convert(options: MmebOptions) -> dict[str, Any]:

@@ -9,15 +9,10 @@ partial=true.
 """
 
 import sys
-import tarfile
-import zipfile
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Literal
 
 from eval.benchmarks.published_tables import COUNTED, published
 from eval.benchmarks.release_files import files_of_split, iter_rows
@@ -25,13 +20,12 @@ from eval.benchmarks.releases.mmbright import domains_of
 from eval.benchmarks.releases.mmeb2 import DOCUMENTS
 from eval.benchmarks.releases.pinpoint import INDEX, TABLE
 from rge.common.errors import UserError
-from rge.common.files import read_json, write_json
+from rge.common.files import write_json
 from rge.common.mmeb_prompts import SETS
 from rge.common.options import one_of
 from rge.tables.rows import num_rows
-from rge.web.client import make_client
+from rge.web.releases import FETCHED, Repositories, fetch_release
 
-FETCHED = "fetch.json"
 _LONG_DOCUMENTS = {
     "ViDoSeek-doc": "ViDoSeek",
     "ViDoSeek-page": "ViDoSeek-page-fixed",
@@ -62,8 +56,7 @@ class FetchOptions:
 class Release:
     """Location of a release, and how to count it."""
 
-    repos: Mapping[str, tuple[str, Sequence[str]]]
-    """Repository on the hub -> folder below ``out``, and patterns of its files (empty: all)."""
+    repos: Repositories
     count: Callable[[Path], dict[str, dict[str, int]]] | None
     """Counts the download, by key of the published table; None if only the import can count it."""
     unpack: Mapping[str, str]
@@ -75,12 +68,7 @@ def fetch(options: FetchOptions) -> Path:
     part = f" part={options.part}" if options.benchmark == "mmeb2" else ""
     key = options.benchmark + part
     release = _release(options, key)
-    options.out.mkdir(parents=True, exist_ok=True)
-    about: dict[str, Any] = read_json(options.out / FETCHED) or {"commits": {}, "unpacked": {}}
-    if about.setdefault("benchmark", key) != key:
-        raise UserError(f"{options.out} holds {about['benchmark']}: choose another out=")
-    _download_all(options, release, about)
-    _unpack_all(options.out, release, about)
+    about = fetch_release(options.out, key, release.repos, release.unpack, options.revision)
     counts = None if release.count is None else release.count(options.out)
     lacking = _lacking(counts or {})
     write_json(options.out / FETCHED, about | {"counts": counts, "partial": lacking})
@@ -97,42 +85,6 @@ def fetch(options: FetchOptions) -> Path:
     print(f"{options.out}: {'; '.join(tables) or 'counted on import'}")
     print(f"rge eval import {options.benchmark} src={options.out}{part} out=DIR")
     return options.out
-
-
-def _download_all(options: FetchOptions, release: Release, about: dict[str, Any]) -> None:
-    from httpx import Client, HTTPError
-    from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import HFValidationError
-
-    make_client(Client).close()  # the hub's own client ends in a traceback where this one names the variable
-    for repo, (folder, patterns) in release.repos.items():
-        try:
-            revision = options.revision or about["commits"].get(repo) or "main"
-            commit = str(HfApi().dataset_info(repo, revision=revision).sha)
-            if (known := about["commits"].setdefault(repo, commit)) != commit:
-                raise UserError(
-                    f"{options.out} holds {repo} at {known[:12]}, not at {commit[:12]}: choose another out=, or leave out revision="
-                )
-            write_json(options.out / FETCHED, about)
-            snapshot_download(
-                repo, repo_type="dataset", revision=commit, local_dir=options.out / folder,
-                allow_patterns=list(patterns) or None,
-            )  # fmt: skip
-        except (OSError, HTTPError, HFValidationError) as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise UserError(
-                f"{repo} could not be fetched from the hub: {reason}. Downloaded files are kept; run the same command again"
-            ) from None
-
-
-def _unpack_all(out: Path, release: Release, about: dict[str, Any]) -> None:
-    for archive, folder in release.unpack.items():
-        pieces = sorted(path for pattern in (archive, f"{archive}.part-*") for path in out.glob(pattern))
-        size = sum(path.stat().st_size for path in pieces)
-        if pieces and about["unpacked"].get(archive) != size:
-            _unpack(out / archive, pieces, out / folder)
-            about["unpacked"][archive] = size
-            write_json(out / FETCHED, about)
 
 
 def _release(options: FetchOptions, key: str) -> Release:
@@ -163,43 +115,6 @@ def _repo_of(name: str) -> str:
         return f"vidore/{rest.removesuffix('_multilingual')}"
     sampled = "subsampled_" if rest in ("arxivqa", "docvqa", "infovqa", "tabfquad") else ""
     return f"vidore/{rest}_test_{sampled}beir"
-
-
-def _unpack(archive: Path, pieces: Sequence[Path], folder: Path) -> None:
-    """Extract all files into ``folder``, and nothing outside it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        if archive.suffix == ".zip":
-            with zipfile.ZipFile(archive) as file:
-                file.extractall(folder)
-        else:  # read sequentially, so that pieces need not be joined on disk
-            with _joined(pieces) as whole, tarfile.open(fileobj=whole, mode="r|*") as file:
-                _extract(file, folder)
-    except (OSError, EOFError, zlib.error, zipfile.BadZipFile, tarfile.TarError) as error:
-        raise UserError(f"{archive} cannot be unpacked into {folder}: {error}") from None
-
-
-def _extract(file: tarfile.TarFile, folder: Path) -> None:
-    if hasattr(tarfile, "data_filter"):
-        file.extractall(folder, filter="data")
-        return
-    for member in file:  # Python before 3.11.4
-        inside = (folder / member.name).resolve().is_relative_to(folder.resolve())
-        if not inside or not (member.isfile() or member.isdir()):
-            raise tarfile.TarError(f"{member.name} is not a file inside the archive's folder")
-        file.extract(member, folder)
-
-
-@contextmanager
-def _joined(pieces: Sequence[Path]) -> Iterator[Any]:
-    """The pieces of a file as one stream that can be read."""
-    with ExitStack() as stack:
-        files = [stack.enter_context(path.open("rb")) for path in pieces]
-
-        def read(size: int) -> bytes:
-            return next(filter(None, (file.read(size) for file in files)), b"")
-
-        yield SimpleNamespace(read=read)
 
 
 def _count_mmeb(src: Path) -> dict[str, dict[str, int]]:

@@ -1,10 +1,13 @@
 """MMEB's training layout into records: made rows of every kind, and the same wording in training and in evaluation."""
 
+import io
 import json
+import zipfile
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hub import COMMIT, hub
 from PIL import Image
 
 from data_prep import mmeb
@@ -85,7 +88,7 @@ def test_rows_become_records(release, tmp_path, capsys):
     main(["mmeb", f"src={release}", f"out={out}", "sets=ImageNet_1K,OK-VQA,MSCOCO_t2i"])
     said = capsys.readouterr().out
     assert "ImageNet-1K: read 3" in said
-    assert "train on them with data.profile=plain" in said
+    assert "train on them with profile: plain" in said
     assert json.loads((out / "report.json").read_text())["wording"] == "included"
     first, second = records(out, "ImageNet-1K")
     assert (first["instruction"], first["query"]) == (
@@ -319,3 +322,101 @@ def test_a_row_that_does_not_fit_is_named(release, tmp_path, changed, message):
     (folder / "original.jsonl").write_text(json.dumps(row("What is it?", pos="cat") | changed) + "\n")
     with pytest.raises(UserError, match=message):
         convert(release, tmp_path / "out", sets=["OK-VQA"])
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    """A hub with 30 rows of each of the twenty sets, and their pictures in archives."""
+    monkeypatch.setattr("huggingface_hub.utils._headers.get_token", lambda: "hf_test")
+    with hub(monkeypatch) as held:
+        for name in [name.replace("ImageNet-1K", "ImageNet_1K") for name in TRAINED]:
+            asked = RGE_QUERY[canonical(name)][0]
+            rows = [
+                row(
+                    f"{PLACE}{asked}: what is {number}",
+                    f"images/{name}/{number % 2}.png",
+                    f"{name} {number}",
+                    neg="no",
+                )
+                for number in range(30)
+            ]
+            sink, archive = io.BytesIO(), io.BytesIO()
+            pq.write_table(pa.Table.from_pylist(rows), sink)
+            with zipfile.ZipFile(archive, "w") as file:
+                for number in range(2):
+                    picture = io.BytesIO()
+                    Image.new("RGB", (30, 40), (100 * number, len(name), 0)).save(picture, "png")
+                    file.writestr(f"{name}/{number}.png", picture.getvalue())
+            held.files[f"{name}/original-00000-of-00001.parquet"] = sink.getvalue()
+            held.files[f"images_zip/{name}.zip"] = archive.getvalue()
+        yield held
+
+
+def test_a_release_is_fetched_counted_and_imported(stand_in, tmp_path, capsys):
+    out, made = tmp_path / "MMEB-train", tmp_path / "mmeb"
+    words = ["mmeb", "fetch", f"out={out}", f"records={made}"]
+    with pytest.raises(UserError, match=r"CIRR has 30 of about 26,000 rows.*partial=true"):
+        main(words)
+    assert not made.exists()
+    downloads = sum("/resolve/" in one and one.startswith("GET") for one in stand_in.asked)
+    assert downloads == 40
+    main([*words, "partial=true"])
+    assert sum("/resolve/" in one and one.startswith("GET") for one in stand_in.asked) == downloads
+    assert "WARNING: partial: ImageNet-1K has 30 of" in capsys.readouterr().err
+    about = json.loads((out / "fetch.json").read_text())
+    assert about["commits"] == {"TIGER-Lab/MMEB-train": COMMIT}
+    assert about["rows"] == dict.fromkeys(TRAINED, 30)
+    assert sorted(path.stem for path in made.glob("*.jsonl")) == sorted(TRAINED)
+    assert all(len(records(made, name)) == 30 for name in TRAINED)
+    some = tmp_path / "some"
+    main(["mmeb", "fetch", f"out={some}", "sets=ImageNet-1K,CIRR", "partial=true"])
+    assert sorted(path.name for path in some.glob("*/*.parquet")) == ["original-00000-of-00001.parquet"] * 2
+    assert not (some / "WebQA").exists()
+
+
+@pytest.mark.slow
+def test_the_papers_recipe_trains_on_the_stand_in(stand_in, tmp_path, tiny_path, monkeypatch):
+    """All of it but the model, with rationales that nobody wrote."""
+    from rge import train
+    from rge.checkpoints.settings import read_settings
+    from rge.config import load_recipe
+
+    monkeypatch.chdir(tmp_path)
+    main(["mmeb", "fetch", "out=data/MMEB-train", "records=data/mmeb", "partial=true"])
+    (tmp_path / "data/joint").mkdir()
+    for name in TRAINED:
+        lines = records(tmp_path / "data/mmeb", name)
+        for line in lines:
+            for target in line["positives"]:
+                target["rationale"] = f"it shows {name}"
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (tmp_path / f"data/joint/{name}.jsonl").write_text(text)
+    recipe = ["recipe=mmeb"]
+    sources = load_recipe(recipe).joint.sources
+    assert [source.name for source in sources] == list(TRAINED)
+    assert sources == load_recipe(recipe).cold_start.sources
+    small = [
+        "model.min_pixels=784",
+        "model.max_pixels=1568",
+        "model.dtype=float32",
+        "rollout.max_new_tokens=4",
+    ]
+    small += [
+        "cold_start.steps=1",
+        "joint.steps=2",
+        "cold_start.batch_size=20",
+        "joint.batch_size=40",
+        "data.num_workers=0",
+    ]
+    train.main([*recipe, f"model.path={tiny_path}", "train.micro_batch_size=40", "train.log_every=1", *small])
+    lines = [
+        json.loads(line) for line in (tmp_path / "runs/mmeb/joint/metrics.jsonl").read_text().splitlines()
+    ]
+    for line in lines:
+        assert line["queries_by_source"] == dict.fromkeys(TRAINED, 2)
+        assert line["loss_contrastive_by_source"].keys() == set(TRAINED)
+        assert line["labelled_negatives_mean"] == 0
+    assert lines[-1]["passes"] == dict.fromkeys(TRAINED, round(4 / 30, 4))
+    final = read_settings(tmp_path / "runs/mmeb/joint/final")
+    assert (final.profile, final.tasks) == ("plain", {})
+    assert final.instructions.by_task.keys() == set(TRAINED)

@@ -11,9 +11,10 @@ from hub import COMMIT, hub
 
 from eval.__main__ import main
 from eval.benchmarks.releases.mmeb2 import DOCUMENTS
-from eval.commands.fetch import FetchOptions, _repo_of, _unpack, fetch
+from eval.commands.fetch import FetchOptions, _repo_of, fetch
 from rge.common.errors import UserError
 from rge.common.mmeb_prompts import SETS
+from rge.web.releases import unpack_archive
 
 
 def table(rows):
@@ -142,9 +143,9 @@ def test_an_archive_is_unpacked_into_its_folder_and_nowhere_else(tmp_path, monke
         with tarfile.open(archive, "w:gz") as file:
             file.add(tmp_path / "a.txt", name)
         if fits:
-            _unpack(archive, [archive], folder)
+            unpack_archive(archive, [archive], folder)
             assert (folder / name).read_text() == "a"
             continue
         with pytest.raises(UserError, match=r"cannot be unpacked into .*b\.txt"):
-            _unpack(archive, [archive], folder)
+            unpack_archive(archive, [archive], folder)
         assert not (tmp_path / "b.txt").exists()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from data_prep.demo.build import DemoOptions
 from data_prep.download import DownloadOptions
-from data_prep.mmeb import MmebOptions
+from data_prep.mmeb import FetchOptions, MmebOptions
 from data_prep.negatives.options import NegativesOptions
 from data_prep.paraphrase import ParaphraseOptions
 from data_prep.rationales.options import RationaleOptions
@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "reference.md"
 DATA = {
     "demo": DemoOptions, "study": StudyOptions, "rmir": RmirCommand, "review": ReviewOptions, "agreement": AgreementOptions,
-    "rationales": RationaleOptions, "mmeb": MmebOptions, "download": DownloadOptions,
+    "rationales": RationaleOptions, "mmeb": MmebOptions, "mmeb fetch": FetchOptions, "download": DownloadOptions,
     "paraphrase": ParaphraseOptions, "negatives": NegativesOptions,
 }  # fmt: skip
 

@@ -7,6 +7,7 @@ model.max_pixels, all rationales at the cap. The last line is the plan as JSON. 
 """
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
@@ -63,7 +64,7 @@ class NamingPlan:
 
 
 def show(recipe: PlanCommand) -> int:
-    """Print the plan of one stage or all; 1 if it does not fit."""
+    """Print the plan of one stage or all, and where the output is no terminal a last line of JSON; 1 if it does not fit."""
     if recipe.cpu:
         tflops, tbs = cpu_speed(recipe.model.dtype)
         here = {"gpu_gib": main_memory() / GIB, "peak_tflops": tflops, "bandwidth_tbs": tbs}
@@ -84,7 +85,8 @@ def show(recipe: PlanCommand) -> int:
         hours = {name: one.hours for name, one in plans.items()}
         parts = ", ".join(f"{name} {_hours(number)}" for name, number in hours.items())
         print(f"hours at a utilisation of {recipe.reached:g}: {parts}; all {_hours(sum(hours.values()))}")  # noqa: T201
-    print(json.dumps(plans if everything else plans[stages[0]], default=asdict))  # noqa: T201
+    if not sys.stdout.isatty():  # for programs; of no use on a screen
+        print(json.dumps(plans if everything else plans[stages[0]], default=asdict))  # noqa: T201
     return int(not fit)
 
 

@@ -416,7 +416,7 @@ def test_keeping_is_chosen_by_the_room_that_there_is(the_3b, capsys):
         kept("gpu_gib=60", "rollout.prompt_pass=once")
 
 
-def test_every_stage_can_be_planned(the_3b, capsys):
+def test_every_stage_can_be_planned(the_3b, capsys, monkeypatch):
     assert main(["recipe=qwen25vl_3b", "for=rl"]) == 0
     rl = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert rl["tokens"]["own rationales"] == 64 * 8 * 129
@@ -424,6 +424,9 @@ def test_every_stage_can_be_planned(the_3b, capsys):
     shown = capsys.readouterr().out
     assert json.loads(shown.splitlines()[-1]).keys() == {"cold_start", "joint"}
     assert "hours at a utilisation of 0.35: cold_start " in shown.splitlines()[-2]
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    assert main(["recipe=qwen25vl_3b", "for=all"]) == 0
+    assert "{" not in capsys.readouterr().out
 
 
 def test_a_frozen_tower_is_counted_once(the_3b, capsys):

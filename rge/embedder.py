@@ -31,8 +31,18 @@ from rge.common.errors import UserError, not_one_of
 from rge.common.files import checkpoint_folder
 from rge.common.images import WEB, load_image, names_picture
 from rge.common.modes import Mode
-from rge.common.parts import Content, ImageRef, TextPart, content_of, parts_from_json
+from rge.common.parts import (
+    Content,
+    ImagePart,
+    ImageRef,
+    Part,
+    TextPart,
+    content_of,
+    part_to_json,
+    parts_from_json,
+)
 from rge.common.schema import Encoded, Item
+from rge.content.references import part_of
 from rge.distributed.workers import Work, Workers
 from rge.web.client import fetch_picture
 
@@ -46,6 +56,8 @@ Picture = ImageRef | Path | Image.Image
 
 DTYPES = ("float32", "bfloat16", "float16")
 
+PARTS = get_args(Part)
+"""Types of parts."""
 WINDOW_BATCHES = 4
 """Batches whose items are prepared together and sorted by length; the pictures of two such windows are in memory at a time."""
 
@@ -282,7 +294,8 @@ class Embedder:
         Args:
             texts: a question, or N of them; None for pictures alone.
             images: with one question, its picture or pictures; with N, N entries, each None, a picture or several. A
-                picture is a path, a web address, a data URL, bytes or a PIL image.
+                picture is a path, a web address, a data URL, bytes or a PIL image; a path may also be that of a PDF, of a page
+                of it (``manual.pdf#page=3``) or of a video (``talk.mp4#t=10,20``).
             content: instead of both, parts in their order (docs/content.md): a list of mappings such as ``{"text": ...}``,
                 ``{"image": ...}``, ``{"video": ...}`` and ``{"pdf": ..., "pages": [1]}``, or N such lists.
             mode: ``reasoning``, ``direct`` (no rationale), ``latent`` (think tokens instead) or ``auto`` (the model decides per
@@ -339,7 +352,7 @@ class Embedder:
         seeds: Sequence[int] | None = None,
         progress: bool | None = None,
     ) -> Any:
-        """Embed candidates: texts, pictures, or both; arguments and results as in `encode_query`.
+        """Embed candidates: texts, pictures, both, or any parts; arguments and results as in `encode_query`.
 
         Candidates are trained without a rationale, hence the default mode.
         """
@@ -648,7 +661,7 @@ def _items(texts: Any, images: Any, content: Any, instruction: str | None = None
         if texts is not None or images is not None:
             raise ValueError("give content alone: texts and images are its short form")
         content = list(content)
-        single = any(isinstance(part, Mapping) for part in content)
+        single = any(isinstance(part, (Mapping, *PARTS)) for part in content)
         each = [content] if single else content
         return single, [Item(str(row), _parts(parts), instruction) for row, parts in enumerate(each)]
     if texts is None and images is None:
@@ -672,14 +685,17 @@ def _items(texts: Any, images: Any, content: Any, instruction: str | None = None
         if text is not None:
             check_text(text)
     items = [
-        Item(str(row), content_of(text, _pictures(pictures)), instruction)
+        Item(str(row), (*map(_visual, _pictures(pictures)), *content_of(text)), instruction)
         for row, (text, pictures) in enumerate(zip(texts, images, strict=True))
     ]
     return single, items
 
 
 def _parts(parts: Any) -> Content:
-    found = parts_from_json(parts, live=True)
+    if not isinstance(parts, Sequence) or isinstance(parts, str | bytes):
+        raise ValueError('content is a list of parts, such as [{"text": ...}, {"image": ...}]')
+    plain = [part_to_json(part) if isinstance(part, PARTS) else part for part in parts]
+    found = parts_from_json(plain, live=True)
     for part in found:
         if isinstance(part, TextPart):
             check_text(part.text, '{"image": ...}')
@@ -689,6 +705,13 @@ def _parts(parts: Any) -> Content:
 def _decoded(picture: Any) -> Image.Image:
     on_the_web = isinstance(picture, str) and picture.startswith((*WEB, "data:"))
     return load_image(fetch_picture(picture) if on_the_web else picture)
+
+
+def _visual(picture: Any) -> Part:
+    """The part of a picture; a path may also name a document, a page or a clip."""
+    if isinstance(picture, str) and not picture.startswith((*WEB, "data:")):
+        return part_of(picture)
+    return ImagePart(picture)
 
 
 def _is_picture(value: Any) -> bool:

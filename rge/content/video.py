@@ -151,6 +151,12 @@ def probe(source: Source, source_fps: float | None = None) -> Probe:
     return Probe(width, height, timeline.seconds, None if timeline.times is None else len(timeline.times))
 
 
+def check_upload(source: bytes) -> None:
+    """A `VideoError` unless a client's clip is in one of `UPLOAD_FORMATS`; FFmpeg's readers of the rare ones are hardly audited."""
+    with _Opened(source, UPLOAD_FORMATS):
+        pass
+
+
 def count(
     source: Source,
     rule: VideoRule,
@@ -267,8 +273,8 @@ class _SeekFailed(Exception):
 class _Opened:
     """An open container and its video stream, as a context manager; FFmpeg's errors inside become a `VideoError`."""
 
-    def __init__(self, source: str | bytes):
-        self.source = source
+    def __init__(self, source: str | bytes, formats: Sequence[str] = FORMATS):
+        self.source, self.formats = source, formats
 
     def __enter__(self) -> "_Opened":
         self.library = library()
@@ -282,7 +288,9 @@ class _Opened:
         self.container: Any = None
         try:
             # A file and not its name, which FFmpeg might take for an address; a list of formats, since it opens what playlists name.
-            self.container = self.library.open(self.file, options={"format_whitelist": ",".join(FORMATS)})
+            self.container = self.library.open(
+                self.file, options={"format_whitelist": ",".join(self.formats)}
+            )
             streams = [
                 stream
                 for stream in self.container.streams.video

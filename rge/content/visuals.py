@@ -62,7 +62,7 @@ def shown(
         for page in _pages(part):
             yield pdf.render(part.pdf, page, part.dpi or pdf.DPI)
     elif isinstance(part, VideoPart):
-        yield Clip(*video.sample(part.video, *_asked(part, rule)))
+        yield Clip(*video.sample(part.video, *asked(part, rule)))
 
 
 def sizes(
@@ -74,10 +74,10 @@ def sizes(
     elif isinstance(part, PdfPart):
         yield from pdf.page_sizes(part.pdf, part.pages, part.dpi or pdf.DPI)
     elif isinstance(part, VideoPart):
-        asked = _asked(part, rule)
-        seconds = video.times(part.video, *asked)
+        given = asked(part, rule)
+        seconds = video.times(part.video, *given)
         found = video.probe(part.video, part.fps)
-        yield ClipSize(asked[0].frame_size((found.width, found.height), len(seconds)), tuple(seconds))
+        yield ClipSize(given[0].frame_size((found.width, found.height), len(seconds)), tuple(seconds))
 
 
 def check(part: Part) -> None:
@@ -85,14 +85,14 @@ def check(part: Part) -> None:
     if isinstance(part, PdfPart):
         pdf.page_sizes(part.pdf, part.pages, part.dpi or pdf.DPI)
     elif isinstance(part, VideoPart):
-        video.count(part.video, *_asked(part, video.VideoRule()))
+        video.count(part.video, *asked(part, video.VideoRule()))
 
 
 def _pages(part: PdfPart) -> Sequence[int]:
     return part.pages or range(1, pdf.num_pages(part.pdf) + 1)
 
 
-def _asked(
+def asked(
     part: VideoPart, rule: video.VideoRule
 ) -> tuple[video.VideoRule, float | None, float | None, float | None]:
     """Arguments of `rge.content.video`: what the part says precedes the rule."""

@@ -2,6 +2,7 @@
 
 import copy
 import hashlib
+import io
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,9 +17,10 @@ from torch import Tensor
 
 from rge.checkpoints.settings import Settings
 from rge.common.errors import UserError
-from rge.common.parts import TextPart
+from rge.common.parts import ImagePart, Part, PdfPart, TextPart, VideoPart
 from rge.common.prompt_profiles import PROFILES, Profile
 from rge.common.schema import Encoded, Item
+from rge.content import pdf
 from rge.embedders.registry import Facts
 from rge.model.embedding_model import normalise
 from rge.model.packing import by_length
@@ -116,6 +118,10 @@ class DirectEncoder(ThirdParty, Generic[T]):
         self.wording = PROFILES[profile]
         self.settings = self.settings.but(profile=profile, wording=asdict(self.wording))
 
+    def readable(self, item: Item) -> Item:
+        """The item in the parts that the model reads; a UserError for one that it does not."""
+        return in_pictures(item, self.settings.model)
+
     def prepare(self, item: Item, side: str) -> tuple[int, T]:
         """A length to sort by, and the input for `embed`."""
         raise NotImplementedError
@@ -145,7 +151,7 @@ class DirectEncoder(ThirdParty, Generic[T]):
         embed_ms = np.zeros(len(items))
         for start in range(0, len(items), window):
             began = time.perf_counter()
-            prepared = [self.prepare(item, side) for item in items[start : start + window]]
+            prepared = [self.prepare(self.readable(item), side) for item in items[start : start + window]]
             prepare_ms = (time.perf_counter() - began) * 1000 / len(prepared)
             for chosen in by_length([length for length, _ in prepared], together):
                 began = time.perf_counter()
@@ -203,6 +209,24 @@ class Prompted:
         content = [*item.content, *[TextPart("")] * (max(texts) == len(item.content))]
         shown = (TextPart(texts[place]) if place in texts else part for place, part in enumerate(content))
         return replace(item, content=tuple(shown), instruction=None)
+
+
+def in_pictures(item: Item, model: str | None) -> Item:
+    """An item with a picture in place of each page of its documents, for models that read pictures; a clip is a UserError."""
+    if all(isinstance(part, (TextPart, ImagePart)) for part in item.content):
+        return item
+    content: list[Part] = []
+    for part in item.content:
+        if isinstance(part, VideoPart):
+            raise UserError(f"item {item.id!r} shows a clip, which {model or 'this model'} does not read")
+        if isinstance(part, PdfPart):
+            for page in part.pages or range(1, pdf.num_pages(part.pdf) + 1):
+                file = io.BytesIO()
+                pdf.render(part.pdf, page, part.dpi or pdf.DPI).save(file, "PNG", compress_level=1)
+                content.append(ImagePart(file.getvalue()))
+        else:
+            content.append(part)
+    return replace(item, content=tuple(content))
 
 
 def direct(load: Callable[..., T]) -> Callable[..., T]:

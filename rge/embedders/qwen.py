@@ -20,6 +20,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from rge.common.errors import UserError
 from rge.common.prompt_profiles import PROFILES, Profile
 from rge.common.schema import Item
+from rge.content.visuals import ClipSize
 from rge.embedders.common import VLM2VEC, DirectEncoder, check_family, direct, loading, whole
 from rge.embedders.registry import Facts
 from rge.model.adapter_files import PREFIX, merge_saved
@@ -35,6 +36,7 @@ class RawBuilder(PromptBuilder):
     def _render(self, layout: Layout) -> str:
         rendered = ""
         for previous, piece in zip(("", *layout), layout, strict=False):
+            assert not isinstance(piece, ClipSize), "`readable` refuses clips"
             is_new_line = bool(rendered) and (piece is None) != (previous is None)
             rendered += "\n" * is_new_line + (self.processor.image_token if piece is None else piece)
         return rendered

@@ -27,7 +27,7 @@ from rge.common.parts import ImageRef
 from rge.common.prompt_profiles import EMB_TOKEN, PROFILES
 from rge.common.schema import Encoded, Item
 from rge.embedder import Embedder
-from rge.embedders.common import ThirdParty, hash_of_files, loading, place, settings_of, whole
+from rge.embedders.common import ThirdParty, hash_of_files, in_pictures, loading, place, settings_of, whole
 from rge.embedders.registry import Facts
 from rge.inference import Inference
 from rge.model.backbone import load_backbone
@@ -173,7 +173,7 @@ class Released(ThirdParty):
             raise UserError("as=release: queries write a rationale and candidates do not")
         rows = []
         for item in items:
-            rows.append(self._encode_one(item, side, mode))
+            rows.append(self._encode_one(in_pictures(item, self.settings.model), side, mode))
             if on_progress is not None:
                 on_progress(1)
         states, texts, tokens, reasons, generate_ms, embed_ms = zip(*rows, strict=True)

@@ -3,10 +3,11 @@
 The library applies pooling, normalisation and prompts from the model's files (``config_sentence_transformers.json``). A
 set's instructions are not used, since these models were not trained with them. Most models read only texts: then pictures
 of queries must be left out explicitly (``query_modality=text``), so that the figures are not mistaken for those of whole
-queries, and of candidates with text and picture only the text is used.
+queries, and of candidates with text and picture only the text is used. Of a document's pages they read what is written on them.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,9 @@ from torch import Tensor
 
 from rge.common.errors import UserError
 from rge.common.images import load_image
+from rge.common.parts import PdfPart, TextPart
 from rge.common.schema import Item
+from rge.content import pdf
 from rge.embedders.common import BARE, DirectEncoder, direct, loading
 from rge.embedders.registry import Facts
 from rge.model.prompts import user_text
@@ -45,6 +48,16 @@ class Sentences(DirectEncoder[Shown]):
         } | ({"code": list(facts.code)} if trust_code else {})
         super().__init__(facts, "sentence-transformers", BARE, dtype, settings)
         self.model = model.eval()
+
+    def readable(self, item: Item) -> Item:
+        """The pages of documents as pictures, or for a model of texts as what is written on them."""
+        if IMAGE in self.reads:
+            return super().readable(item)
+        content = tuple(
+            TextPart("\n".join(pdf.texts(part.pdf, part.pages))) if isinstance(part, PdfPart) else part
+            for part in item.content
+        )
+        return super().readable(replace(item, content=content))
 
     def prepare(self, item: Item, side: str) -> tuple[int, Shown]:
         """Text, picture or both; a UserError if the model does not accept them. Sorted by the text's length in characters."""

@@ -18,7 +18,7 @@ class Reading(PluginOptions):
     """Options of commands that read a source."""
 
     src: Path
-    """A folder of pictures, PDFs and texts, one PDF, or a table (``.csv``, ``.tsv``, ``.xlsx``, ``.jsonl``, ``.json``, ``.parquet``). PDFs are
+    """A folder of pictures, PDFs, videos and texts, one PDF, or a table (``.csv``, ``.tsv``, ``.xlsx``, ``.jsonl``, ``.json``, ``.parquet``). PDFs are
     read by page. In a folder, ``x.txt`` or ``x.jpg.txt`` next to ``x.jpg`` is its caption, and any other ``.txt`` is an item of its own; hidden files are
     skipped."""
     exclude: tuple[str, ...] = ()
@@ -31,6 +31,10 @@ class Reading(PluginOptions):
     """Column of a table: texts or captions."""
     image: str = "image"
     """Column of a table: pictures, as paths relative to the table, web addresses, or (in Parquet) encoded bytes."""
+    pages: Literal["each", "together"] = "each"
+    """Whether each page of a PDF is an item, or all pages of it together are one."""
+    videos: bool = False
+    """Whether videos are items too, for checkpoints that read them; they are skipped otherwise."""
     quoting: Quoting = "auto"
     """Whether quotation marks enclose cells of a CSV or TSV (``quoted``) or belong to the text (``none``); ``auto``: what its
     lines show, and an error if that is unclear."""
@@ -140,7 +144,8 @@ class SearchOptions(PluginOptions):
     question: str | None = None
     """The question; optional if there is a picture."""
     image: str | None = None
-    """The picture that the question is about: a path, ``library.parquet#row`` or a web address."""
+    """The picture that the question is about: a path, ``library.parquet#row`` or a web address; or a page
+    (``manual.pdf#page=3``), a document or a video (``talk.mp4#t=10,20``)."""
     k: AtLeastOne = 10
     """Number of hits to show."""
     mode: Mode | None = None

@@ -13,7 +13,7 @@ import numpy as np
 from rge.common.errors import UserError
 from rge.common.images import load_image
 from rge.common.modes import Mode
-from rge.common.parts import content_of
+from rge.common.parts import ImagePart, content_of
 from rge.common.schema import Item, check_finite
 from rge.embedder import Embedder
 from rge.index.options import WINDOW
@@ -136,15 +136,16 @@ class Reader:
 
     def _prepare(self, entry: Entry, known: Container[str]) -> Prepared:
         content = load(entry, self.thumbnail_px, self.captions, self.max_file_pixels)
-        without_bytes = replace(content, data=None, page=None)
+        without_bytes = replace(content, data=None, part=None)
         if content.digest in known:
             return Prepared(entry, without_bytes, None)
         try:
-            images = [] if content.page is None else [content.page]
+            shown = [] if content.part is None else [content.part]
             if content.data is not None:
-                images = [load_image(content.data, max_file_pixels=self.max_file_pixels)]
-            text = content.text if not images or self.captions else None
-            item = Item(entry.id, content_of(text, images), self.instruction)
+                image = load_image(content.data, max_file_pixels=self.max_file_pixels)
+                shown = [ImagePart(image)]  # type: ignore[arg-type]
+            text = content.text if not shown or self.captions else None
+            item = Item(entry.id, (*shown, *content_of(text)), self.instruction)
             prompt = self.embedder.prompt(item, "query" if self.side == "query" else "candidate")
         except ValueError as error:
             message = str(error).replace(f"<{len(content.data or b'')} bytes>", str(entry.image))

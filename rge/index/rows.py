@@ -15,6 +15,7 @@ import pyarrow as pa
 from rge.common.errors import UserError
 from rge.common.images import WEB, is_there
 from rge.content.references import PDF, named
+from rge.content.video import SUFFIXES as VIDEO_SUFFIXES
 from rge.index.columns import LARGEST_INTEGER
 from rge.index.sources import Content, Entry, Source, composed
 from rge.tables.pictures import SUFFIXES
@@ -228,7 +229,7 @@ def typed_name(id: str, words: str) -> int:
     """
     typed = _split(words)
     path, ending = os.path.splitext(named(id).file)
-    if ending.lower() not in (*SUFFIXES, PDF, ".txt"):
+    if ending.lower() not in (*SUFFIXES, *VIDEO_SUFFIXES, PDF, ".txt"):
         path, ending = id, ""
     best = 0
     for stem in (path, path.rpartition("/")[2]):

@@ -19,15 +19,19 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Literal
 
 from PIL import ExifTags, Image
 
 from rge.common.errors import UserError
 from rge.common.files import write_text
 from rge.common.images import WEB, ImageError, load_image, open_picture, picture_bytes
+from rge.common.parts import ImagePart, Part
 from rge.content import pdf
-from rge.content.references import PDF, named, page_reference
+from rge.content.preview import preview
+from rge.content.references import PDF, named, page_reference, part_of
+from rge.content.video import SUFFIXES as VIDEO_SUFFIXES
+from rge.content.video import probe
 from rge.index.columns import make_comparable, texts_as_numbers
 from rge.index.options import Reading
 from rge.tables.errors import reading
@@ -48,6 +52,8 @@ from rge.web.client import fetch_picture
 
 MAX_TEXT_BYTES = 1 << 20
 """Largest text file that counts as an item: a prompt has a few thousand tokens."""
+TEXT_PAGES = 20
+"""Pages whose text is kept of a document that is one item."""
 SHOWN = 20
 """Unreadable items that are printed."""
 
@@ -64,7 +70,8 @@ class Entry:
     stamp: str  # differs if the content may differ
     text: str | None = None  # caption or text, if it is known without opening a file
     text_file: str | None = None  # file with the text otherwise
-    image: str | None = None  # path of a picture, ``library.parquet#row``, ``x.pdf#page=3`` or a web address
+    # Path of a picture, a document or a clip, ``library.parquet#row``, ``x.pdf#page=3``, or a web address.
+    image: str | None = None
     metadata: dict[str, Any] = field(default_factory=dict)  # a row's other columns
 
 
@@ -141,7 +148,7 @@ class Content:
     text: str | None  # caption, text, or what is written on a page
     data: bytes | None  # encoded picture
     digest: str  # SHA-256 over what is embedded
-    page: Image.Image | None = None  # of a document, rendered
+    part: Part | None = None  # a page, decoded, a whole document or a clip
     thumbnail: bytes | None = None  # WebP
     # From the picture's EXIF: ``taken``, ``year``, ``month``, ``latitude``, ``longitude``.
     facts: dict[str, Any] = field(default_factory=dict)
@@ -155,8 +162,12 @@ def read_source(
     image: str = "image",
     exclude: Sequence[str] = (),
     form: TableFormat = AS_FOUND,
+    pages: Literal["each", "together"] = "each",
+    videos: bool = False,
 ) -> Source:
     """List a folder or a table; `id`, `text` and `image` are a table's columns with names, texts and pictures.
+
+    With `pages` each, a document has one entry per page; `videos` lists the clips of a folder too.
 
     `exclude` are patterns of what to leave out of a folder, see `Exclude`.
 
@@ -173,7 +184,7 @@ def read_source(
             f"src={_printable(str(path))} is not UTF-8: rename it, or give a link to it"
         ) from None
     if path.is_dir():
-        source = _folder(path, Exclude(exclude))
+        source = _folder(path, Exclude(exclude), videos)
         empty = f"{path} holds no pictures ({', '.join(SUFFIXES)}), no PDFs and no texts (.txt)"
         if source.skipped:
             empty += f", only {source.skipped}"
@@ -190,7 +201,7 @@ def read_source(
         raise SourceError(
             f"src={path} {reason}: give a folder, or a file that ends in {', '.join((*TABLES, PDF))}"
         )
-    source = _by_page(source)
+    source = _with_pages(source, pages)
     if not source.entries and not source.faults:
         raise SourceError(empty)
     return source
@@ -198,9 +209,16 @@ def read_source(
 
 def source_of(options: Reading) -> Source:
     """The source that a command's options name; see `read_source`."""
-    columns = {"id": options.id, "text": options.text, "image": options.image}
-    form = TableFormat(options.quoting, options.sheet)
-    return read_source(options.src, **columns, exclude=options.exclude, form=form)
+    return read_source(
+        options.src,
+        id=options.id,
+        text=options.text,
+        image=options.image,
+        exclude=options.exclude,
+        form=TableFormat(options.quoting, options.sheet),
+        pages=options.pages,
+        videos=options.videos,
+    )
 
 
 def load(
@@ -220,8 +238,11 @@ def load(
         if not (text or "").strip():
             raise SourceError("it is empty")
         return Content(text, None, hashlib.sha256(embedded_text).hexdigest())
-    if named(entry.image).is_document:
+    about = named(entry.image)
+    if about.page is not None:
         return _page(entry.image, text, thumbnail_px, captions)
+    if (about.is_document or about.is_clip) and not entry.image.startswith(WEB):
+        return _file(entry.image, text, thumbnail_px, captions)
     data = fetch_picture(entry.image) if entry.image.startswith(WEB) else picture_bytes(entry.image)
     digest = hashlib.sha256(data + embedded_text if captions else data).hexdigest()
     try:
@@ -241,9 +262,26 @@ def _page(ref: str, caption: str | None, thumbnail_px: int, captions: bool) -> C
     digest = hashlib.sha256(f"{picture.size}".encode() + picture.tobytes())
     if captions:
         digest.update(b"\0" + (text or "").encode())
-    return Content(
-        text, None, digest.hexdigest(), picture, thumbnail(picture, thumbnail_px) if thumbnail_px else None
-    )
+    small_copy = thumbnail(picture, thumbnail_px) if thumbnail_px else None
+    return Content(text, None, digest.hexdigest(), ImagePart(picture), small_copy)  # type: ignore[arg-type]
+
+
+def _file(ref: str, caption: str | None, thumbnail_px: int, captions: bool) -> Content:
+    """A whole document or a clip: its text is the caption, else what is written on a document's first pages."""
+    about = named(ref)
+    text, facts = caption, dict[str, Any]()
+    if about.is_clip:
+        facts["seconds"] = round(probe(about.file).seconds, 3)
+    elif text is None:
+        pages = range(1, min(TEXT_PAGES, pdf.num_pages(about.file)) + 1)
+        text = _plain("\n".join(pdf.texts(about.file, pages)))
+    with open(about.file, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256")
+    digest.update(ref.removeprefix(about.file).encode())
+    if captions:
+        digest.update(b"\0" + (text or "").encode())
+    small_copy = thumbnail(preview(ref), thumbnail_px) if thumbnail_px else None
+    return Content(text, None, digest.hexdigest(), part_of(ref), small_copy, facts)
 
 
 def _plain(text: str) -> str | None:
@@ -316,7 +354,7 @@ def _text(path: Path) -> str:
 # -------------------------------------------------------------------------------------------------------------- folder
 
 
-def _folder(root: Path, exclude: Exclude) -> Source:
+def _folder(root: Path, exclude: Exclude, videos: bool) -> Source:
     files: dict[str, str] = {}  # stamps by relative name
     faults: dict[str, str] = {}
     unseen: set[str] = set()
@@ -328,9 +366,10 @@ def _folder(root: Path, exclude: Exclude) -> Source:
         if not isinstance(error, FileNotFoundError):
             unseen.add(name)
 
+    endings = (*SUFFIXES, PDF, ".txt", *(VIDEO_SUFFIXES if videos else ()))
     for folder, names in visible_files(root, unreadable, exclude, skipped):
         for path in (os.path.join(folder, name) for name in names):
-            if not path.lower().endswith((*SUFFIXES, PDF, ".txt")):
+            if not path.lower().endswith(endings):
                 skipped.add(path)
             elif _printable(name := _relative(path, root)) != name:
                 faults[_printable(name)] = "its name is not UTF-8"
@@ -349,8 +388,8 @@ def _stamp(path: str | Path) -> str:
     return f"{stat.st_size}:{stat.st_mtime_ns}"
 
 
-def _by_page(source: Source) -> Source:
-    """The source with an entry for each page in place of each document; one that cannot be opened is a fault."""
+def _with_pages(source: Source, pages: Literal["each", "together"]) -> Source:
+    """The source with an entry for each page in place of each document, unless `pages` is together; one that cannot be opened is a fault."""
     entries: list[Entry] = []
     for entry in source.entries:
         about = named(entry.image or "")
@@ -364,6 +403,9 @@ def _by_page(source: Source) -> Source:
             continue
         if about.page is not None and about.page > count:
             source.faults[entry.id] = f"document {about.file} has {count:,} pages"
+            continue
+        if pages == "together" and about.page is None:
+            entries.append(replace(entry, metadata=entry.metadata | {"pages": count}))
             continue
         for number in range(1, count + 1) if about.page is None else [about.page]:
             name = entry.id if about.page is not None else page_reference(entry.id, number)

@@ -27,6 +27,11 @@ class ReasoningEmbeddings(Embeddings):
         """Embed texts."""
         return self.embedder.encode_document(texts).tolist()
 
+    def embed_content(self, content: Sequence[Any], *, is_query: bool = False) -> list[float]:
+        """Embed one query or document of parts in their order, see `rge.embedder.Embedder.encode_query`."""
+        embed = self.embedder.encode_query if is_query else self.embedder.encode_document
+        return embed(content=content).tolist()
+
     def embed_image(self, uris: Sequence[Picture]) -> list[list[float]]:
-        """Embed pictures as documents; stores of pictures, such as Chroma's, look for this method and call it with paths."""
+        """Embed pictures as documents, also pages and clips; stores of pictures, such as Chroma's, call it with paths."""
         return self.embedder.encode_document(images=list(uris)).tolist()

@@ -2,7 +2,8 @@
 
     model = SentenceTransformer("runs/demo/joint/final", trust_remote_code=True)
     model.encode_query([{"image": "padlock.png", "text": "What tool do you need for this?"}])   # reasons first
-    model.encode_document(["a key", {"image": "key.png"}])
+    model.encode_document(["a key", {"image": "key.png"}, {"video": "talk.mp4"}])
+    model.encode_document([{"role": "user", "content": [{"type": "pdf", "pdf": "manual.pdf", "pages": [3]}]}])
 
 sentence-transformers requires the flag for modules from other packages, even for local directories. Embeddings are
 `rge.embedder.Embedder`'s.
@@ -16,14 +17,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 from sentence_transformers.base.modules import InputModule
 from torch import Tensor
 
 from rge.checkpoints.export import export
 from rge.checkpoints.settings import RGE_JSON
 from rge.common.errors import UserError, not_one_of
-from rge.common.parts import ImagePart, TextPart, is_short
+from rge.common.parts import Content, ImagePart, Part, TextPart, VideoPart, parts_from_json
 from rge.common.schema import Item
 from rge.embedder import Embedder, check_text, picture_ref
 
@@ -98,8 +101,9 @@ class ReasoningEmbedder(InputModule):
 
     @property
     def modalities(self) -> list[Any]:
-        """Text, pictures, both, and chat messages, by which the library allows mixed batches."""
-        return ["text", "image", ("image", "text"), "message"]
+        """Text, pictures, clips, these together, and chat messages, by which the library allows mixed batches."""
+        together = [("image", "text"), ("text", "video"), ("image", "video"), ("image", "text", "video")]
+        return ["text", "image", "video", *together, "message"]
 
     @property
     def max_seq_length(self) -> int:
@@ -111,8 +115,8 @@ class ReasoningEmbedder(InputModule):
         return self.embedder.size
 
     def preprocess(self, inputs: Sequence[Any], prompt: str | None = None, **_: Any) -> dict[str, Any]:
-        """Parse inputs into texts and pictures; prompts are made in `forward`, which knows the side."""
-        return {"parts": [_parts(value) for value in inputs], "prompt": prompt}
+        """Parse inputs into parts; prompts are made in `forward`, which knows the side."""
+        return {"parts": [_content(value) for value in inputs], "prompt": prompt}
 
     def forward(
         self,
@@ -143,8 +147,8 @@ class ReasoningEmbedder(InputModule):
             instruction, warning = self.embedder.instruction_for(features["prompt"])
             if warning:
                 warnings.warn(warning, stacklevel=2)
-        items = [_item(str(row), parts, instruction) for row, parts in enumerate(features["parts"])]
-        if not all(is_short(item.content) for item in items):
+        items = [Item(str(row), content, instruction) for row, content in enumerate(features["parts"])]
+        if any(_text_precedes(item.content) for item in items):
             warnings.warn(
                 "a text before a picture is kept there, and this checkpoint was trained with pictures first: "
                 "{'image': ..., 'text': ...}",
@@ -175,47 +179,74 @@ class _UnitRows(Tensor):
         return torch.nn.functional.normalize(part, dim=-1) if is_cut else part
 
 
-def _item(name: str, parts: Sequence[tuple[str, Any]], instruction: str | None) -> Item:
-    content = (TextPart(part) if kind == "text" else ImagePart(part) for kind, part in parts)
-    return Item(name, tuple(content), instruction)
+def _text_precedes(content: Content) -> bool:
+    """Whether a text stands before something to look at."""
+    is_text = [isinstance(part, TextPart) for part in content]
+    return is_text != sorted(is_text)
 
 
-def _parts(value: Any) -> list[tuple[str, Any]]:
-    """The texts and pictures of an input, in order."""
+def _content(value: Any) -> Content:
+    """The parts of an input: a text, a picture, a mapping of the library's, or a chat of one message."""
     if isinstance(value, str):
-        return _filled("text", [value])
+        return _texts([value])
     messages = value if isinstance(value, list) else [value]
     if all(isinstance(message, dict) and "role" in message for message in messages):
-        return _parts_of_chat(messages)
+        return _of_chat(messages)
     if not isinstance(value, dict):
-        return [("image", picture_ref(value))]
-    if unknown := set(value) - {"text", "image"}:
-        raise ValueError(f"an input has text and image, got {', '.join(sorted(map(str, unknown)))} too")
+        return (ImagePart(picture_ref(value)),)
+    if {"array", "video_metadata"} <= value.keys():
+        return (_clip(value),)
+    if unknown := set(value) - {"text", "image", "video"}:
+        raise ValueError(
+            f"an input has text, image and video, got {', '.join(sorted(map(str, unknown)))} too"
+        )
     # Keys have no order that means anything, and MTEB's depends on its tables: pictures come first, as in training.
-    parts: list[tuple[str, Any]] = []
-    for kind in ("image", "text"):
-        part = value.get(kind)
-        parts += _filled(kind, part if isinstance(part, list | tuple) else [part])
-    return parts
+    images = (ImagePart(picture_ref(image)) for image in _several(value.get("image")))
+    clip = value.get("video")
+    return (*images, *([] if clip is None else [_clip(clip)]), *_texts(_several(value.get("text"))))
 
 
-def _filled(kind: str, values: Sequence[Any]) -> list[tuple[str, Any]]:
-    """Parts of one kind, without empty ones, which MTEB has for a missing text."""
-    given = [value for value in values if value is not None]
-    if kind == "image":
-        return [(kind, picture_ref(value)) for value in given]
-    for text in given:
+def _several(value: Any) -> list[Any]:
+    return [one for one in (value if isinstance(value, list | tuple) else [value]) if one is not None]
+
+
+def _texts(values: Sequence[Any]) -> Content:
+    """Parts of texts, without empty ones, which MTEB has for a missing text."""
+    for text in values:
         check_text(text, "{'image': ...}")
-    return [(kind, text) for text in given if text.strip()]
+    return tuple(TextPart(text) for text in values if text.strip())
 
 
-def _parts_of_chat(messages: list[dict[str, Any]]) -> list[tuple[str, Any]]:
+def _clip(value: Any) -> VideoPart:
+    """A clip: a file, its frames as pictures, or as an array with or without the library's metadata."""
+    fps = None
+    if isinstance(value, dict):
+        metadata, value = value.get("video_metadata") or {}, value["array"]
+        fps = metadata.get("fps") if isinstance(metadata, dict) else getattr(metadata, "fps", None)
+    if isinstance(value, bytes | str | os.PathLike):
+        return VideoPart(value if isinstance(value, bytes) else os.fspath(value))
+    if hasattr(value, "shape"):
+        value = [Image.fromarray(frame) for frame in _frames(np.asarray(value))]
+    return VideoPart(tuple(map(picture_ref, value)), fps=fps)
+
+
+def _frames(array: np.ndarray) -> np.ndarray:
+    """Frames as (T, H, W, 3) bytes, from channels last or first; `ValueError` if that cannot be told, or it is no video."""
+    last, first = (array.ndim == 4 and array.shape[axis] == 3 for axis in (-1, 1))
+    if array.dtype != np.uint8 or last == first:
+        raise ValueError(
+            f"a video of shape {array.shape} and {array.dtype}: give uint8 of (frames, height, width, 3) or (frames, 3, height, width)"
+        )
+    return np.ascontiguousarray(array if last else array.transpose(0, 2, 3, 1))
+
+
+def _of_chat(messages: list[dict[str, Any]]) -> Content:
     if len(messages) != 1 or messages[0]["role"] != "user":
         raise ValueError("a chat must be one message of the user: the template's own parts are added here")
     content = messages[0]["content"]
     if isinstance(content, str):
-        return _filled("text", [content])
-    if not all(part.get("type") in ("text", "image") for part in content):
-        raise ValueError("the parts of a message are of type text or image")
-    parts = [(part["type"], part.get(part["type"], part.get("url"))) for part in content]
-    return [filled for kind, part in parts for filled in _filled(kind, [part])]
+        return _texts([content])
+    shown: list[Part] = []
+    for part in parts_from_json(content, live=True):
+        shown += _texts([part.text]) if isinstance(part, TextPart) else [part]
+    return tuple(shown)

@@ -226,7 +226,7 @@ class PromptBuilder:
                 )
 
         def scaled(part: Part) -> Iterator[Image.Image | Clip]:
-            for visual in visuals.shown(part, self._rule, load):
+            for visual in visuals.shown(part, self.rule, load):
                 if isinstance(visual, Clip):
                     yield visual
                     continue
@@ -244,14 +244,16 @@ class PromptBuilder:
         return self._fitted(item, side, pieces, sizes, partial(self._encode, item.id, images))
 
     @property
-    def _rule(self) -> FittedRule:
+    def rule(self) -> FittedRule:
+        """The rule of clips, whose frames have sizes that the model reads."""
+
         def fit(size: Size, most: int) -> Size:
             return self.family.clip_size(size, most, self.processor.image_processor)
 
         return FittedRule(**vars(self.video), fit=fit)
 
     def _sizes(self, item: Item, size_of: Callable[[ImageRef], Size] = picture_size) -> list[Size | ClipSize]:
-        found = self._pieces(item, lambda part: visuals.sizes(part, self._rule, size_of))
+        found = self._pieces(item, lambda part: visuals.sizes(part, self.rule, size_of))
         return [piece for piece in found if not isinstance(piece, str)]
 
     def _tokens_of(self, size: Size | ClipSize) -> int:
@@ -261,7 +263,7 @@ class PromptBuilder:
 
     def measure(self, item: Item, side: str, size_of: Callable[[ImageRef], Size] = picture_size) -> Measured:
         """The size of `build`'s prompt; `size_of` gives a picture's width and height. Errors as there."""
-        pieces = self._pieces(item, lambda part: visuals.sizes(part, self._rule, size_of))
+        pieces = self._pieces(item, lambda part: visuals.sizes(part, self.rule, size_of))
         sizes = [piece for piece in pieces if not isinstance(piece, str)]
         pictures = [size for size in sizes if not isinstance(size, ClipSize)]
         num_pictures = sum(len(size.seconds) if isinstance(size, ClipSize) else 1 for size in sizes)

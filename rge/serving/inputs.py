@@ -2,17 +2,26 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from PIL import Image
 
-from rge.common.images import WEB, ImageError, decode_data_url, load_image, names_picture, upload_header
-from rge.common.parts import Content, ImagePart, Part, PdfPart, refs_of, text_of
+from rge.common.images import (
+    WEB,
+    Header,
+    ImageError,
+    decode_data_url,
+    load_image,
+    names_picture,
+    upload_header,
+)
+from rge.common.parts import Content, ImagePart, Part, PdfPart, VideoPart, refs_of, text_of
 from rge.common.schema import Item
-from rge.content import pdf
+from rge.content import pdf, video, visuals
 from rge.content.media_errors import MediaError
 from rge.content.pdf import PdfError
+from rge.content.video import VideoError, VideoRule
 from rge.embedder import Embedder
 from rge.model.prompts import Prompt
 from rge.serving.errors import BadInput
@@ -33,9 +42,20 @@ _PICTURE_FORMS = {
 _DATA = {
     "image": re.compile(r"data:image/[\w.+-]{1,40};base64,", re.ASCII | re.IGNORECASE),
     "pdf": re.compile(r"data:application/(?:pdf|octet-stream);base64,", re.ASCII | re.IGNORECASE),
+    "video": re.compile(
+        r"data:(?:video/[\w.+-]{1,40}|image/gif|application/octet-stream);base64,", re.ASCII | re.IGNORECASE
+    ),
 }
-_KEYS = {"image": "image_url", "pdf": "file"}
+_SENT = {
+    "image": ("a picture", "image/..."),
+    "pdf": ("a document", "application/pdf"),
+    "video": ("a video", "video/..."),
+}
+"""What a file is called, and how it is sent."""
+_KEYS = {"image": "image_url", "pdf": "file", "video": "video_url"}
 """Keys of files in a request, for messages."""
+FRAME_BYTES = 16
+"""Memory for a pixel of a frame: FFmpeg's, Pillow's, and the processor's copies."""
 PAGE_BYTES = 12
 """Memory for a pixel of a page while it is rendered: PDFium's 3 bytes, and Pillow's 4 twice."""
 
@@ -49,7 +69,7 @@ class Page(NamedTuple):
 
 @dataclass(frozen=True)
 class Raw:
-    """An input as received; pictures and documents are data URLs or addresses."""
+    """An input as received; pictures, documents and clips are data URLs or addresses."""
 
     param: str
     content: Content
@@ -61,7 +81,7 @@ class Raw:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Data URLs and addresses of its pictures and documents, in their order."""
+        """Data URLs and addresses of its pictures, documents and clips, in their order."""
         return tuple(str(ref) for part in self.content for ref in refs_of(part))
 
 
@@ -129,7 +149,7 @@ async def fetch_files(raw: Raw, allowance: Allowance, loan: Loan) -> list[bytes 
     """
     found = []
     for part in raw.content:
-        kind = "pdf" if isinstance(part, PdfPart) else "image"
+        kind = _kind(part)
         try:
             found += [await _fetched(str(ref), kind, allowance, loan) for ref in refs_of(part)]
         except ImageError as error:
@@ -140,7 +160,7 @@ async def fetch_files(raw: Raw, allowance: Allowance, loan: Loan) -> list[bytes 
 async def _fetched(address: str, kind: str, allowance: Allowance, loan: Loan) -> bytes | str:
     if _DATA[kind].match(address):
         return address
-    what, media = ("a document", "application/pdf") if kind == "pdf" else ("a picture", "image/...")
+    what, media = _SENT[kind]
     if not address.startswith(WEB):
         raise ImageError(f"{what} must be sent as data:{media};base64,... with its bytes in base64")
     if not allowance.options.allow_urls:
@@ -171,47 +191,97 @@ def make_prompt(
     """
     try:
         with held.loan() as loan:
-            content, sources = _shown(raw, files, options, loan)
+            content, sources = _shown(raw, embedder.builder.rule, files, options, loan)
             images = _images(embedder, sources, options.max_picture_mp, loan)
             item = Item(raw.param, content, instruction)
             return embedder.prompt(
                 item, "candidate" if side == "document" else "query", lambda _: next(images)
             )
     except MediaError as error:
-        raise BadInput(str(error), f"{raw.param}.{_KEYS['pdf']}") from None
+        kind = "pdf" if isinstance(error, PdfError) else "video"
+        raise BadInput(str(error), f"{raw.param}.{_KEYS[kind]}") from None
     except ImageError as error:
         raise BadInput(str(error), f"{raw.param}.{_KEYS['image']}") from None
     except ValueError as error:
         raise BadInput(str(error), raw.param) from None
 
 
+def _kind(part: Part) -> str:
+    """What a part's files are; a clip that is given as frames is pictures."""
+    if isinstance(part, VideoPart) and not isinstance(part.video, tuple):
+        return "video"
+    return "pdf" if isinstance(part, PdfPart) else "image"
+
+
 def _shown(
-    raw: Raw, files: Sequence[bytes | str], options: ServeOptions, loan: Loan
+    raw: Raw, rule: VideoRule, files: Sequence[bytes | str], options: ServeOptions, loan: Loan
 ) -> tuple[Content, list[bytes | str | Page]]:
-    """The content with a picture in place of each page, and what is decoded for each picture."""
+    """The content with a picture in place of each page and frames in place of a clip, and what is decoded for each picture."""
     given = iter(files)
     content: list[Part] = []
     sources: list[bytes | str | Page] = []
     for part in raw.content:
-        if not isinstance(part, PdfPart):
+        if isinstance(part, PdfPart):
+            data = _bytes(next(given), loan)
+            count = pdf.num_pages(data)
+            pages = part.pages or range(1, count + 1)
+            if len(sources) + len(pages) > options.max_pictures:
+                limit = f"a request may have at most {options.max_pictures} pictures and pages: name pages"
+                raise PdfError(f"it has {count:,} pages, but {limit}", f"<{len(data)} bytes>")
+            sources += [Page(data, page) for page in pages]
+            content += [ImagePart(b"")] * len(pages)
+        elif isinstance(part, VideoPart):
+            refs = [_bytes(next(given), loan) for _ in refs_of(part)]
+            content.append(_frames(part, refs, rule, options, loan))
+        else:
             content.append(part)
             sources += [next(given) for _ in refs_of(part)]
-            continue
-        data = next(given)
-        if isinstance(data, str):
-            loan.take(len(data) * 3 // 4)
-            data = decode_data_url(data)
-        count = pdf.num_pages(data)
-        pages = part.pages or range(1, count + 1)
-        if len(sources) + len(pages) > options.max_pictures:
-            raise MediaError(
-                f"it has {count:,} pages, but a request may have at most {options.max_pictures} pictures and pages: "
-                "name pages",
-                f"<{len(data)} bytes>",
-            )
-        sources += [Page(data, page) for page in pages]
-        content += [ImagePart(b"")] * len(pages)
     return tuple(content), sources
+
+
+def _bytes(file: bytes | str, loan: Loan) -> bytes:
+    if isinstance(file, bytes):
+        return file
+    loan.take(len(file) * 3 // 4)
+    return decode_data_url(file)
+
+
+def _frames(
+    part: VideoPart, refs: Sequence[bytes], rule: VideoRule, options: ServeOptions, loan: Loan
+) -> VideoPart:
+    """A clip as its sampled frames, decoded under the limits."""
+    name = f"<{sum(map(len, refs))} bytes>"
+    source: bytes | tuple[bytes, ...] = tuple(refs) if isinstance(part.video, tuple) else refs[0]
+    if isinstance(source, bytes):
+        video.check_upload(source)
+    else:
+        for data in source:
+            _header(data, options.max_picture_mp)
+    asked = visuals.asked(replace(part, video=source), rule)
+    about = video.probe(source, part.fps)
+    if about.width * about.height > options.max_picture_mp * 1e6:
+        size = f"{about.width} x {about.height}"
+        raise VideoError(f"it has {size} pixels, the limit is {options.max_picture_mp:g} million", name)
+    if about.seconds > options.max_video_s:
+        raise VideoError(f"it is {about.seconds:.0f} s long, the limit is {options.max_video_s:g} s", name)
+    count = video.count(source, *asked)
+    if count > options.max_pictures:
+        raise VideoError(f"{count} frames are asked for, the limit is {options.max_pictures}", name)
+    width, height = asked[0].frame_size((about.width, about.height), count)
+    loan.take(FRAME_BYTES * (count * width * height + about.width * about.height))
+    images, seconds = video.sample(source, *asked)
+    step = seconds[1] - seconds[0] if count > 1 else 0.0
+    return VideoPart(tuple(images), fps=1 / step if step else None, num_frames=count)  # type: ignore[arg-type]
+
+
+def _header(data: bytes, max_mp: float) -> Header:
+    """A picture's header; `ImageError` if it has more pixels."""
+    header = upload_header(data)
+    if header.width * header.height > max_mp * 1e6:
+        raise ImageError(
+            f"picture <{len(data)} bytes> has {header.width} x {header.height} pixels, the limit is {max_mp:g} million"
+        )
+    return header
 
 
 def _images(
@@ -236,11 +306,7 @@ def _images(
             yield pdf.render(source.document, source.number, max_pixels=most)
         else:
             data = source if isinstance(source, bytes) else decode_data_url(source)
-            width, height, num_bytes = upload_header(data)
-            if width * height > max_mp * 1e6:
-                raise ImageError(
-                    f"picture <{len(data)} bytes> has {width} x {height} pixels, the limit is {max_mp:g} million"
-                )
+            width, height, num_bytes = _header(data, max_mp)
             loan.take(num_bytes)
             yield load_image(data)
         scaled_width, scaled_height = family.scaled_size((width, height), processor)

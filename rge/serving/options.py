@@ -82,5 +82,7 @@ class ServeOptions(PluginOptions):
     max_picture_mp: Annotated[float, Field(gt=0, le=89)] = 50.0
     """Maximum size of a picture in megapixels, checked before it is decoded. Pages of documents are rendered at a
     lower resolution instead; the pictures in one may have as many together."""
+    max_video_s: Positive = 600.0
+    """Maximum length of a video in seconds, of which at most max_pictures frames are shown."""
     allow_urls: bool = False
-    """Fetch pictures and documents from public http and https addresses; false: only accept data URLs."""
+    """Fetch pictures, documents and videos from public http and https addresses; false: only accept data URLs."""

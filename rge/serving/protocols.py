@@ -13,7 +13,7 @@ import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from rge.common.modes import Mode
-from rge.common.parts import ImagePart, Part, PdfPart, TextPart, content_of
+from rge.common.parts import ImagePart, Part, PdfPart, TextPart, VideoPart, content_of
 from rge.serving.inputs import Raw
 
 T = TypeVar("T")
@@ -62,7 +62,23 @@ class _File(_Strict):
     pages: Annotated[Some[Annotated[int, Field(ge=1)]], Field(max_length=1000)] | None = None
 
 
+_Seconds = Annotated[float, Field(ge=0, le=1e6)]
+
+
+class _Video(_Strict):
+    """A clip, or its frames as pictures, and which of it is shown."""
+
+    type: Literal["video_url"]
+    video_url: Annotated[_Address | Annotated[Some[str], Field(max_length=1000)], BeforeValidator(_address)]
+    start: _Seconds | None = None
+    end: _Seconds | None = None
+    fps: Annotated[float, Field(gt=0, le=1000)] | None = None
+    max_frames: Annotated[int, Field(ge=1)] | None = None
+    num_frames: Annotated[int, Field(ge=1)] | None = None
+
+
 _USUAL = {
+    "video": "video_url",
     "image": "image_url", "input_image": "image_url", "pdf": "file", "input_file": "file", "input_text": "text",
 }  # fmt: skip
 
@@ -71,7 +87,7 @@ def _usual(value: Any) -> Any:
     """A part in the form of OpenAI's and vLLM's chats: ours, which its only key names, and those of other APIs become it."""
     if not isinstance(value, dict):
         return value
-    own = [name for name in ("text", "image", "pdf") if name in value]
+    own = [name for name in ("text", "image", "video", "pdf") if name in value]
     kind = value.get("type", own[0] if len(own) == 1 else None)
     if not isinstance(kind, str):
         return value
@@ -82,7 +98,9 @@ def _usual(value: Any) -> Any:
     return found | {"type": usual}
 
 
-Parts = Many[Annotated[_Text | _Picture | _File, Field(discriminator="type"), BeforeValidator(_usual)]]
+Parts = Many[
+    Annotated[_Text | _Picture | _Video | _File, Field(discriminator="type"), BeforeValidator(_usual)]
+]
 
 
 class _Content(_Strict):
@@ -90,7 +108,7 @@ class _Content(_Strict):
 
 
 class Message(_Strict):
-    """A message of the user: a text, or parts that are texts, pictures and documents."""
+    """A message of the user: a text, or parts that are texts, pictures, clips and documents."""
 
     role: Literal["user"]
     content: str | Parts
@@ -99,15 +117,14 @@ class Message(_Strict):
 class _JinaPart(_Strict):
     text: str | None = None
     image: str | None = None
+    video: str | None = None
     pdf: str | None = None
 
 
 def _raw(param: str, item: str | Message | _Content | _JinaPart) -> Raw:
     if isinstance(item, _JinaPart):
-        shown = (
-            *content_of(None, [item.image] if item.image else []),
-            *([PdfPart(item.pdf)] if item.pdf else []),
-        )
+        kinds: dict[Any, str | None] = {ImagePart: item.image, VideoPart: item.video, PdfPart: item.pdf}
+        shown = (kind(ref) for kind, ref in kinds.items() if ref)
         return Raw(param, (*shown, *content_of(item.text)))
     content = item if isinstance(item, str) else item.content
     if isinstance(content, str):
@@ -115,11 +132,14 @@ def _raw(param: str, item: str | Message | _Content | _JinaPart) -> Raw:
     return Raw(param, tuple(map(_part, content)))
 
 
-def _part(part: _Text | _Picture | _File) -> Part:
+def _part(part: _Text | _Picture | _Video | _File) -> Part:
     if isinstance(part, _Text):
         return TextPart(part.text)
     if isinstance(part, _Picture):
         return ImagePart(part.image_url.url)
+    if isinstance(part, _Video):
+        clip = part.video_url.url if isinstance(part.video_url, _Address) else tuple(part.video_url)
+        return VideoPart(clip, part.start, part.end, part.fps, part.max_frames, part.num_frames)
     return PdfPart(part.file.file_data, None if part.pages is None else tuple(part.pages))
 
 

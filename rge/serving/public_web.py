@@ -91,7 +91,7 @@ async def _fetch(address: str, count: Callable[[int], object], shown: str) -> by
                 raise ImageError(f"picture {shown}: only http and https addresses are fetched")
             # As browsers do; leaves quoted characters alone.
             address = quote(address, safe=string.punctuation)
-            headers = [("Accept", "image/*, application/pdf"), ("Accept-Encoding", "identity")]
+            headers = [("Accept", "image/*, video/*, application/pdf"), ("Accept-Encoding", "identity")]
             async with pool.stream("GET", address, headers=headers) as response:
                 if response.status in (301, 302, 303, 307, 308):
                     headers_given = {key.lower(): value for key, value in response.headers}

@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 import torch
 from eval_fakes import picture, write_set
+from pdfs import GREEN, RED, page, pdf
 from transformers import AutoModel, CLIPImageProcessor, MetaClip2Config, MetaClip2Model
 
 from eval.__main__ import main
 from rge.calls.local_server import Answer, LocalServer
 from rge.common.errors import UserError
-from rge.common.parts import content_of
+from rge.common.parts import PdfPart, TextPart, VideoPart, content_of
 from rge.common.schema import Item
 from rge.embedders.common import Prompted
 from rge.embedders.registry import Facts, adapters, facts_of, load_model
@@ -87,6 +88,17 @@ def test_an_endpoint_embeds_texts_in_lists_and_pictures_as_messages(served):
     ]
     assert [url.partition(",")[0] for url in urls] == ["data:image/png;base64"] * 2
     assert encoder.checkpoint_hash != load_model("other", endpoint=served.url).checkpoint_hash
+
+
+def test_an_endpoint_is_sent_parts_in_their_order_and_pages_as_pictures(served):
+    source = pdf([page("kettle", RED), page("anchor", GREEN)])
+    content = (TextPart("before"), PdfPart(source, (2,)), TextPart("after"))
+    embed(load_model("some-model", endpoint=served.url), Item("x", content))
+    [message] = served.bodies[-1]["messages"]
+    assert [part["type"] for part in message["content"]] == ["text", "image_url", "text"]
+    assert [part.get("text") for part in message["content"]] == ["before", None, "after"]
+    with pytest.raises(UserError):
+        embed(load_model("some-model", endpoint=served.url), Item("x", (VideoPart("x.mp4"),)))
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,16 @@ import numpy as np
 import pytest
 import torch
 from eval_fakes import picture, tables, write_set, write_tables
+from pdfs import GREEN, RED, page, pdf
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, PreTrainedTokenizerFast
 
 from eval.commands.run import RunOptions, run
 from rge.common.errors import UserError
-from rge.common.parts import content_of
+from rge.common.parts import PdfPart, VideoPart, content_of
 from rge.common.schema import Item
+from rge.content.pdf import render
 from rge.embedders.registry import Facts, adapters, facts_of, load_model
 from rge.embedders.sentence import Sentences
 
@@ -78,6 +80,22 @@ def test_texts_alone_are_read_and_nothing_is_left_out_in_silence(facts):
     assert library.asked == [("document", "egg")]
     with pytest.raises(UserError, match="candidate '5' has image, but some/model reads only text"):
         embed(encoder, Item("5", content_of(None, (picture(1),))), side="candidate")
+
+
+def test_pages_are_pictures_or_what_is_written_on_them_and_clips_are_refused(facts):
+    source = pdf([page("kettle", RED), page("a padlock", GREEN)])
+    second = Item("6", (PdfPart(source, (2,)),))
+    library = Library("text")
+    embed(Sentences(facts, library, "float32"), second, side="candidate")
+    assert library.asked == [("document", "a padlock")]
+    library = Library("text", "image")
+    encoder = Sentences(facts, library, "float32")
+    embed(encoder, second, side="candidate")
+    [(_, shown)] = library.asked
+    assert shown.tobytes() == render(source, 2).tobytes()
+    for item in (Item("7", (PdfPart(source),)), Item("8", (VideoPart("x.mp4"),))):  # two pictures, and a clip
+        with pytest.raises(UserError):
+            embed(encoder, item, side="candidate")
 
 
 def test_pictures_reach_a_model_that_takes_them(facts):

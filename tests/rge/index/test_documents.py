@@ -6,13 +6,16 @@ import os
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from clips import clip, number
 from pdfs import BLUE, GREEN, PASSWORD_NEEDED, RED, page, pdf
 from PIL import Image
 
 pytest.importorskip("lancedb", exc_type=ImportError)
 
+from rge.common.parts import PdfPart, VideoPart
 from rge.content.preview import preview
 from rge.content.references import Named, named, page_reference
+from rge.content.video import VideoError
 from rge.embedder import Embedder
 from rge.explore.explorer import Explorer
 from rge.index.__main__ import main as index
@@ -69,7 +72,7 @@ def test_pages_are_listed_and_read(manuals):
     assert os.path.isabs(second.image)
     content = load(second, thumbnail_px=64)
     assert content.text == "anchor"
-    assert tuple(np.asarray(content.page)[3, 3]) == GREEN
+    assert tuple(np.asarray(content.part.image)[3, 3]) == GREEN
     assert Image.open(io.BytesIO(content.thumbnail)).size == (64, 32)
     assert load(last).text == "About lanterns"
 
@@ -133,3 +136,53 @@ def test_a_folder_of_documents_is_searched_by_page(manuals, capsys, monkeypatch)
     (manuals / "a.pdf").unlink()
     assert index(["manuals", "out=gallery", "max_unreadable=0.5"]) == 0
     assert "3 removed" in capsys.readouterr().out
+
+
+def test_a_document_may_be_one_item(manuals):
+    source = read_source(manuals, pages="together")
+    assert [entry.id for entry in source.entries] == ["a.pdf", "red.png", "sub/b.PDF"]
+    assert source.entries[0].metadata == {"album": "manuals", "pages": 3}
+    content = load(source.entries[0], thumbnail_px=64)
+    assert content.part == PdfPart(str(manuals / "a.pdf"))
+    assert content.text.split() == ["padlock", "anchor", "kettle"]
+    assert Image.open(io.BytesIO(content.thumbnail)).size == (64, 32)  # the pages side by side
+    (manuals / "c.pdf").write_bytes((manuals / "a.pdf").read_bytes())
+    again = {entry.id: entry for entry in read_source(manuals, pages="together").entries}
+    assert load(again["c.pdf"]).digest == content.digest  # a copy is not embedded again
+
+
+def test_clips_are_items_where_that_is_asked(manuals):
+    (manuals / "talk.mp4").write_bytes(clip(range(0, 2000, 40)))
+    (manuals / "talk.txt").write_text("A talk")
+    assert read_source(manuals).skipped
+    [entry] = [entry for entry in read_source(manuals, videos=True).entries if entry.id == "talk.mp4"]
+    content = load(entry, thumbnail_px=64)
+    assert (content.part, content.text) == (VideoPart(str(manuals / "talk.mp4")), "A talk")
+    assert content.facts == {"seconds": 2.0}
+    assert number(preview(str(manuals / "talk.mp4")).crop((0, 0, 64, 32))) == 0
+    (manuals / "talk.mp4").write_bytes(b"film")
+    with pytest.raises(VideoError):
+        load(entry)
+
+
+@pytest.mark.slow
+def test_a_document_of_several_pages_is_searched(manuals, capsys, monkeypatch):
+    demo = Embedder.from_pretrained("demo")
+    monkeypatch.setattr(Embedder, "from_pretrained", classmethod(lambda cls, checkpoint, **options: demo))
+    assert index(["manuals", "out=gallery", "checkpoint=demo", "max_unreadable=0.5", "pages=together"]) == 0
+    assert "3 added" in capsys.readouterr().out
+    assert search(["gallery", "kettle", "image=manuals/a.pdf", "mode=direct", "k=3"]) == 0
+    assert "a.pdf" in capsys.readouterr().out
+    parts = (PdfPart(str(manuals / "a.pdf"), (1, 2, 3)),)
+    pictures = [preview(str(manuals / f"a.pdf#page={number}")) for number in (1, 2, 3)]
+    found, expected = demo.encode_document(content=parts), demo.encode_document(images=[pictures])[0]
+    assert np.allclose(found, expected, atol=1e-6)
+    mappings = [[{"pdf": str(manuals / "a.pdf"), "pages": [1, 2, 3]}, {"text": "a"}]]
+    assert np.allclose(
+        demo.encode_document(content=mappings), demo.encode_document(["a"], [pictures]), atol=1e-6
+    )
+    for wrong in ("a", [["a"]], [{"sound": "x"}], [[{"text": "a"}], {"text": "b"}]):
+        with pytest.raises(ValueError, match="."):
+            demo.encode_document(content=wrong)
+    with pytest.raises(ValueError, match="content"):
+        demo.encode_document("a", content=parts)

@@ -9,9 +9,11 @@ import threading
 import numpy as np
 import pytest
 import torch
+from clips import clip
+from pdfs import GREEN, RED, page, pdf
 
 from rge.common.errors import UserError
-from rge.common.parts import parts_from_json
+from rge.common.parts import VideoPart, parts_from_json
 from rge.common.schema import Item
 from rge.embedder import Embedder
 
@@ -84,7 +86,7 @@ def test_sentence_transformers_never_averages_in_silence(checkpoint):
 
 def test_an_unknown_kind_of_input_is_named(checkpoint):
     theirs = sentence_transformers.SentenceTransformer(str(checkpoint), trust_remote_code=True, device="cpu")
-    with pytest.raises(ValueError, match="an input has text and image, got caption too"):
+    with pytest.raises(ValueError, match="got caption too"):
         theirs[0].preprocess([{"text": "a", "caption": "b"}])
     with pytest.raises(
         ValueError, match="a picture is a path, a web address, bytes or a PIL image, got ndarray"
@@ -105,6 +107,38 @@ def test_a_chat_is_one_message(checkpoint, picture):
     ]
     with pytest.raises(ValueError, match="one message of the user"):
         theirs.encode_query([[{"role": "system", "content": "Be brief."}, chat[0]]])
+
+
+def test_pages_and_clips_come_as_in_the_embedder(checkpoint, tmp_path, picture):
+    theirs = loaded(checkpoint)
+    ours = theirs[0].embedder
+    (tmp_path / "m.pdf").write_bytes(pdf([page("kettle", RED), page("anchor", GREEN)]))
+    (tmp_path / "a.mp4").write_bytes(clip(range(0, 2000, 40), size=(56, 56)))
+    manual, film = str(tmp_path / "m.pdf"), str(tmp_path / "a.mp4")
+    chat = [
+        {
+            "role": "user",
+            "content": [{"type": "pdf", "pdf": manual, "pages": [2]}, {"type": "text", "text": "a"}],
+        }
+    ]
+    expected = ours.encode_document(content=[{"pdf": manual, "pages": [2]}, {"text": "a"}])
+    np.testing.assert_allclose(theirs.encode_document([chat])[0], expected, atol=1e-6)
+    np.testing.assert_allclose(ours.encode_document("a", f"{manual}#page=2"), expected, atol=1e-6)
+    found = theirs.encode_document([{"video": film, "text": "a"}])[0]
+    np.testing.assert_allclose(
+        found, ours.encode_document(content=[{"video": film}, {"text": "a"}]), atol=1e-6
+    )
+
+    # Frames as an array, channels last or first: embedded as frames, whichever it is.
+    frames = [picture(56, 84, seed) for seed in (1, 2)]
+    expected = ours.encode_document(content=[VideoPart(tuple(frames), fps=1.0)])
+    array = np.stack([np.asarray(frame) for frame in frames])
+    for one in (array, array.transpose(0, 3, 1, 2)):
+        shown = {"array": one, "video_metadata": {"fps": 1.0, "total_num_frames": 2}}
+        np.testing.assert_allclose(theirs.encode_document([{"video": shown}])[0], expected, atol=1e-6)
+    for bad in (np.zeros((2, 4, 4), np.uint8), np.zeros((2, 3, 4, 3), np.uint8), np.zeros((2, 4, 4, 3))):
+        with pytest.raises(ValueError, match="video of shape"):
+            theirs[0].preprocess([{"video": bad}])
 
 
 def loaded(checkpoint, **options):

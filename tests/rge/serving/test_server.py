@@ -30,6 +30,7 @@ import openai
 import pytest
 import uvicorn
 from asgi_correlation_id import CorrelationIdFilter, correlation_id
+from clips import clip
 from paths import ROOT
 from pdfs import BLUE, GREEN, PASSWORD_NEEDED, RED, pdf
 from pdfs import page as pdf_page
@@ -38,7 +39,7 @@ from PIL import Image
 from rge.checkpoints.export import export, settings_of
 from rge.common.errors import UserError
 from rge.common.images import ImageError, load_image
-from rge.common.parts import ImagePart, TextPart
+from rge.common.parts import ImagePart, TextPart, VideoPart
 from rge.common.schema import Item
 from rge.content.pdf import render
 from rge.embedder import Embedder
@@ -248,6 +249,34 @@ def test_documents_come_as_parts_in_every_form_and_order(ask, embedder, picture)
     )
     answer = ask(messages=[{"role": "user", "content": [image, words]}], side="document")
     assert_same(vectors(answer), embedder.encode_document(["a"], [[picture(60, 40)]]))
+
+
+FILM = clip(range(0, 2000, 40), size=(56, 56))
+
+
+def of_film(data: bytes) -> str:
+    return "data:video/mp4;base64," + base64.b64encode(data).decode()
+
+
+def test_clips_come_as_parts_and_are_what_the_embedder_says(ask, embedder, picture):
+    for part, ours in (
+        ({"type": "video_url", "video_url": {"url": of_film(FILM)}}, {"video": FILM}),
+        ({"video": of_film(FILM), "start": 0.5, "end": 1.5, "fps": 2.0}, {"video": FILM, "start": 0.5, "end": 1.5, "fps": 2.0}),
+        ({"video": of_film(FILM), "num_frames": 2}, {"video": FILM, "num_frames": 2}),
+    ):  # fmt: skip
+        answer = ask(
+            messages=[{"role": "user", "content": [part, {"text": "a"}]}], side="document", mode="direct"
+        )
+        assert answer.status_code == 200, answer.text
+        assert_same(vectors(answer), embedder.encode_document(content=[[ours, {"text": "a"}]]))
+    answer = ask(input=[{"video": of_film(FILM)}], side="document")
+    assert_same(vectors(answer), embedder.encode_document(content=[[{"video": FILM}]]))
+    frames = [picture(56, 56, seed) for seed in (1, 2)]
+    answer = ask(
+        messages=[{"role": "user", "content": [{"video": [*map(shown, frames)], "fps": 1.0}]}],
+        side="document",
+    )
+    assert_same(vectors(answer), embedder.encode_document(content=[[VideoPart(tuple(frames), fps=1.0)]]))
 
 
 def test_an_embedding_does_not_depend_on_what_comes_in_beside_it(url, service, embedder, picture):
@@ -758,6 +787,15 @@ WRONG = {
     "a web address": ({"messages": message("a", "https://example.com/a.png")}, "does not fetch pictures from the web"),
     "a path": ({"messages": message("a", "/etc/passwd")}, "a picture must be sent as data:"),
     "a file's address": ({"messages": message("a", "file:///etc/passwd")}, "a picture must be sent as data:"),
+    "a video's address": ({"messages": [{"role": "user", "content": [{"video": "https://example.com/a.mp4"}]}]}, "does not fetch videos from the web"),
+    "a video's path": ({"messages": [{"role": "user", "content": [{"video": "/etc/passwd"}]}]}, "a video must be sent as data:"),
+    "no video": ({"messages": [{"role": "user", "content": [{"video": of_film(b"hello")}]}]}, "is no container"),
+    "a playlist": ({"messages": [{"role": "user", "content": [{"video": of_film(b"#EXTM3U\nhttp://127.0.0.1/a.ts\n")}]}]}, "is no container"),
+    "a rare container": ({"messages": [{"role": "user", "content": [{"video": of_film(clip(range(0, 400, 40), "asf", "mpeg4"))}]}]}, "is no container"),
+    "a long video": ({"messages": [{"role": "user", "content": [{"video": of_film(clip(range(0, 700_000, 10_000), size=(16, 16)))}]}]}, "the limit is 600 s"),
+    "many frames": ({"messages": [{"role": "user", "content": [{"video": of_film(FILM), "num_frames": 4}]}]}, "4 frames are asked for, the limit is 2"),
+    "a span that is not there": ({"messages": [{"role": "user", "content": [{"video": of_film(FILM), "start": 9.0}]}]}, "there is no frame"),
+    "many frames as pictures": ({"messages": [{"role": "user", "content": [{"video": ["data:image/png;base64,aGVsbG8="] * 3}]}]}, "3 pictures, but a request may have at most 2"),
     "a document's address": ({"messages": [{"role": "user", "content": [{"pdf": "https://example.com/a.pdf"}]}]}, "does not fetch documents from the web"),
     "a document's path": ({"messages": [{"role": "user", "content": [{"pdf": "/etc/passwd"}]}]}, "a document must be sent as data:"),
     "no document": ({"messages": [{"role": "user", "content": [{"pdf": of_pdf(b"hello")}]}]}, "it is not a PDF"),

@@ -169,7 +169,7 @@ def _record(tables: Tables, query: Query, positive: dict[str, str]) -> Record:
         category=tables.questions[query.fact.question].category,
         instruction=INSTRUCTION,
         query=QueryPart(text=query.text(tables), images=[_reference(query.picture)]),
-        positives=[Positive(**positive)],
+        positives=[Positive.model_validate(positive)],
     )
 
 
@@ -243,7 +243,7 @@ def _said(picture: Shown, tables: Tables) -> str:
 def _naming_record(picture: Shown, text: str) -> Record:
     question = choose(NAMING_PHRASINGS, "naming", picture.id)
     query = QueryPart(text=question, images=[_reference(picture)])
-    positive = Positive(**_target(picture), rationale=text)
+    positive = Positive.model_validate(_target(picture) | {"rationale": text})
     return naming_record("study", f"name.{picture.id}", picture.concept, query, positive)
 
 

@@ -212,8 +212,8 @@ def _write_training(
             category=category,
             instruction=options.instruction or None,
             query=QueryPart(text=str(row["text"]), images=list(map(reference, as_list(row["image"])))),
-            positives=[Positive(**one) for one in right.values()],
-            negatives=[Target(**one) for key, one in targets(bad).items() if key not in right],
+            positives=[Positive.model_validate(one) for one in right.values()],
+            negatives=[Target.model_validate(one) for key, one in targets(bad).items() if key not in right],
         )
     if not records or (options.counts and len(records) != NUM_TRAINING):
         raise ReleaseError(

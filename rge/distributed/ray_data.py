@@ -41,6 +41,8 @@ def mapped(
     Raises:
         RayError: Ray is not installed, there is no cluster, a block failed, or none was finished for `WAIT_S`.
     """
+    if not blocks:
+        return
     ray = _connected(address)
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = context.print_on_execution_start = False

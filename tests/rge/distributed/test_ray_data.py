@@ -19,6 +19,7 @@ def test_without_ray_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(RayError, match=r"pip install -e '\.\[ray\]'"):
         next(ray_data.mapped(list, [1], address=None))
+    assert list(ray_data.mapped(list, [], address=None)) == []
 
 
 def test_what_never_comes_is_an_error(monkeypatch):

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -53,7 +54,7 @@ def of_index(size: int, options: Options, folder: Path) -> Iterator[tuple[str, C
     yield "search: the first", lambda: index.search(query_QD[1:2], K)
     yield "search: the next", lambda: index.search(query_QD[2:], K)
     for name, where in CONDITIONS.items():
-        yield f"search in {name}", lambda where=where: index.search(query_QD[2:], K, where=where)
+        yield f"search in {name}", partial(index.search, query_QD[2:], K, where=where)
     yield "index: approximate", lambda: index.refresh(ann_from=1)
     yield "search: approximate", lambda: index.search(query_QD[2:], K)
 

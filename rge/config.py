@@ -129,7 +129,7 @@ class Recipe:
 
     def prompts_key(self, source: PromptedConfig) -> str:
         """Identifies the prompts of a source: its records, and its settings of prompts."""
-        return json.dumps([source.key, self.resolved(source).prompts], sort_keys=True)
+        return json.dumps([source.key, self.resolved(source).prompts], sort_keys=True, default=vars)
 
     def largest(self, stage: StageConfig) -> "Recipe":
         """The recipe with the largest prompts and most candidates of a stage's sources as those of all."""

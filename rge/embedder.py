@@ -235,7 +235,9 @@ class Embedder:
     def _set(self, settings: Settings) -> Self:
         other = copy(self)
         other.settings, other._of_task = settings, {}
-        before, now = ((one.profile, one.pixels, one.max_prompt_tokens) for one in (self.settings, settings))
+        before, now = (
+            (one.profile, one.pixels, one.max_prompt_tokens, one.video) for one in (self.settings, settings)
+        )
         if self._loaded is not None and before != now:
             pixels = None if settings.pixels == self.settings.pixels else settings.pixels
             other._loaded = self._loaded.prompting(settings, pixels)

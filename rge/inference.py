@@ -107,7 +107,7 @@ class Inference:
 
     def prompting(self, settings: Settings, pixels: Pixels | None = None) -> "Inference":
         """The same model with the prompts of other settings, and pictures of other `pixels`; calls of both take turns."""
-        builder = self.builder.but(PROFILES[settings.profile], settings.max_prompt_tokens)
+        builder = self.builder.but(PROFILES[settings.profile], settings.max_prompt_tokens, settings.video)
         if pixels is not None:
             builder.processor = with_pixels(builder.processor, pixels.min, pixels.max)
         other = Inference(self.model, builder, self.engine)
@@ -148,7 +148,9 @@ class Inference:
             think_tokens=settings.think_tokens,
             base=base,
         )
-        builder = PromptBuilder(backbone.processor, settings.profile, settings.max_prompt_tokens)
+        builder = PromptBuilder(
+            backbone.processor, settings.profile, settings.max_prompt_tokens, video=settings.video
+        )
         model, engine = EmbeddingModel(backbone).eval(), None
         if vllm is not None:
             lengths = {

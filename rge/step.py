@@ -45,6 +45,9 @@ class TrainingStep:
     objective: Objective
     micro_batch_size: int  # queries per forward
     _: KW_ONLY
+    micro_batch_tokens: int | None = (
+        None  # and tokens of its prompts, see `rge.rollout.micro_batches.chunks_of`
+    )
     # Where several chunks' activations wait for the backward, see `rge.rollout.micro_batches.keeping`; none recomputes them.
     keep: str = "none"
     backward: Callable[[Tensor], object] = torch.Tensor.backward  # or `Accelerator.backward`
@@ -74,7 +77,15 @@ class TrainingStep:
         """
         objective = self.objective
         several = len(self.sources) > 1
-        forward = _Forward(self.embedder, objective, batch, rollout, self.micro_batch_size, by_source=several)
+        forward = _Forward(
+            self.embedder,
+            objective,
+            batch,
+            rollout,
+            self.micro_batch_size,
+            self.micro_batch_tokens,
+            by_source=several,
+        )
         share, by_source = _Share(forward), _BySource(forward, self.sources) if several else None
         comparing = _Comparing(forward, share.con_scale, credit, self.keep)
         for number, (queries, _) in enumerate(forward.chunks):
@@ -123,6 +134,7 @@ class _Forward:
         batch: Batch,
         rollout: Rollout | None,
         micro_batch_size: int,
+        micro_batch_tokens: int | None = None,
         *,
         by_source: bool = False,
     ):
@@ -133,7 +145,8 @@ class _Forward:
         self.micro_batch_size = micro_batch_size
         self.shares = dist.gather_sizes(len(batch.queries), embedder.device)  # queries of each rank
         self.num_queries = sum(self.shares)
-        self.chunks = chunks_of(batch, self.shares, micro_batch_size)  # the same number on every rank
+        # The same number on every rank.
+        self.chunks = chunks_of(batch, self.shares, micro_batch_size, micro_batch_tokens, embedder.device)
         self.num_each = objective.num_states(batch, self.rationales)  # states per query that InfoNCE uses
         self._encoded: list[EncodedPrompts] = []
         if rollout.encoded is not None:

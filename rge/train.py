@@ -116,6 +116,7 @@ def train_stage(
         embedder,
         objective,
         recipe.train.micro_batch_size,
+        micro_batch_tokens=recipe.train.micro_batch_tokens,
         keep=kept.where,
         backward=accelerator.backward,
         no_sync=lambda: dist.no_sync(accelerator, model),

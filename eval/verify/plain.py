@@ -74,7 +74,10 @@ class PlainModel:
                 max_pixels=int(settings.pixels.max * factor),
             )
             self._builders[factor] = PromptBuilder(
-                processor, self.embedder.builder.profile, self.embedder.builder.max_tokens
+                processor,
+                self.embedder.builder.profile,
+                self.embedder.builder.max_tokens,
+                video=self.embedder.builder.video,
             )
         return self._builders[factor]
 

@@ -75,6 +75,7 @@ def prompts_of(
             "profile": own.profile,
             "max_prompt_tokens": own.max_prompt_tokens,
             "pixels": {"min": own.min_pixels, "max": own.max_pixels},
+            "video": vars(own.video),
         }
 
     every = [settings(source) for source in sources]

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from rge.common.errors import UserError
 from rge.common.modes import DIRECT_ABOVE, Mode
+from rge.content.config import VideoConfig
 
 RGE_JSON = "rge.json"
 EYES = "eyes.json"
@@ -71,6 +72,7 @@ class TaskPrompts(_Frozen):
     profile: str | None = None
     pixels: Pixels | None = None
     max_prompt_tokens: int | None = None
+    video: VideoConfig | None = None
 
 
 class BaseOfAdapters(_Frozen):
@@ -94,6 +96,7 @@ class Settings(_Frozen):
     reasons: Literal["query", "none"] | None = None  # the side that gets a rationale, if any
     max_prompt_tokens: int | None = None
     pixels: Pixels | None = None
+    video: VideoConfig | None = None  # frames of clips; None: by default
     think_tokens: int = 0
     dimensions: list[int] = []
     instructions: Instructions | None = None
@@ -133,6 +136,7 @@ class Settings(_Frozen):
             profile=prompts.profile,
             max_prompt_tokens=prompts.max_prompt_tokens,
             pixels=prompts.pixels and prompts.pixels.content(),
+            video=prompts.video,
         )
 
     def with_prompts(

@@ -14,6 +14,7 @@ from rge.common.images import ImageError, load_image
 from rge.common.parts import ImageRef
 from rge.common.schema import Item, Record, Target
 from rge.config import SHARED, Recipe
+from rge.content.config import VideoConfig
 from rge.data.augment import AUGMENTATIONS
 from rge.data.config import DataConfig, PromptedConfig
 from rge.data.mixture import Draw, Mixture
@@ -426,14 +427,20 @@ class PromptBuilders:
     def __call__(self, source: PromptedConfig | None = None) -> PromptBuilder:
         """The builder of a source; without one, that of the recipe's own settings."""
         own = self.recipe.resolved(source or PromptedConfig())
-        key = own.profile, own.max_prompt_tokens, own.min_pixels, own.max_pixels
+        key = own.profile, own.max_prompt_tokens, own.min_pixels, own.max_pixels, own.video
         if key not in self._made:
-            profile, max_tokens, least, most = cast("tuple[str, int, int, int]", key)  # resolved
+            profile, max_tokens, least, most, video = cast(
+                "tuple[str, int, int, int, VideoConfig]", key
+            )  # resolved
             processor, model = self.processor, self.recipe.model
             if (least, most) != (model.min_pixels, model.max_pixels):
                 processor = with_pixels(processor, least, most)
             self._made[key] = PromptBuilder(
-                processor, profile, max_tokens, max_rationale_tokens=self.recipe.max_rationale_tokens
+                processor,
+                profile,
+                max_tokens,
+                max_rationale_tokens=self.recipe.max_rationale_tokens,
+                video=video,
             )
         return self._made[key]
 

@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError, core_schema
 from rge.common.errors import UserError
 from rge.common.options import MAY_DIFFER, AtLeastOne, Count, Positive, Quoting, Share
 from rge.common.prompt_profiles import PROFILES
+from rge.content.config import VideoConfig
 
 JSON_FILES = (".jsonl", ".json", ".ndjson")
 OTHER_FILES = (
@@ -143,6 +144,8 @@ class PromptedConfig(RecordsConfig):
     """Largest picture, in pixels; null: model.max_pixels."""
     max_prompt_tokens: AtLeastOne | None = None
     """Maximum length of a prompt in tokens; null: data.max_prompt_tokens."""
+    video: VideoConfig | None = None
+    """Which frames of videos its prompts show; null: data.video."""
 
     def problems(self, key: str) -> Iterator[str]:
         """As `RecordsConfig.problems`, and a profile that does not exist."""
@@ -156,7 +159,7 @@ class PromptedConfig(RecordsConfig):
         return {name: getattr(self, name) for name in PROMPTS if getattr(self, name) is not None}
 
 
-PROMPTS = ("profile", "instruction", "min_pixels", "max_pixels", "max_prompt_tokens")
+PROMPTS = ("profile", "instruction", "min_pixels", "max_pixels", "max_prompt_tokens", "video")
 """A source's settings of prompts, which a checkpoint keeps by task."""
 
 
@@ -188,6 +191,7 @@ class DataConfig:
     max_prompt_tokens: AtLeastOne = 2048
     """Maximum length of a prompt in tokens. Longer prompts lose the end of the user's text, never image tokens or the
     template."""
+    video: VideoConfig = field(default_factory=VideoConfig)
     max_rationale_tokens: AtLeastOne | None = None
     """Maximum length of an oracle rationale in tokens. A record with a longer one is bad (`on_bad`): it would need more
     memory than any other, and teach the model to write more than it may. null: four times rollout.max_new_tokens, at

@@ -20,6 +20,9 @@ class TrainConfig:
     """Seed of all randomness: order of the records, augmentation, dropout, sampled rationales."""
     micro_batch_size: Annotated[AtLeastOne, ROUNDING] = 8
     """Queries per forward and backward pass on one rank. Affects memory, not the result."""
+    micro_batch_tokens: Annotated[AtLeastOne | None, ROUNDING] = None
+    """Most tokens of the prompts, queries and candidates together, of one forward and backward pass: a long document gets a
+    pass of its own, and short texts share one. A single query and candidate may have more. null: no limit."""
     keep_activations: Annotated[Literal["auto", "device", "host", "none"], ROUNDING] = "auto"
     """Where a step of several micro batches keeps the activations of its first pass for the backward pass (with
     model.gradient_checkpointing, each layer's input), instead of computing them a second time: in the device's memory,

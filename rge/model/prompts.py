@@ -24,7 +24,7 @@ from rge.common.parts import ImageRef, Part, PdfPart, TextPart, VideoPart, with_
 from rge.common.prompt_profiles import EMB_TOKEN, PROFILES, Profile
 from rge.common.schema import Item
 from rge.content import visuals
-from rge.content.video import VideoRule
+from rge.content.config import VideoConfig
 from rge.content.visuals import Clip, ClipSize, FittedRule, Size
 from rge.model.families import family_of_processor
 
@@ -120,7 +120,7 @@ class PromptBuilder:
         max_tokens: int = 2048,
         emb_token: str | None = EMB_TOKEN,
         max_rationale_tokens: int | None = None,
-        video: VideoRule | None = None,
+        video: VideoConfig | None = None,
     ):
         self.processor = processor
         self.tokenizer, self.family = processor.tokenizer, family_of_processor(processor)
@@ -144,7 +144,7 @@ class PromptBuilder:
         self._clip_id = None
         if self.family.reads_clips and isinstance(mark := getattr(processor, "video_token", None), str):
             self._clip_id = self.tokenizer.convert_tokens_to_ids(mark)
-        self.video = video or VideoRule()
+        self.video = video or VideoConfig()
         self._options = self.family.options(processor.image_processor)
         self._known: dict[tuple, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._remember()
@@ -162,10 +162,11 @@ class PromptBuilder:
         self.__dict__.update(state)
         self._remember()
 
-    def but(self, profile: Profile, max_tokens: int | None = None) -> Self:
-        """A copy with another profile and, if given, another maximum length."""
+    def but(self, profile: Profile, max_tokens: int | None = None, video: VideoConfig | None = None) -> Self:
+        """A copy with another profile and, if given, another maximum length and other frames of clips."""
         other = copy(self)
         other.profile, other.max_tokens = profile, max_tokens or self.max_tokens
+        other.video = video or self.video
         other._known = {}
         other._remember()
         return other
@@ -250,7 +251,8 @@ class PromptBuilder:
         def fit(size: Size, most: int) -> Size:
             return self.family.clip_size(size, most, self.processor.image_processor)
 
-        return FittedRule(**vars(self.video), fit=fit)
+        step = self.processor.image_processor.temporal_patch_size if self.family.reads_clips else 1
+        return FittedRule(**vars(self.video), multiple=step, fit=fit)
 
     def _sizes(self, item: Item, size_of: Callable[[ImageRef], Size] = picture_size) -> list[Size | ClipSize]:
         found = self._pieces(item, lambda part: visuals.sizes(part, self.rule, size_of))

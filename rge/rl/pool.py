@@ -44,7 +44,9 @@ class Pool:
         self, path: Path, embedder: EmbeddingModel, data: DataConfig, *, every: int, micro_batch_size: int
     ):
         self.embedder, self.every, self.micro_batch_size = embedder, every, micro_batch_size
-        self.builder = PromptBuilder(embedder.processor, data.profile, data.max_prompt_tokens)
+        self.builder = PromptBuilder(
+            embedder.processor, data.profile, data.max_prompt_tokens, video=data.video
+        )
         self.targets = read_pool(path)
         self.identity_P = torch.tensor([identity(target) for target in self.targets])
         self.age = 0

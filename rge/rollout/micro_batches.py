@@ -1,14 +1,17 @@
 """Micro batches: how a rank's share of a batch is cut, and what waits between a chunk's first forward and its backward."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rge.data.collate import Batch
+from rge.distributed import collectives as dist
 from rge.model.attention import EncodedParts
 from rge.model.embedding_model import EmbeddingModel
 from rge.model.prompts import Prompt
@@ -20,19 +23,52 @@ LEAST_BYTES = 2**20
 """Smaller tensors stay on the device: copying them would cost more than their memory is worth."""
 
 
-def chunks_of(batch: Batch, shares: Sequence[int], micro_batch_size: int) -> list[Chunk]:
-    """Split queries and candidates into the same number of nearly equal chunks.
+def chunks_of(
+    batch: Batch,
+    shares: Sequence[int],
+    micro_batch_size: int,
+    micro_batch_tokens: int | None = None,
+    device: torch.device | None = None,
+) -> list[Chunk]:
+    """Split queries and candidates into the same number of chunks, of nearly equally many rows, or tokens if these are limited.
 
-    Every rank gets equally many, since ZeRO and FSDP2 communicate in each forward. If a rank has fewer queries than another
-    needs chunks (micro batches of one, uneven `shares` of the ranks), the other's chunks have one more.
+    Every rank gets equally many, since ZeRO and FSDP2 communicate in each forward; with a limit of tokens, all ranks have to call
+    this. If a rank has fewer queries than another needs chunks (micro batches of one, uneven `shares` of the ranks), the other's
+    chunks have one more.
     """
-    count = min(max(-(-share // micro_batch_size) for share in shares), min(shares))
+    most = min(shares)
+    count = min(max(-(-share // micro_batch_size) for share in shares), most)
+    rows, columns = [*map(len, batch.queries)], [*map(len, batch.candidates)]
+    if micro_batch_tokens is None:
+        return _cut([1] * len(rows), [1] * len(columns), count)
+    while count < most and any(
+        sum(rows[queries]) + sum(columns[candidates]) > micro_batch_tokens
+        for queries, candidates in _cut(rows, columns, count)
+    ):
+        count += 1
+    if len(shares) > 1:  # as many as the rank that needs most
+        count = max(dist.gather_sizes(count, device or torch.device("cpu")))
+    return _cut(rows, columns, count)
 
-    def part(rows: int, number: int) -> slice:
-        return slice(number * rows // count, (number + 1) * rows // count)
 
-    rows, columns = len(batch.queries), len(batch.candidates)
-    return [(part(rows, number), part(columns, number)) for number in range(count)]
+def _cut(rows: Sequence[int], columns: Sequence[int], count: int) -> list[Chunk]:
+    """Queries and candidates of these weights in `count` chunks."""
+    return list(zip(_even(rows, count), _even(columns, count), strict=True))
+
+
+def _even(weights: Sequence[int], count: int) -> list[slice]:
+    """Runs of nearly equal weight, with a row each where there are enough."""
+    if len(set(weights)) <= 1:  # to the row, as weights of one would be
+        ends = [number * len(weights) // count for number in range(count + 1)]
+    else:
+        total = [*accumulate(weights, initial=0)]
+        ends = [0]
+        for number in range(1, count):
+            end = bisect_left(total, number * total[-1] / count)
+            least, rest = ends[-1] + 1, len(weights) - (count - number)
+            ends.append(max(min(max(end, least), rest), ends[-1]))
+        ends.append(len(weights))
+    return [slice(start, end) for start, end in zip(ends, ends[1:], strict=False)]
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ def encodes_once(
     sharded: bool,
     has_dropout: bool,
     keep: str,
+    micro_batch_tokens: int | None = None,
 ) -> bool:
     """Whether the prompts of a step are encoded once: `rollout.prompt_pass` (`asked`) with ``auto`` resolved.
 
@@ -55,6 +56,11 @@ def encodes_once(
         reasons.append(
             f"a process has {queries_a_rank} queries per step, train.micro_batch_size is {micro_batch_size}, and nothing is "
             "kept between them (train.keep_activations)"
+        )
+    elif micro_batch_tokens is not None and keep == "none":
+        reasons.append(
+            "train.micro_batch_tokens may cut a step into several passes, and nothing is kept between them "
+            "(train.keep_activations)"
         )
     if sharded:
         reasons.append(
@@ -99,6 +105,7 @@ def problems(recipe: Recipe, stages: Sequence[str], accelerator: Accelerator) ->
                 recipe.rollout.prompt_pass,
                 queries_a_rank=-(-getattr(recipe, name).batch_size // accelerator.num_processes),
                 micro_batch_size=recipe.train.micro_batch_size,
+                micro_batch_tokens=recipe.train.micro_batch_tokens,
                 sharded=sharded,
                 has_dropout=lora is not None and lora.dropout > 0,
                 keep=keep,
@@ -150,6 +157,9 @@ class Writer:
     loss: LossConfig  # decides whose rationale a query gets
     micro_batch_size: int  # queries per forward of the step, if its chunks' prompts are kept
     keep: str  # see `rge.rollout.micro_batches.keeping`; ``none``: the step has one chunk
+    micro_batch_tokens: int | None = (
+        None  # of a forward of the step, see `rge.rollout.micro_batches.chunks_of`
+    )
 
     def __post_init__(self) -> None:
         given = self.embedder.given.items()
@@ -236,7 +246,8 @@ class Writer:
     def _encode(self, batch: Batch) -> EncodedParts:
         if self.keep != "none":
             shares = dist.gather_sizes(len(batch.queries), self.embedder.device)
-            chunks = chunks_of(batch, shares, self.micro_batch_size)
+            size, tokens = self.micro_batch_size, self.micro_batch_tokens
+            chunks = chunks_of(batch, shares, size, tokens, self.embedder.device)
             if len(chunks) > 1:
                 parts = [rows for rows, _ in chunks]
                 return encode_prompts(self.embedder, self.embedder, batch.queries, parts, self.keep)
@@ -279,6 +290,7 @@ def make_writer(
         kept.prompt_pass,
         queries_a_rank=-(-stage.batch_size // dist.world_size()),
         micro_batch_size=recipe.train.micro_batch_size,
+        micro_batch_tokens=recipe.train.micro_batch_tokens,
         sharded=sharded,
         has_dropout=has_dropout(embedder),
         keep=kept.where,
@@ -291,6 +303,7 @@ def make_writer(
         vllm=vllm,
         loss=recipe.loss,
         micro_batch_size=recipe.train.micro_batch_size,
+        micro_batch_tokens=recipe.train.micro_batch_tokens,
         keep=kept.where,
     )
     if writer.store is not None:

@@ -227,6 +227,7 @@ ENTRIES: dict[str, Changes | Refused] = {
     "optim.max_grad_norm": Changes("optim.max_grad_norm=0.001", "weights", ("optim.eps=0.1",)),
     "train.seed": Changes("train.seed=1", "metrics"),
     "train.micro_batch_size": Changes("train.micro_batch_size=2", "calls"),
+    "train.micro_batch_tokens": Changes("train.micro_batch_tokens=60", "calls"),
     "train.keep_activations": Changes(
         "train.keep_activations=device", "calls", ("train.micro_batch_size=2",)
     ),
@@ -853,6 +854,8 @@ OWN_KEYS = {
     "max_prompt_tokens": "max_prompt_tokens: 64",
 }
 STAGES = ("cold_start", "joint", "rl")
+VIDEO_KEYS = {"fps": 0.5, "max_frames": 2, "max_pixels": 784, "total_pixels": 4704}
+"""Other values, each of which must change what is shown of a clip of six frames, a second apart."""
 OWN_KEYS_OF_STAGES = {
     **{
         f"{stage}.sources.{key}": value
@@ -906,6 +909,36 @@ def test_a_source_is_trained_on_as_each_of_its_keys_says(key, arguments, home, e
         assert made("") != made(f", {own}")
 
 
+@pytest.mark.parametrize("where", ["data", "joint.sources"])
+@pytest.mark.parametrize("key", VIDEO_KEYS)
+def test_each_key_of_a_rule_for_videos_changes_what_is_shown_of_a_clip(
+    key, where, arguments, tmp_path, embedder
+):
+    from PIL import Image
+
+    frames = [f"{number}.png" for number in range(6)]
+    for number, name in enumerate(frames):
+        Image.new("RGB", (112, 56), (40 * number, 90, 120)).save(tmp_path / name)
+    line = {
+        "id": "a", "group": "a", "source": "s", "split": "train", "positives": [{"id": "p", "text": "a key"}],
+        "query": {"content": [{"video": frames, "fps": 1.0}, {"text": "what is this"}]},
+    }  # fmt: skip
+    path = tmp_path / "clips.jsonl"
+    path.write_text(json.dumps(line) + "\n")
+
+    def shown(changed: str = "") -> list[Any]:
+        own = f", video: {{{changed}}}" if changed and where != "data" else ""
+        more = [f"data.video.{changed.replace(': ', '=')}"] if changed and where == "data" else []
+        recipe = load_recipe(arguments(f"joint.sources=[{{path: {path}{own}}}]", "joint.batch_size=1", *more))
+        batches = make_batches(
+            recipe, recipe.joint, embedder.processor, {str(path): RecordFile(path)}, need_oracle=False
+        )
+        (prompt,) = batches[0].queries
+        return [prompt.image_grid.tolist(), prompt.pixels.numpy().tobytes()]
+
+    assert shown() != shown(f"{key}: {VIDEO_KEYS[key]}")
+
+
 def test_best_by_names_the_source_whose_figure_counts(arguments):
     manager = checkpoint_manager.CheckpointManager.__new__(checkpoint_manager.CheckpointManager)
     manager.metric, values = "val_loss", []
@@ -921,6 +954,11 @@ def test_best_by_names_the_source_whose_figure_counts(arguments):
 ELSEWHERE = {
     "validation.best_by": test_best_by_names_the_source_whose_figure_counts,
     **dict.fromkeys(OWN_KEYS_OF_STAGES, test_a_source_is_trained_on_as_each_of_its_keys_says),
+    **{
+        f"{where}.video.{key}": test_each_key_of_a_rule_for_videos_changes_what_is_shown_of_a_clip
+        for where in ("data", *(f"{stage}.sources" for stage in (*STAGES, "validation")))
+        for key in VIDEO_KEYS
+    },
     **dict.fromkeys(SOURCE_KEYS, test_a_source_is_what_each_of_its_keys_says),
     "data.max_rationale_tokens": test_max_rationale_tokens_bounds_what_is_trained_on,
     "optim.skip_nonfinite": test_skip_nonfinite_is_how_many_steps_in_a_row_may_fail,

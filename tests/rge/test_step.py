@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import fields, replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ from rge.model.packing import Branch
 from rge.model.prompts import PromptBuilder
 from rge.objective import Objective
 from rge.rollout.generate import Rationale
-from rge.rollout.micro_batches import encode_prompts
+from rge.rollout.micro_batches import chunks_of, encode_prompts
 from rge.rollout.writer import Rollout
 from rge.step import TrainingStep, candidate_masks
 
@@ -229,6 +230,43 @@ def test_chunks_equal_the_undivided_batch(lively, make_batch, roll_out, anchor, 
     assert report == pytest.approx(whole, rel=1e-6)
     error, name = worst_gradient_error(found, expected)
     assert error < 1e-5, name
+
+
+@pytest.mark.parametrize("tokens", [1, 60, 90, 10_000])
+def test_a_step_does_not_see_how_tokens_cut_it(lively, make_batch, roll_out, tokens):
+    batch = make_batch(PromptBuilder(lively.processor))
+    rationales, objective = roll_out(lively, batch), Objective(0.3, 0.7, TEMPERATURE)
+    whole, expected = run_step(lively, batch, objective, rationales)
+    step = TrainingStep(lively, lively, objective, 100, micro_batch_tokens=tokens)
+    report = step(batch, Rollout(rationales))
+    assert report == pytest.approx(whole, rel=1e-6)
+    error, name = worst_gradient_error(gradients(lively), expected)
+    assert error < 1e-5, name
+    chunks = chunks_of(batch, [len(batch.queries)], 100, tokens)
+    assert (len(chunks) > 1) == (tokens < 10_000)
+
+
+def test_tokens_bound_a_chunk_and_a_long_prompt_is_alone():
+    """One document of 32 pages among 63 short queries: the largest pass is the document's, and not with 31 others."""
+
+    def prompts(*lengths):
+        return [torch.zeros(length) for length in lengths]
+
+    short, document = [20] * 63, 4096
+    batch = SimpleNamespace(queries=prompts(*short, document), candidates=prompts(*[15] * 64))
+
+    def largest(**limit):
+        chunks = chunks_of(batch, [64], 32, **limit)
+        rows = [[*batch.queries[queries], *batch.candidates[candidates]] for queries, candidates in chunks]
+        assert [len(one) for one in batch.queries] == [
+            len(one) for queries, _ in chunks for one in batch.queries[queries]
+        ]
+        assert sum(candidates.stop - candidates.start for _, candidates in chunks) == 64
+        return len(chunks), max(sum(map(len, each)) for each in rows)
+
+    assert largest() == (2, 31 * 20 + 4096 + 32 * 15)
+    count, most = largest(micro_batch_tokens=4500)
+    assert (count, most) <= (4, 4500)
 
 
 @pytest.mark.parametrize("lm_on_candidates", [True, False])

@@ -532,6 +532,7 @@ def test_prompts_are_described_by_task(tmp_path):
     other = {"profile": "rge", "pixels": usual}
     assert found == {
         "profile": "plain", "pixels": large, "max_prompt_tokens": 2048, "tasks": {"s": other, "same": other},
+        "video": vars(recipe.data.video),
     }  # fmt: skip
     found = prompts_of(recipe, sources, [4, 1, 1], instructions["by_task"])
     assert found["profile"] == "rge"

@@ -85,6 +85,7 @@ NAMES += ["both states-100", "both states-2", "three states-100", "three states-
 NAMES += ["adaptive states-100", "adaptive states-2"]
 NAMES += ["judged-self-100", "judged-self-2"]  # one rank's queries have scores
 NAMES += ["capped-self-2", "capped-self-once-100"]
+NAMES += ["mixed-self-tokens-100", "one rank without pictures-none-tokens-3"]  # cut by tokens
 NAMES += ["mixed-self-keep-2", "mixed-self-once-keep-2", "mixed-none-keep-2", "rl dapo-keep-2"]
 NAMES += [
     "mixed-self-groups-2",
@@ -211,6 +212,7 @@ def cases(paired, lively_path, make_batch, roll_out, without_negatives, longer_r
             "rationales": rationales,
             "objective": objective,
             "micro_batch_size": micro,
+            "micro_batch_tokens": 80 if "-tokens-" in name else None,
             "once": "-once-" in name,
             "keep": "device" if "-keep-" in name else "none",
             "easy_share": EASY * (objective.adaptive is not None),

@@ -11,7 +11,7 @@ from transformers.video_utils import VideoMetadata
 from rge.common.errors import UserError
 from rge.common.parts import ImagePart, TextPart, VideoPart, content_of
 from rge.common.schema import Item
-from rge.content.video import VideoRule
+from rge.content.config import VideoConfig
 from rge.data.collate import flatten, unflatten
 from rge.model.families import normalised
 from rge.model.packing import Branch
@@ -40,7 +40,7 @@ def clip(picture, lively):
 
 
 def builder_of(embedder, **more):
-    return PromptBuilder(embedder.processor, video=VideoRule(fps=FPS, max_pixels=128 * 128), **more)
+    return PromptBuilder(embedder.processor, video=VideoConfig(fps=FPS, max_pixels=128 * 128), **more)
 
 
 def stock_fields(processor, content, rendered):

@@ -60,6 +60,7 @@ for name, case in torch.load(folder / "cases.pt", weights_only=False).items():
         embedder,
         case["objective"],
         case["micro_batch_size"],
+        micro_batch_tokens=case["micro_batch_tokens"],
         keep=case["keep"],
         backward=accelerator.backward,
         no_sync=lambda: dist.no_sync(accelerator, model),

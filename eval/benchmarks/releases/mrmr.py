@@ -8,6 +8,7 @@ values are null; queries without judgements are left out, as in MTEB.
 """
 
 import hashlib
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -27,6 +28,7 @@ from eval.scoring.protocol import Protocol
 from eval.scoring.results import Results
 from eval.sets.retrieval_set import RetrievalSet
 from eval.sets.write_set import Candidate, Query
+from rge.common.parts import Content, ImagePart, Part, TextPart
 
 INSTRUCTIONS = {
     "knowledge": "Retrieve relevant documents that help answer the question.",
@@ -59,9 +61,9 @@ class MrmrOptions(ReleaseOptions):
 
     tasks: tuple[str, ...] = ("all",)
     """Tasks: knowledge, theorem, design, traffic, negation; by default all."""
-    query_images: Literal["image", "numbered"] = "image"
+    query_images: Literal["image", "numbered", "in_place"] = "image"
     """image: the query's one picture, as in the released evaluation; numbered: ``image 1``, ``image 2``, ... if
-    present."""
+    present; in_place: these, where the text names them (``<image 1>``), the others first."""
 
 
 def import_mrmr(options: MrmrOptions) -> list[str]:
@@ -107,9 +109,13 @@ def _import_one(task: str, options: MrmrOptions) -> None:
 
 def _query(name: str, row: Row, task: str, options: MrmrOptions) -> Query:
     text, image = _content(row)
-    numbers = range(1, 100) if options.query_images == "numbered" else ()
-    numbered = [_picture(row.get(f"image {number}")) for number in numbers]
-    images = [picture for picture in numbered if picture is not None] or ([] if image is None else [image])
+    numbers = () if options.query_images == "image" else range(1, 100)
+    found = {number: _picture(row.get(f"image {number}")) for number in numbers}
+    numbered = {number: picture for number, picture in found.items() if picture is not None}
+    images = list(numbered.values()) or ([] if image is None else [image])
+    content: Content = ()
+    if options.query_images == "in_place" and numbered and text:
+        text, images, content = None, [], _in_place(text, numbered)
     domain = row.get("category") or task
     discipline = task if domain == task else DISCIPLINES.get(domain, "other")
     return Query(
@@ -118,8 +124,22 @@ def _query(name: str, row: Row, task: str, options: MrmrOptions) -> Query:
         tuple(images),
         group=hashlib.sha256(image or name.encode()).hexdigest()[:20],
         instruction=INSTRUCTIONS[task],
+        content=content,
         columns={"domain": domain, "discipline": discipline},
     )
+
+
+def _in_place(text: str, pictures: Mapping[int, bytes]) -> Content:
+    """Text and pictures in order: a picture stands where the text first names it, one that it does not name stands first."""
+    content: list[Part] = []
+    left = dict(pictures)
+    for place, piece in enumerate(re.split(r"<image (\d+)>", text)):
+        if place % 2 and int(piece) in pictures:
+            if (picture := left.pop(int(piece), None)) is not None:
+                content.append(ImagePart(picture))
+        elif words := (f"<image {piece}>" if place % 2 else piece).strip():
+            content.append(TextPart(words))
+    return (*map(ImagePart, left.values()), *content)
 
 
 def _picture(cell: Any) -> bytes | None:

@@ -122,8 +122,13 @@ function compare(direct, hits) {
   by("changed").hidden = false;
 }
 
+// A page is named by its file and number: what is written on it is long.
+function label(hit) {
+  return hit.metadata?.document && hit.metadata.page ? hit.id : hit.text || hit.id;
+}
+
 function title(hit) {
-  return (hit.text || hit.id).slice(0, 60);
+  return label(hit).slice(0, 60);
 }
 
 function show(id, hits, note) {
@@ -141,7 +146,7 @@ function show(id, hits, note) {
       image.loading = "lazy";
       button.append(image);
     }
-    const words = element("span", `${place + 1}. ${(hit.text || hit.id).slice(0, 200)} `);
+    const words = element("span", `${place + 1}. ${label(hit).slice(0, 200)} `);
     words.append(element("span", hit.score.toFixed(4), "score"));
     if (hit.gone) words.append(element("span", " no longer where it was indexed", "gone"));
     button.append(words);

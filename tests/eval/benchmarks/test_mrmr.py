@@ -1,6 +1,7 @@
 """MRMR: both spellings of its judgements, mixed modalities, disciplines, main scores, ties; files of the hub's layout."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -15,6 +16,7 @@ from eval.scoring.output_files import set_facts
 from eval.scoring.search import Ranking
 from eval.sets.retrieval_set import load_set
 from rge.common.errors import UserError
+from rge.common.parts import TextPart
 
 CATEGORIES = {"knowledge": ("Art_Theory", "Biology"), "theorem": ("Energy_and_Power", "Marketing")}
 
@@ -81,6 +83,24 @@ def test_items_show_what_their_modality_says(release, tmp_path):
     assert disciplines == ["Art", "Science"]
     assert list(load_set(tmp_path / "out/traffic").columns["discipline"]) == ["traffic", "traffic"]
     assert len(DISCIPLINES) == 29
+
+
+def test_pictures_stand_where_the_text_names_them(tmp_path):
+    queries = [
+        {"id": "1", "modality": "image,text", "text": "what <image 2> is, and <image 1>? <image 2> <image 7>",
+         "image": cell(1), "image 1": cell(2), "image 2": cell(3), "image 3": cell(4)},
+        {"id": "2", "modality": "text", "text": "which", "image": None, "image 1": None, "image 2": None, "image 3": None},
+        {"id": "3", "modality": "image", "text": None, "image": cell(4), "image 1": None, "image 2": None, "image 3": None},
+    ]  # fmt: skip
+    write(tmp_path / "src", "design", queries=queries, judged=[(name, "c", 1) for name in "123"])
+    import_mrmr(MrmrOptions(tmp_path / "src", tmp_path / "out", tasks=("design",), query_images="in_place"))
+    first, second, third = load_set(tmp_path / "out" / "design").queries
+    shown = [
+        part.text if isinstance(part, TextPart) else Path(part.image).read_bytes() for part in first.content
+    ]
+    assert shown == [picture(4), "what", picture(3), "is, and", picture(2), "?", "<image 7>"]
+    assert (second.text, second.pictures) == ("which", ())
+    assert third.pictures == (picture(4),)
 
 
 def test_numbered_pictures_on_request(release, tmp_path):

@@ -115,7 +115,8 @@ def _query(name: str, row: Row, task: str, options: MrmrOptions) -> Query:
     images = list(numbered.values()) or ([] if image is None else [image])
     content: Content = ()
     if options.query_images == "in_place" and numbered and text:
-        text, images, content = None, [], _in_place(text, numbered)
+        content = _in_place(text, numbered)
+        text, images = None, []
     domain = row.get("category") or task
     discipline = task if domain == task else DISCIPLINES.get(domain, "other")
     return Query(

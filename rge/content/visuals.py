@@ -80,14 +80,6 @@ def sizes(
         yield ClipSize(given[0].frame_size((found.width, found.height), len(seconds)), tuple(seconds))
 
 
-def check(part: Part) -> None:
-    """Open a part's file as far as headers show faults. Raises `ImageError`; texts and pictures have none here."""
-    if isinstance(part, PdfPart):
-        pdf.page_sizes(part.pdf, part.pages, part.dpi or pdf.DPI)
-    elif isinstance(part, VideoPart):
-        video.count(part.video, *asked(part, video.VideoRule()))
-
-
 def _pages(part: PdfPart) -> Sequence[int]:
     return part.pages or range(1, pdf.num_pages(part.pdf) + 1)
 

@@ -206,3 +206,16 @@ def test_what_a_part_says_precedes_the_rule(lively, clip, picture):
     for name, (part, count) in shown.items():
         prompt = builder_of(lively).build(Item(name, (part, *content_of("what?"))), "query")
         assert prompt.image_grid[0, 0] == count, name
+
+
+@reading
+def test_a_file_is_measured_as_it_is_shown(lively, tmp_path):
+    """Frames at uneven times, by packets alone: as many tokens, times written as text included."""
+    clips = pytest.importorskip("clips", exc_type=ImportError)
+    times_ms = [0, 130, 400, 410, 900, 1500, 2600, 2700, 3300, 4800, 5000, 6100]
+    (tmp_path / "clip.mp4").write_bytes(clips.clip(times_ms, size=(160, 96)))
+    item = Item("x", (VideoPart(str(tmp_path / "clip.mp4"), start=0.2), TextPart("what is this?")))
+    builder = PromptBuilder(lively.processor, video=VideoConfig(fps=1.5, max_pixels=96 * 64))
+    prompt, measured = builder.build(item, "query"), builder.measure(item, "query")
+    assert (measured.num_tokens, measured.num_pictures) == (len(prompt), int(prompt.image_grid[0, 0]))
+    assert measured.num_picture_tokens == int((prompt.type_ids == 2).sum())

@@ -29,6 +29,9 @@ from rge.rollout.config import RolloutConfig
 R = TypeVar("R", bound="Recipe")
 P = TypeVar("P", bound=PromptedConfig)
 
+CHANGEABLE = ("lr", "steps", "epochs", "warmup_steps", "schedule", "min_lr_ratio")
+"""Keys of a stage that `Recipe.resume_with` may name."""
+
 SHARED = (*PROMPTS, "max_negatives", "positives")
 """Keys of a source that `data` and `model` have for all of them."""
 
@@ -97,6 +100,9 @@ class Recipe:
     init: str | None = None
     """Checkpoint to start from instead of `model.path` or `model.scratch`, e.g. another run's cold start; if a stage is
     run alone, such as `stage=joint`, the checkpoint of the previous stage."""
+    resume_with: Annotated[list[str], MAY_DIFFER] = field(default_factory=list)
+    """Keys that may have other values than when the run began, such as joint.lr or joint.steps: it resumes, or a finished stage goes on, with
+    the new ones. What changed at which step is recorded in the checkpoint's identity."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     loss: LossConfig = field(default_factory=LossConfig)
@@ -281,6 +287,12 @@ def problems(recipe: Recipe) -> Iterator[str]:
         yield from recipe.rollout.check_temperature("rl", recipe.rl.temperature)
     yield from _check_unused(recipe)
     yield from _check_validation(recipe)
+    allowed = [f"{name}.{key}" for name in ("cold_start", "joint", "rl") for key in CHANGEABLE]
+    if unknown := [key for key in recipe.resume_with if key not in allowed]:
+        yield (
+            f"resume_with: {', '.join(unknown)} may not change when a run is resumed, only {', '.join(CHANGEABLE)} of a stage, such as "
+            "joint.lr (train.save_every and validation need no permission): use another out="
+        )
     for name in recipe.stages():
         yield from _check_stage(recipe, name, getattr(recipe, name))
 

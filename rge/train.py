@@ -42,7 +42,7 @@ from rge.distributed import launch
 from rge.distributed.failure_detection import watch_other_ranks
 from rge.distributed.stop_signals import restoring_handlers
 from rge.logs import Logs, end_trackers, start_trackers
-from rge.model.backbone import vision_parameters
+from rge.model.backbone import parts_of
 from rge.model.embedding_model import embedder_to_train
 from rge.objective import Objective
 from rge.optim.config import StageConfig
@@ -103,8 +103,7 @@ def train_stage(
     batches = make_batches(recipe, stage, embedder.processor, records, **objective.needs)
     rewarded = name == "rl" and objective.needs_rollout
     reinforcement = make_reinforcement(recipe, embedder, folder, accelerator) if rewarded else None
-    slow = vision_parameters(embedder.model)
-    optimizer = make_optimizer(embedder, recipe.optim, stage.lr, slow)
+    optimizer = make_optimizer(embedder, recipe.optim, stage.lr, parts_of(embedder.model))
     model, optimizer = dist.prepare(accelerator, embedder, optimizer, recipe.optim.max_grad_norm)
 
     writer = None

@@ -17,7 +17,7 @@ from torch import nn
 from rge.checkpoints.description import instructions_of, prompts_of, trained_on
 from rge.checkpoints.export import export, settings_of
 from rge.checkpoints.manifest import damage, discard
-from rge.checkpoints.resume import check_same_recipe, check_same_run
+from rge.checkpoints.resume import changed_with, check_not_past, check_same_recipe, check_same_run
 from rge.checkpoints.settings import RGE_JSON, CheckpointError
 from rge.checkpoints.training_state import States, complete_states, step_name
 from rge.common.errors import UserError
@@ -121,6 +121,14 @@ class CheckpointManager:
         rounding = check_same_recipe(done["recipe"], self.recipe, self.name, path)
         launch.check_resume(done["launch"], self.accelerator, path)
         rounding += check_same_run(done, self.identity, path)
+        check_not_past(done["step"], self.num_steps, self.name, path)
+        history = list(done["identity"].get("resumed_with", []))
+        if changed := changed_with(done["recipe"], self.recipe, self.name):
+            history.append({"step": done["step"], "changed": changed})
+            words = ", ".join(f"{key} {then!r} -> {now!r}" for key, (then, now) in changed.items())
+            self.accelerator.print(f"{self.name}: resumed with {words} (resume_with)")
+        if history:
+            self.identity = {**self.identity, "resumed_with": history}
         self.states.load(path)
         self._saved = done["step"]
         self._best = tuple(done["best"])

@@ -44,6 +44,8 @@ def finished(folder: Path, recipe: Recipe, name: str) -> bool:
         )
     settings = read_settings(final)
     check_same_recipe(settings.recipe, recipe, name, final)
+    if changed_with(settings.recipe, recipe, name):
+        return False  # it goes on from its last state
     found = settings.content()
     _check_same_records(_files_now(found), found, final)
     return True
@@ -108,7 +110,7 @@ def check_records(folder: Path, recipe: Recipe, name: str, records: Mapping[str,
 
 def check_same_run(found: Mapping[str, Any], now: Identity, path: Path) -> list[str]:
     """Refuse (CheckpointError) to continue with other records or from another start; returns other changes as text."""
-    then = found.get("identity", {})
+    then = {key: value for key, value in found.get("identity", {}).items() if key != "resumed_with"}
     _check_same_records(now.get("records", {}), found, path)
     apart = differences(then, now)
     if start := in_words({key: pair for key, pair in apart.items() if key.startswith("start.")}):
@@ -146,6 +148,7 @@ def check_state(folder: Path, recipe: Recipe, name: str, accelerator: Accelerato
         return
     path, done = newest
     check_same_recipe(done["recipe"], recipe, name, path)
+    check_not_past(done["step"], getattr(recipe, name).steps, name, path)
     launch.check_resume(done["launch"], accelerator, path)
 
 
@@ -197,11 +200,27 @@ def check_same_recipe(found: dict[str, Any], recipe: Recipe, name: str, path: Pa
         if ours.get(key) != theirs.get(key)
     }
     rounding = [different.pop(key) for key in [*different] if only_rounds(key)]
+    for key in recipe.resume_with:
+        different.pop(key, None)
     if different:
         raise CheckpointError(
             f"{path} was made with another recipe: {'; '.join(different.values())}. Use another out=, or delete {path.parent}"
         )
     return rounding
+
+
+def changed_with(found: dict[str, Any], recipe: Recipe, name: str) -> dict[str, tuple[Any, Any]]:
+    """Keys of a stage that `Recipe.resume_with` names and that another recipe had other values of: then and now."""
+    then, now = (result_keys(one, name) for one in (found, to_dict(recipe)))
+    return {key: (then.get(key), now.get(key)) for key in recipe.resume_with if then.get(key) != now.get(key)}
+
+
+def check_not_past(step: int, steps: int | None, name: str, path: Path) -> None:
+    """Raise CheckpointError if a state is of a later step than the stage's last one."""
+    if steps is not None and step > steps:
+        raise CheckpointError(
+            f"{path} is of step {step}, and {name} is to have {steps}: give {name}.steps={step} or more, or delete the later states"
+        )
 
 
 def _start(recipe: dict[str, Any], name: str, out: str) -> str | None:

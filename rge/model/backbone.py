@@ -366,6 +366,26 @@ def vision_parameters(model: HubModel) -> list[nn.Parameter]:
     return [parameter for part in family_of(model).vision(model) for parameter in part.parameters()]
 
 
+def parts_of(model: HubModel) -> dict[str, list[nn.Parameter]]:
+    """Every parameter by part of the model.
+
+    ``merger``: the projection of features to the text model's width; ``vision``: the rest of the tower; ``emb``: the tokens' rows, of
+    input and output; ``text``: the rest. Adapters belong to what they adapt.
+    """
+    family = family_of(model)
+    words = (model.get_input_embeddings(), model.get_output_embeddings())
+    modules = {"merger": family.merger(model), "vision": family.vision(model), "emb": filter(None, words)}
+    owner: dict[int, str] = {}
+    for part, own in modules.items():
+        for module in own:
+            for parameter in module.parameters():
+                owner.setdefault(id(parameter), part)
+    found: dict[str, list[nn.Parameter]] = {part: [] for part in (*modules, "text")}
+    for parameter in model.parameters():
+        found[owner.get(id(parameter), "text")].append(parameter)
+    return found
+
+
 def vision_prefixes(model: HubModel) -> tuple[str, ...]:
     """Prefixes of the names of the vision tower and its projection."""
     names = {id(module): name for name, module in model.named_modules()}

@@ -2,12 +2,16 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
 from rge.common.options import ROUNDING, AtLeastOne, Count, Positive
 from rge.scratch.config import ScratchConfig
+
+Part = Literal["vision", "merger", "text", "emb"]
+PARTS: tuple[str, ...] = get_args(Part)
+"""Parts of a model, see `rge.model.backbone.parts_of`."""
 
 Attention = Literal["auto", "varlen", "sdpa", "eager"]
 """Forms of attention, see `ModelConfig`."""
@@ -63,8 +67,9 @@ class ModelConfig:
     liger-kernel, checked against plain code in the first step; none; auto: liger if it is installed."""
     gradient_checkpointing: Annotated[bool, ROUNDING] = True
     """Recompute activations in the backward pass: about a third more compute, memory per layer instead of per op."""
-    freeze_vision: bool = False
-    """Do not train the vision tower and its merger."""
+    freeze: list[Part] = field(default_factory=list)
+    """Parts that are not trained: vision (the tower without its merger), merger, text, and emb, the rows of all tokens with that of
+    `<emb>`. With `lora`, what has no adapters is not trained anyway."""
     lora: LoraConfig | None = None
     """Train adapters only; null trains all weights."""
     think_tokens: Count = 0
@@ -84,7 +89,11 @@ class ModelConfig:
         """What contradicts itself."""
         if (self.path is None) == (self.scratch is None):
             yield "give exactly one of model.path and model.scratch"
-        if self.lora and self.lora.vision and self.freeze_vision:
-            yield "model.freeze_vision=true leaves model.lora.vision=true nothing to train; choose one"
+        adapted = {"text", *(["vision"] if self.lora and self.lora.vision else [])}
+        for part in sorted(adapted.intersection(self.freeze) if self.lora else ()):
+            key = "lora" if part == "text" else "lora.vision"
+            yield f"model.freeze={self.freeze} leaves the adapters of model.{key} nothing to train; choose one"
+        if not set(PARTS) - set(self.freeze):
+            yield "model.freeze names all parts, which leaves nothing to train: leave one out"
         if self.min_pixels > self.max_pixels:
             yield f"model.min_pixels ({self.min_pixels}) must not exceed model.max_pixels ({self.max_pixels})"

@@ -13,7 +13,7 @@ from rge.losses import rationale_log_probs, rationale_nll
 from rge.model.adapter_files import find_base, is_adapter_checkpoint, load_trainable_adapters
 from rge.model.adapters import add_adapters
 from rge.model.attention import EncodedPrompts, Pass, install
-from rge.model.backbone import Backbone, load_backbone, vision_parameters
+from rge.model.backbone import Backbone, load_backbone, parts_of
 from rge.model.config import ModelConfig
 from rge.model.families import family_of, normalised, patch_grid
 from rge.model.packing import Branch, PromptPart, TailPart, pack_prompts, pack_tails, to_device
@@ -256,8 +256,9 @@ def embedder_to_train(
         add_adapters(backbone.model, config.lora, backbone.emb_id, backbone.think_ids)
         if adapted and adapters_only:
             load_trainable_adapters(backbone.model, Path(start))
-    elif config.freeze_vision:
-        for parameter in vision_parameters(backbone.model):
+    else:
+        parts = parts_of(backbone.model)
+        for parameter in (parameter for part in config.freeze for parameter in parts[part]):
             parameter.requires_grad_(False)
     return EmbeddingModel(backbone, config.cuda_graphs).train()
 

@@ -56,6 +56,12 @@ class Family:
         """The vision tower, and the projection of its features to the text model's width."""
         return [model.model.visual]
 
+    def merger(self, model: HubModel) -> list[HubModel]:
+        """Of `vision`, what projects features: its modules after the first, or those that Qwen calls mergers."""
+        tower, *others = self.vision(model)
+        children: Any = tower.named_children()
+        return others or [module for name, module in children if "merger" in name]
+
     # From a picture to pixels and tokens.
 
     def limit_pixels(self, processor: Any, min_pixels: int | None, max_pixels: int | None) -> None:

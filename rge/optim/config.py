@@ -13,13 +13,26 @@ UNSHARDED_ONLY = ("muon",)
 
 
 @dataclass
+class LrScaleConfig:
+    """Learning rates of parts of the model, as multiples of the stage's; 0 computes gradients, but moves nothing."""
+
+    vision: NotNegative = 1.0
+    """The vision tower without its merger."""
+    merger: NotNegative = 1.0
+    """The projection of pictures' features to the text model's width."""
+    text: NotNegative = 1.0
+    """The text model's layers."""
+    emb: NotNegative = 1.0
+    """The rows of all tokens, with that of `<emb>`, and the output matrix."""
+
+
+@dataclass
 class OptimConfig:
     """The optimizer, the same for all stages."""
 
     name: Literal["adamw", "muon"] = "adamw"
     """Muon for matrices (convolution kernels too, as out channels x everything else) with AdamW for the rest learns much faster from scratch; not under ZeRO."""
-    vision_lr_ratio: NotNegative = 1.0
-    """Learning rate of the vision tower and its merger as a share of the stage's."""
+    lr_scale: LrScaleConfig = field(default_factory=LrScaleConfig)
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)
     """Decay rates of AdamW's running means of the gradient and its square."""
     eps: Positive = 1e-8

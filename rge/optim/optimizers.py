@@ -1,7 +1,8 @@
 """Optimizers, and the learning rate as a function of the step."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -46,36 +47,41 @@ class MuonAdamW(torch.optim.Optimizer):
 
 
 def make_optimizer(
-    model: nn.Module, config: OptimConfig, lr: float, slow: Sequence[nn.Parameter] = ()
+    model: nn.Module,
+    config: OptimConfig,
+    lr: float,
+    parts: Mapping[str, Sequence[nn.Parameter]] = MappingProxyType({}),
 ) -> torch.optim.Optimizer:
     """Optimizer over the trainable parameters; norms, biases and other vectors are not decayed.
 
-    Weight decay is decoupled and multiplied by the rate, which is `OptimConfig.vision_lr_ratio` times `lr` for the `slow`
-    parameters, the vision tower's.
+    Weight decay is decoupled and multiplied by the rate, which is `lr` times the factor in `OptimConfig.lr_scale` of a parameter's
+    part (`rge.model.backbone.parts_of`); those of no part have 1.
     """
     name, betas, eps = config.name, config.betas, config.eps
     if name not in ("adamw", "muon"):
         raise ValueError(f"optimizer must be adamw or muon, got {name!r}")
-    is_slow = set(map(id, slow))
+    scales = vars(config.lr_scale)
+    scale = {id(parameter): scales[part] for part, own in parts.items() for parameter in own}
     # Tied or not, the output matrix is trained like the embeddings, as Muon's author recommends.
     modules: list[Any] = [*model.modules()]
     words = [module for module in modules if isinstance(module, nn.Embedding)]
     heads = [module.get_output_embeddings() for module in modules if hasattr(module, "get_output_embeddings")]
     by_token = {id(module.weight) for module in (*words, *filter(None, heads))}
-    groups: dict[tuple[bool, bool, bool], list[nn.Parameter]] = {}
+    groups: dict[tuple[bool, float, bool], list[nn.Parameter]] = {}
     for parameter in model.parameters():
         if parameter.requires_grad:
             # Weights sharded by ZeRO-3 on loading are vectors here, which would not be decayed.
             num_axes = len(getattr(parameter, "ds_shape", parameter.shape))
             by_muon = name == "muon" and num_axes >= 2 and id(parameter) not in by_token
-            groups.setdefault((by_muon, id(parameter) in is_slow, num_axes >= 2), []).append(parameter)
+            key = by_muon, scale.get(id(parameter), 1.0), num_axes >= 2
+            groups.setdefault(key, []).append(parameter)
     matrices: list[dict] = []
     others: list[dict] = []
-    for (by_muon, slowed, decayed), parameters in groups.items():
+    for (by_muon, scaled, decayed), parameters in groups.items():
         group = {
             "params": parameters,
             "weight_decay": config.weight_decay if decayed else 0.0,
-            "lr_ratio": config.vision_lr_ratio if slowed else 1.0,
+            "lr_ratio": scaled,
         }
         (matrices if by_muon else others).append(group)
     if name == "adamw":

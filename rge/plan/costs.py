@@ -25,7 +25,7 @@ from rge.config import Recipe
 from rge.losses import CHUNK_TOKENS
 from rge.model.adapters import trained_parts
 from rge.model.attention import bucket
-from rge.model.backbone import skeleton
+from rge.model.backbone import parts_of, skeleton
 from rge.model.config import ModelConfig
 from rge.model.families import family_of
 from rge.model.hub_model import HubModel
@@ -589,7 +589,8 @@ def num_parameters(model: HubModel, settings: ModelConfig) -> tuple[int, int]:
     """
     total, lora = _size(model), settings.lora
     if lora is None:
-        return total, total - settings.freeze_vision * sum(map(_size, family_of(model).vision(model)))
+        parts = parts_of(model)
+        return total, total - sum(each.numel() for part in settings.freeze for each in parts[part])
     layers, whole = trained_parts(model, lora)
     shapes = [model.get_parameter(f"{name}.weight").shape for name in layers]
     adapters = sum(lora.rank * sum(shape) + lora.dora * shape[0] for shape in shapes)

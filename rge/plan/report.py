@@ -27,7 +27,7 @@ from rge.towers.smollm2 import is_smollm2
 
 LESS = (
     "with less memory: a smaller train.micro_batch_size or rollout.batch_size, model.gradient_checkpointing=true, "
-    "model.freeze_vision=true or model.lora; less main memory: train.background_save=false; on GPUs also a back end that shards more, or "
+    "model.freeze=[vision,merger] or model.lora; less main memory: train.background_save=false; on GPUs also a back end that shards more, or "
     "more GPUs"
 )
 
@@ -235,7 +235,9 @@ def setup_of(recipe: Recipe, model: HubModel, options: PlanOptions, load: Load) 
         checkpointing=recipe.model.gradient_checkpointing,
         adapters=lora is not None,
         # `modules_to_save` is meant for the tower's merger.
-        train_vision=lora.vision or bool(lora.modules_to_save) if lora else not recipe.model.freeze_vision,
+        train_vision=lora.vision or bool(lora.modules_to_save)
+        if lora
+        else not {"vision", "merger"} <= set(recipe.model.freeze),
         optimizer_states=costs.OPTIMIZER_STATES[recipe.optim.name],
         rollout_rows=recipe.rollout.batch_size,
         captures=recipe.model.cuda_graphs

@@ -328,12 +328,14 @@ def teach(
         decoder.layers.requires_grad_(write and train_text)
         decoder.norm.requires_grad_(write and train_text)
         model.get_input_embeddings().requires_grad_(train_text)
-        began, num_steps, slow = 0, steps, []
+        began, num_steps = 0, steps
+        parts: dict[str, list[torch.nn.Parameter]] = {}
         if write and first_write:
             # The text model starts here, at the full rate; the tower continues at its current rate.
-            began, num_steps, slow = first_write, steps - first_write, vision_parameters(model)
-            settings.vision_lr_ratio = learning_rate(first_write, steps, schedule) / lr
-        optimizer: torch.optim.Optimizer = make_optimizer(namer, settings, lr, slow)
+            began, num_steps = first_write, steps - first_write
+            parts = {"vision": vision_parameters(model)}
+            settings.lr_scale.vision = learning_rate(first_write, steps, schedule) / lr
+        optimizer: torch.optim.Optimizer = make_optimizer(namer, settings, lr, parts)
         wrapped, optimizer = accelerator.prepare(namer.train(), optimizer)
         for step in progress.begin(phase, optimizer):
             times = [time.perf_counter()]

@@ -65,7 +65,7 @@ def test_the_papers_recipe_holds_the_papers_numbers():
     )
     assert (recipe.rollout.max_new_tokens, recipe.rollout.temperature) == (128, 0)
     assert (recipe.model.min_pixels, recipe.model.max_pixels) == (200_704, 802_816)
-    assert (recipe.model.freeze_vision, recipe.data.profile) == (False, "rge")
+    assert (recipe.model.freeze, recipe.data.profile) == ([], "rge")
 
 
 def test_overrides_are_typed(load):
@@ -255,7 +255,13 @@ def test_a_value_of_the_wrong_type_names_its_key(load, override, message):
         ("data.num_workers=-1", "data.num_workers must be >= 0, got -1"),
         ("data.max_prompt_tokens=0", "data.max_prompt_tokens must be >= 1, got 0"),
         ("optim.max_grad_norm=-1", "optim.max_grad_norm must be >= 0, got -1"),
-        ("optim.vision_lr_ratio=-1", "optim.vision_lr_ratio must be >= 0, got -1"),
+        ("optim.lr_scale.vision=-1", "optim.lr_scale.vision must be >= 0, got -1"),
+        ("model.freeze=[tower]", "model.freeze.0. must be one of vision, merger, text, emb, got 'tower'"),
+        ("model.freeze=[vision,merger,text,emb]", "model.freeze names all parts"),
+        (
+            "model={lora: {rank: 2}, freeze: [text]}",
+            "model.freeze=.* leaves the adapters of model.lora nothing to train",
+        ),
         ("optim.weight_decay=-1", "optim.weight_decay must be >= 0, got -1"),
         ("model.min_pixels=0", "model.min_pixels must be >= 1, got 0"),
         (

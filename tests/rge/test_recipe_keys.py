@@ -32,6 +32,8 @@ from family_models import TEXT, VISION
 
 from rge import check, train
 from rge.checkpoints import checkpoint_manager, training_state
+from rge.checkpoints.resume import changed_with, check_same_recipe
+from rge.checkpoints.settings import CheckpointError
 from rge.common.errors import RecipeError, UserError
 from rge.config import Recipe, load_recipe, to_dict
 from rge.data import loader
@@ -128,7 +130,7 @@ ENTRIES: dict[str, Changes | Refused] = {
     "model.attn_implementation": Changes("model.attn_implementation=eager", "weights"),
     "model.vision_attn_implementation": Changes("model.vision_attn_implementation=eager", "weights"),
     "model.gradient_checkpointing": Changes("model.gradient_checkpointing=true", "calls"),
-    "model.freeze_vision": Changes("model.freeze_vision=true", "weights"),
+    "model.freeze": Changes("model.freeze=[merger]", "weights"),
     "model.lora.rank": Changes("model.lora.rank=3", "weights", LORA),
     "model.lora.alpha": Changes("model.lora.alpha=99", "weights", LORA),
     "model.lora.dropout": Changes("model.lora.dropout=0.5", "weights", LORA),
@@ -220,7 +222,10 @@ ENTRIES: dict[str, Changes | Refused] = {
     "rl.beta": Changes("rl.beta=0.5", "metrics", RL),
     "rl.num_iterations": Changes("rl.num_iterations=2", "metrics", RL),
     "optim.name": Changes("optim.name=muon", "weights"),
-    "optim.vision_lr_ratio": Changes("optim.vision_lr_ratio=0.1", "weights"),
+    **{
+        f"optim.lr_scale.{part}": Changes(f"optim.lr_scale.{part}=0.1", "weights")
+        for part in ("vision", "merger", "text", "emb")
+    },
     "optim.betas": Changes("optim.betas=[0.5, 0.6]", "weights"),
     "optim.eps": Changes("optim.eps=0.1", "weights"),
     "optim.weight_decay": Changes("optim.weight_decay=0.5", "weights"),
@@ -951,7 +956,21 @@ def test_best_by_names_the_source_whose_figure_counts(arguments):
     assert values == [2.0, 1.0]
 
 
+def test_resume_with_allows_what_it_names(arguments, tmp_path):
+    before = to_dict(load_recipe(arguments()))
+    later = arguments("joint.lr=1e-4", "joint.steps=9")
+    with pytest.raises(CheckpointError, match="joint.steps"):
+        check_same_recipe(before, load_recipe([*later, "resume_with=[joint.lr]"]), "joint", tmp_path)
+    recipe = load_recipe([*later, "resume_with=[joint.lr,joint.steps]"])
+    assert check_same_recipe(before, recipe, "joint", tmp_path) == []
+    assert changed_with(before, recipe, "joint") == {"joint.lr": (3e-3, 1e-4), "joint.steps": (2, 9)}
+    assert changed_with(to_dict(recipe), recipe, "joint") == {}
+    with pytest.raises(RecipeError, match=r"resume_with: data.profile may not change"):
+        load_recipe(arguments("resume_with=[data.profile]"))
+
+
 ELSEWHERE = {
+    "resume_with": test_resume_with_allows_what_it_names,
     "validation.best_by": test_best_by_names_the_source_whose_figure_counts,
     **dict.fromkeys(OWN_KEYS_OF_STAGES, test_a_source_is_trained_on_as_each_of_its_keys_says),
     **{

@@ -291,6 +291,32 @@ def test_a_stage_that_gets_no_better_ends_at_the_same_step_after_a_resume(whole,
 
 
 @pytest.mark.slow
+def test_a_finished_stage_goes_on_with_what_it_may_change(whole, home):
+    """One step more, at another rate; recorded, and not done again."""
+    out = home / "longer"
+    shutil.copytree(whole, out)
+    last, more = STEPS["joint"], ["joint.lr=1e-4", f"joint.steps={STEPS['joint'] + 1}"]
+    refused = run(home, out, *validated(home), *more)
+    assert refused.returncode == 2
+    assert "joint.lr" in refused.stderr
+    again = [*validated(home), *more, "resume_with=[joint.lr,joint.steps]"]
+    trained(run(home, out, *again))
+    final = read_settings(out / "joint/final")
+    assert final.step == last + 1
+    [entry] = final.identity["resumed_with"]
+    assert entry["step"] == last
+    assert entry["changed"]["joint.steps"] == [last, last + 1]
+    assert entry["changed"]["joint.lr"][1] == 1e-4
+    before = (out / "joint/metrics.jsonl").read_text()
+    assert "is finished" in run(home, out, *again).stdout
+    assert (out / "joint/metrics.jsonl").read_text() == before
+    shutil.rmtree(out / "joint/final")
+    fewer = run(home, out, *validated(home), f"joint.steps={last}", "resume_with=[joint.lr,joint.steps]")
+    assert fewer.returncode == 2
+    assert f"is of step {last + 1}" in fewer.stderr
+
+
+@pytest.mark.slow
 def test_figures_of_other_records_or_weights_are_not_taken_for_this_runs(whole, home):
     """Resumed before the last step: without validation, and with the best checkpoints measured on other records."""
     out = home / "measured_otherwise"

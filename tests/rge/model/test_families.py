@@ -15,7 +15,7 @@ from rge.common.schema import Item
 from rge.config import load_recipe
 from rge.embedders.registry import load_model
 from rge.model.adapters import add_adapters
-from rge.model.backbone import load_backbone, vision_parameters
+from rge.model.backbone import load_backbone, parts_of, vision_parameters
 from rge.model.config import LoraConfig
 from rge.model.embedding_model import EmbeddingModel
 from rge.model.families import FAMILIES, family_of, normalised
@@ -209,3 +209,17 @@ def _bytes(image) -> bytes:
     out = io.BytesIO()
     image.save(out, "PNG")
     return out.getvalue()
+
+
+@every_family
+def test_every_parameter_belongs_to_one_part(lively):
+    """The tower, its projection, the tokens' rows, and the rest; together they are what `vision_parameters` has, and all else."""
+    parts = parts_of(lively.model)
+    ids = {part: set(map(id, own)) for part, own in parts.items()}
+    assert sum(map(len, ids.values())) == len(list(lively.model.parameters()))
+    assert set().union(*ids.values()) == set(map(id, lively.model.parameters()))
+    assert all(ids[part] for part in ("merger", "emb", "text"))  # a pretrained tower may have no trained ones
+    assert ids["vision"] | ids["merger"] == set(map(id, vision_parameters(lively.model)))
+    assert id(lively.model.get_input_embeddings().weight) in ids["emb"]
+    width = lively.model.config.get_text_config().hidden_size
+    assert any(parameter.shape[0] == width for parameter in parts["merger"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rge.optim.config import OptimConfig, StageConfig
+from rge.optim.config import LrScaleConfig, OptimConfig, StageConfig
 from rge.optim.muon import Muon, orthogonal
 from rge.optim.optimizers import learning_rate, make_optimizer, set_learning_rate
 
@@ -126,10 +126,9 @@ def test_slow_parameters_take_their_share_of_the_rate(name):
     for ratio in (1.0, 0.25):
         net = Net()
         before = copy.deepcopy(net.state_dict())
-        slow = list(net.linear.parameters())
-        optimizer = make_optimizer(
-            net, OptimConfig(name=name, betas=(0.9, 0.99), vision_lr_ratio=ratio), 1.0, slow
-        )
+        parts = {"vision": list(net.linear.parameters())}
+        settings = OptimConfig(name=name, betas=(0.9, 0.99), lr_scale=LrScaleConfig(vision=ratio))
+        optimizer = make_optimizer(net, settings, 1.0, parts)
         set_learning_rate(optimizer, 0.1)
         net.loss().backward()
         optimizer.step()

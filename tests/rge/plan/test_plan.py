@@ -438,7 +438,7 @@ def test_a_frozen_tower_is_counted_once(the_3b, capsys):
                     "recipe=qwen25vl_3b",
                     "data.max_negatives=0",
                     "train.keep_activations=none",
-                    "model.freeze_vision=true",
+                    "model.freeze=[vision,merger]",
                     *words,
                     *more,
                 ]
@@ -828,10 +828,10 @@ def test_what_a_frozen_tower_makes_stays_on_the_gpu():
         return found.memory["pictures"] - found.batch_bytes, found
 
     for name, size in {"qwen25vl_7b_lora": 3584, "qwen3vl_2b": 2048 * 4, "smolvlm": 2048}.items():
-        kept, found = of(name, "zero2", "model.freeze_vision=true")
+        kept, found = of(name, "zero2", "model.freeze=[vision,merger]")
         pictures = found.load.queries + found.load.candidates
         assert kept == 2 * pictures * found.shapes.picture.placeholders * size > 0
-    frozen = "model.freeze_vision=true"
+    frozen = "model.freeze=[vision,merger]"
     assert of("qwen3vl_2b", "zero2")[0] == 0
     assert of("qwen25vl_7b_lora", "ddp", "model.lora.vision=true")[0] == 0
     assert of("qwen3vl_2b", "zero3", frozen)[0] == of("qwen3vl_2b", "fsdp2", frozen)[0] == 0

@@ -12,7 +12,7 @@ from rge.common.modes import Mode
 from rge.common.options import AtLeastOne, Count
 from rge.common.registry import PluginOptions
 from rge.embedders.registry import ModelOptions
-from rge.mining.rules import MiningRules
+from rge.mining.config import MiningRules
 
 
 @dataclass(kw_only=True)

@@ -102,6 +102,7 @@ BAD = ("joint.sources=[{path: HOME/bad.jsonl}]", "data.on_bad=skip", "data.max_b
 RL = ("stage=rl",)
 TWO_RL = ("rl.sources=[{path: HOME/records.jsonl}, {path: HOME/others.jsonl}]", *RL)
 TWO_UPDATES = (*RL, "rl.num_iterations=2")
+MINES = ("data.mine={every: 1, relative_margin: null}", "data.max_negatives=3")
 JUDGED = ("joint.sources=[{path: HOME/scored.jsonl}]",)
 BOARD = ("log.trackers=[tensorboard]",)
 
@@ -144,6 +145,16 @@ ENTRIES: dict[str, Changes | Refused] = {
     "data.profile": Changes("data.profile=rge", "metrics"),
     "data.max_prompt_tokens": Changes("data.max_prompt_tokens=64", "metrics"),
     "data.max_negatives": Changes("data.max_negatives=2", "metrics"),
+    "data.mine.every": Changes("data.mine.every=2", "metrics", MINES),
+    "data.mine.num": Changes("data.mine.num=2", "metrics", MINES),
+    "data.mine.relative_margin": Changes("data.mine.relative_margin=0.5", "metrics", MINES),
+    "data.mine.absolute_margin": Changes("data.mine.absolute_margin=0.5", "metrics", MINES),
+    "data.mine.max_score": Changes("data.mine.max_score=0.0", "metrics", MINES),
+    "data.mine.range": Changes("data.mine.range=[5, 20]", "metrics", MINES),
+    "data.mine.choose": Changes("data.mine.choose=sampled", "metrics", MINES),
+    "data.mine.seed": Changes("data.mine.seed=1", "metrics", (*MINES, "data.mine.choose=sampled")),
+    "data.mine.pool": Changes("data.mine.pool=2", "metrics", MINES),
+    "data.mine.query_mode": Changes("data.mine.query_mode=direct", "metrics", MINES),
     "data.positives": Changes("data.positives=all", "metrics"),
     "data.sort_by_length": Changes("data.sort_by_length=false", "weights", ("train.micro_batch_size=2",)),
     "data.num_workers": Changes("data.num_workers=1", "processes"),

@@ -228,7 +228,7 @@ class Embedder:
     def _check_task(self, task: str) -> None:
         tasks = self.settings.instructions.by_task if self.settings.instructions else {}
         if task not in tasks:
-            raise ValueError(
+            raise UserError(
                 f"{self.checkpoint} knows no task {task!r}; known are {', '.join(tasks) or 'none'}"
             )
 

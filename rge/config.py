@@ -185,7 +185,7 @@ def load_options(
     try:
         recipe = parse_file(schema, arguments, key="recipe", folder=recipes, command=command)
     except UserError as error:
-        raise RecipeError(str(error)) from None
+        raise RecipeError(str(error)).about(*error.faults) from None
     recipe.out = os.path.expanduser(recipe.out.replace("{recipe}", recipe.recipe))
     recipe.init = recipe.init and os.path.expanduser(recipe.init)
     recipe.model.path = recipe.model.path and os.path.expanduser(recipe.model.path)

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from faults import raises
 
 from rge.checkpoints.export import export, settings_of
 from rge.common.errors import UserError
@@ -440,15 +441,15 @@ def test_an_oracle_rationale_leaks_and_an_own_one_does_not(checkpoint, records):
     ("arguments", "message"),
     [
         (["leek"], "unknown command 'leek'; did you mean leakage"),
-        (["leakage"], "missing checkpoint=..., data=..."),
-        (["leakage", "checkpoint=x"], "missing data=..."),
-        (["leakage", "checkpoint=x", "data=y", "step=3"], "unknown key step; did you mean steps"),
-        (["leakage", "checkpoint=x", "data=y", "steps=many"], "steps must be an integer, got 'many'"),
-        (["sensitivity", "checkpoint=x", "data=y", "limit=0"], "limit must be >= 1, got 0"),
+        (["leakage"], ("missing", "checkpoint")),
+        (["leakage", "checkpoint=x"], ("missing", "data")),
+        (["leakage", "checkpoint=x", "data=y", "step=3"], ("unknown", "step")),
+        (["leakage", "checkpoint=x", "data=y", "steps=many"], ("type", "steps")),
+        (["sensitivity", "checkpoint=x", "data=y", "limit=0"], ("range", "limit")),
     ],
 )
 def test_wrong_commands(arguments, message):
-    with pytest.raises(UserError, match=message):
+    with raises(UserError, message):
         command.main(arguments)
 
 

@@ -50,13 +50,14 @@ from rge.common.options import AtLeastOne, one_of, parse_options  # noqa: E402
 from rge.config import load_recipe  # noqa: E402
 from rge.data.collate import Batch  # noqa: E402
 from rge.distributed.transfer import moved  # noqa: E402
-from rge.model import embedding_model, fused, varlen, vision_tower  # noqa: E402
+from rge.model import fused, varlen, vision_tower  # noqa: E402
 from rge.model.embedding_model import EmbeddingModel  # noqa: E402
 from rge.objective import Objective  # noqa: E402
 from rge.plan.costs import GIB, RESERVED_GIB, Setup, flops, memory, shapes_of, speed_of  # noqa: E402
 from rge.plan.known_models import TABLE  # noqa: E402
 from rge.plan.options import PlanOptions  # noqa: E402
 from rge.plan.report import load_of  # noqa: E402
+from rge.rollout import micro_batches  # noqa: E402
 from rge.rollout.generate import Rationale, generate  # noqa: E402
 from rge.rollout.micro_batches import encode_prompts  # noqa: E402
 from rge.rollout.writer import Rollout  # noqa: E402
@@ -247,7 +248,7 @@ def check_kept(machine: Machine) -> Figures:
     embedder = small_embedder(machine, machine.dtype, "varlen")
     batch, figures, gradients = random_batch(embedder, 16), dict[str, Any](), []
     for keep in ("none", "device", "host"):
-        with patch.object(embedding_model, "LEAST_BYTES", 2**12):  # the small model's are small
+        with patch.object(micro_batches, "LEAST_BYTES", 2**12):  # the small model's are small
             _one_step(machine, embedder, batch, keep)
             report, gradient = _one_step(machine, embedder, batch, keep)
         gradients.append(gradient)

@@ -421,3 +421,9 @@ def test_the_papers_recipe_trains_on_the_stand_in(stand_in, tmp_path, tiny_path,
     final = read_settings(tmp_path / "runs/mmeb/joint/final")
     assert (final.profile, final.tasks) == ("plain", {})
     assert final.instructions.by_task.keys() == set(TRAINED)
+
+
+def test_published_counts_sum_to_the_papers_662_thousand():
+    # VLM2Vec draws at most 50 thousand rows of each set.
+    assert sum(min(rows, 50) for rows in mmeb.PUBLISHED.values()) == 662
+    assert mmeb.PUBLISHED.keys() == {*TRAINED}

@@ -9,7 +9,6 @@ from family_models import PHOTOS  # its network has no kernel of ours, and hundr
 
 from rge.config import Recipe
 from rge.distributed.config import TrainConfig
-from rge.model import embedding_model
 from rge.model.adapters import add_adapters
 from rge.model.config import LoraConfig
 from rge.model.embedding_model import EmbeddingModel
@@ -20,6 +19,7 @@ from rge.objective import Objective
 from rge.rl.config import RewardConfig, RLConfig
 from rge.rl.credit import Reinforcement
 from rge.rollout import generate as generating
+from rge.rollout import micro_batches
 from rge.rollout.config import RolloutConfig
 from rge.rollout.generate import Rationale, generate
 from rge.rollout.micro_batches import encode_prompts
@@ -330,7 +330,7 @@ def test_kernels_a_layer_and_a_token(lively_path, backbone_of, make_batch):
 @pytest.mark.slow
 def test_what_is_kept_in_main_memory_comes_back(lively_path, backbone_of, make_batch, monkeypatch):
     """The gradients of keeping it on the device, in as many waits: copies are asked for, and never waited for."""
-    monkeypatch.setattr(embedding_model, "LEAST_BYTES", 1)
+    monkeypatch.setattr(micro_batches, "LEAST_BYTES", 1)
     embedder = EmbeddingModel(backbone_of(lively_path))
     batch = make_batch(PromptBuilder(embedder.processor))
     waits, gradients = {}, {}

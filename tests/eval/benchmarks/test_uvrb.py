@@ -97,7 +97,7 @@ def test_figures_are_those_of_the_released_scorer(tmp_path):
     found = read_results(tmp_path / "out" / "members" / "CMRB")
     # Computed by its `load_qrel_from_instances` and `compute_recall_at_k` on these scores.
     expected = {"Recall@1": 0.0833, "Recall@5": 0.0833, "Recall@10": 0.25, "Recall@50": 0.6667}
-    assert found["official"] == expected
+    assert found.official == expected
 
 
 def test_what_is_missing_is_named(tmp_path):

@@ -27,8 +27,7 @@ from rge.common.prompt_profiles import PROFILES
 from rge.common.schema import Record
 from rge.data.sources import check_wording, json_line
 from rge.judging.scorer import SCORERS, Judge, Scorer
-from rge.mining.table import RecordTable
-from rge.vectors.contents import content_digest
+from rge.mining.table import Table
 from rge.vectors.fill_cache import Embeds
 from rge.vectors.processes import ProcessGroup, join, leave
 
@@ -82,7 +81,7 @@ def run(options: NegativesOptions, process_group: ProcessGroup) -> dict[str, Any
     return next(iter(reports.values())) if len(reports) == 1 else reports
 
 
-def _table(source: Source, options: NegativesOptions, encoder: Embeds) -> RecordTable:
+def _table(source: Source, options: NegativesOptions, encoder: Embeds) -> Table:
     """The queries and candidates of a file; every picture is read once."""
     profile, name = encoder.settings.profile, str(source.records.name)
 
@@ -94,8 +93,7 @@ def _table(source: Source, options: NegativesOptions, encoder: Embeds) -> Record
                 check_wording(record, name, profile)
             yield record
 
-    pool = None if options.pool is None else pool_targets(options.pool)
-    return RecordTable(records(), content_digest, pool)
+    return Table(records(), None if options.pool is None else pool_targets(options.pool))
 
 
 def _write(

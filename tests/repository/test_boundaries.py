@@ -23,7 +23,6 @@ WINGS = {
         "rge/step.py",
         "rge/objective.py",
         "rge/validation.py",
-        "rge/mining/refresh.py",
         "rge/logs.py",
         "rge/optim/",
         "rge/rl/",

@@ -196,7 +196,7 @@ def test_what_only_a_draw_shows(folder, builder, kind, tmp_path):
     assert [content(batch) for batch in loaded(skipping, 3)] == found
     assert all(len(batch["queries"]) == BATCH and "bad" not in batch["record_ids"] for batch in found)
     ledger = BadRecords(
-        DataConfig(on_bad="skip", max_bad_share=0.1), skipping.files, tmp_path, 0, skipping.mixture
+        DataConfig(on_bad="skip", max_bad_share=0.1), skipping.records, tmp_path, 0, skipping.mixture
     )
     reports = [ledger.after_step(step, skipping[step]) for step in range(STEPS)]
     assert reports[-1] == {"bad_records": 1}
@@ -218,7 +218,7 @@ def test_what_opening_shows(folder, builder, kind, tmp_path):
     expected = [content(good[step]) for step in range(STEPS)]
     assert [content(batch) for batch in loaded(skipping, 0)] == expected
     ledger = BadRecords(
-        DataConfig(on_bad="skip", max_bad_share=0.1), skipping.files, tmp_path, 0, skipping.mixture
+        DataConfig(on_bad="skip", max_bad_share=0.1), skipping.records, tmp_path, 0, skipping.mixture
     )
     assert ledger.after_step(1, skipping[0]) == {"bad_records": 1}
     [line] = [json.loads(line) for line in (tmp_path / NAME).read_text().splitlines()]

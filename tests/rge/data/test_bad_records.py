@@ -254,7 +254,7 @@ def test_what_is_odd_and_good_is_trained_on(folder, builder):
     path = write(folder, "odd", *odd, record("long", query={"text": "word " * 5000}), b"  ")
     path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
     batches = batches_of(path, builder, "stop")
-    assert len(batches.files[0]) == GOOD + len(names) + 1
+    assert len(batches.records[0]) == GOOD + len(names) + 1
     seen = {name for batch in loaded(batches, 2) for name in batch.record_ids}
     assert {*names, "long"} <= seen
 

@@ -46,6 +46,7 @@ from rge.distributed import collectives as dist
 from rge.distributed import launch
 from rge.distributed.failure_detection import CoordinatedExit, after_main
 from rge.losses import takes_teacher, try_out
+from rge.mining import refresh
 from rge.model.adapter_files import check_form, find_base, is_adapter_checkpoint
 from rge.model.adapters import add_adapters
 from rge.model.backbone import (
@@ -345,6 +346,8 @@ class Preflight:
             if recipe.data.on_bad == "skip" and all(file.size is not None for file in files):
                 self._check_share_of_bad(name, files, laid)
             self.problems += _without_scores(recipe, name)
+            if Objective.of(recipe, name).alpha_con > 0:
+                self.problems += refresh.problems(recipe, files)
             if Objective.of(recipe, name).alpha_con > 0 and len(laid) == len(keys):
                 self.problems += self._uncompared(name, stage, laid)
 

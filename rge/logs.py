@@ -187,7 +187,7 @@ class Logs:
     def step(
         self, step: int, report: dict[str, Any], coverage: Callable[[int], dict[str, Any]] | None = None
     ) -> None:
-        """Report a finished step; `step` counts from one. Validated and skipped steps are always logged.
+        """Report a finished step; `step` counts from one. Validated and skipped steps, and the first after a mining, are always logged.
 
         `coverage` says what has been read of each source after so many steps; it is only called for logged steps.
         """
@@ -203,7 +203,7 @@ class Logs:
         shown = {name: f"{report[name]:.3g}" for name in SHOWN if name in report}
         self.bar.update(1)
         self.bar.set_postfix(shown, refresh=False)
-        if self.is_due(step) or {"val_loss", "skipped_steps"} & report.keys():
+        if self.is_due(step) or {"val_loss", "skipped_steps", "mined_mean"} & report.keys():
             self._write(
                 step, report, coverage(step) if coverage is not None and self._file is not None else {}
             )

@@ -49,6 +49,7 @@ CONTRASTIVE_LOSSES: Registry[ContrastiveLoss] = Registry(
         "contrastive",
         "contrastive_loss",
         "contrastive_direct",
+        "contrastive_latent",
     ),
 )
 

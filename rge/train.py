@@ -36,12 +36,12 @@ from rge.common.commands import start
 from rge.config import Recipe
 from rge.data.bad_records import BadRecords
 from rge.data.collate import make_batches
-from rge.data.loader import Loader
 from rge.distributed import collectives as dist
 from rge.distributed import launch
 from rge.distributed.failure_detection import watch_other_ranks
 from rge.distributed.stop_signals import restoring_handlers
 from rge.logs import Logs, end_trackers, start_trackers
+from rge.mining.refresh import StageLoader
 from rge.model.backbone import parts_of
 from rge.model.embedding_model import embedder_to_train
 from rge.objective import Objective
@@ -131,7 +131,9 @@ def train_stage(
     first_step = manager.resume()
 
     bad_records = BadRecords(recipe.data, batches.records, folder, first_step, batches.mixture)
-    loader = Loader(batches, range(first_step, manager.num_steps), recipe.data, embedder.device)
+    loader = StageLoader(
+        recipe, batches, range(first_step, manager.num_steps), objective, model, embedder, accelerator, folder
+    )
     logs = Logs(accelerator, folder, name, first_step, num_steps, recipe.train.log_every)
     skipped = 0  # steps in a row
     waited = time.perf_counter()
@@ -177,7 +179,7 @@ def train_stage(
         report |= {"lr": lr, "wait_s": began - waited, "rollout_s": rolled_out - began, "step_s": took}
         report |= rollout_report(rollout, rolled_out - began, embedder.device)
         # 4. Periodically measure held-out records, keep the best, save a state to resume from.
-        report |= bad_records.after_step(step + 1, batch)
+        report |= loader.report() | bad_records.after_step(step + 1, batch)
         report |= manager.validate(step + 1)
         logs.step(step + 1, report, batches.coverage)
         if reinforcement is not None:

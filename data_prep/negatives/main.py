@@ -27,7 +27,8 @@ from rge.common.prompt_profiles import PROFILES
 from rge.common.schema import Record
 from rge.data.sources import check_wording, json_line
 from rge.judging.scorer import SCORERS, Judge, Scorer
-from rge.mining.table import Table
+from rge.mining.table import RecordTable
+from rge.vectors.contents import content_digest
 from rge.vectors.fill_cache import Embeds
 from rge.vectors.processes import ProcessGroup, join, leave
 
@@ -81,7 +82,7 @@ def run(options: NegativesOptions, process_group: ProcessGroup) -> dict[str, Any
     return next(iter(reports.values())) if len(reports) == 1 else reports
 
 
-def _table(source: Source, options: NegativesOptions, encoder: Embeds) -> Table:
+def _table(source: Source, options: NegativesOptions, encoder: Embeds) -> RecordTable:
     """The queries and candidates of a file; every picture is read once."""
     profile, name = encoder.settings.profile, str(source.records.name)
 
@@ -93,7 +94,8 @@ def _table(source: Source, options: NegativesOptions, encoder: Embeds) -> Table:
                 check_wording(record, name, profile)
             yield record
 
-    return Table(records(), None if options.pool is None else pool_targets(options.pool))
+    pool = None if options.pool is None else pool_targets(options.pool)
+    return RecordTable(records(), content_digest, pool)
 
 
 def _write(

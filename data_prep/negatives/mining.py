@@ -16,8 +16,9 @@ from rge.common.modes import Mode
 from rge.common.schema import Item, Target
 from rge.judging.pairs import Judgement, judgements
 from rge.judging.scorer import Scorer
+from rge.mining.rules import limits, order
 from rge.mining.search import Nearest, nearest
-from rge.mining.table import Table, pair_scores
+from rge.mining.table import RecordTable, pair_scores
 from rge.vectors import shards
 from rge.vectors.caches import EmbeddingCaches
 from rge.vectors.fill_cache import Embeds, check_collapse
@@ -48,7 +49,7 @@ class Mined:
         counts: for the report.
     """
 
-    table: Table
+    table: RecordTable
     chosen: list[Chosen]
     score: dict[tuple[int, int], float | None]
     cosine: dict[tuple[int, int], float]
@@ -70,7 +71,7 @@ class Miner:
         self.options, self.encoder, self.mode, self.judge = options, encoder, mode, judge
         self.answers, self.process_group = answers, process_group
 
-    def mine(self, table: Table) -> Mined | None:
+    def mine(self, table: RecordTable) -> Mined | None:
         """Mine a file's table; the result is in the first process only."""
         queries, rationales, candidates = self._embedded(table)
         found = self.process_group.once(lambda: self._search(table, queries, candidates))
@@ -80,7 +81,7 @@ class Miner:
         self._score(mined, queries, candidates)
         return mined
 
-    def _embedded(self, table: Table) -> tuple[np.ndarray, dict[str, str], np.ndarray]:
+    def _embedded(self, table: RecordTable) -> tuple[np.ndarray, dict[str, str], np.ndarray]:
         """Embeddings (Q, D) and rationales of queries, and embeddings (C, D) of candidates; empty but in the first process."""
         options = self.options
         caches = EmbeddingCaches(
@@ -90,14 +91,13 @@ class Miner:
             batch_size=options.batch_size,
             seed=options.seed,
         )
-        ids = [target.id for target in table.targets]
-        pool = caches.fill("candidate", "direct", table.items, table.digests, ids)
+        pool = caches.fill("candidate", "direct", table.items, table.digests, table.ids)
         digests = [query.digest for query in table.queries]
         asked: list[Item] = [query.item for query in table.queries]
         cache = caches.fill("query", self.mode, asked, digests, [item.id for item in asked])
         if not self.process_group.is_first:
             return np.empty((0, 0)), {}, np.empty((0, 0))
-        candidate_CD = shards.read_embeddings(pool, np.arange(len(ids)), options.memory_mb)
+        candidate_CD = shards.read_embeddings(pool, np.arange(len(table.ids)), options.memory_mb)
         encoded = shards.read(cache)
         check_collapse(candidate_CD, table.digests, "candidate")
         check_collapse(encoded.embeddings, digests, "query")
@@ -105,7 +105,7 @@ class Miner:
         return encoded.embeddings, {name: text for name, text in rationales.items() if text}, candidate_CD
 
     def _search(
-        self, table: Table, query_QD: np.ndarray, candidate_CD: np.ndarray
+        self, table: RecordTable, query_QD: np.ndarray, candidate_CD: np.ndarray
     ) -> tuple[Nearest, np.ndarray]:
         """The candidates within the limits, and the score (Q,) of each query's lowest positive."""
         options = self.options
@@ -118,7 +118,7 @@ class Miner:
                 query_QD,
                 candidate_CD,
                 table.groups(keep=options.keep),
-                options.limits(lowest_Q),
+                limits(options, lowest_Q),
                 depth=options.depth(filtered=self.judge is not None),
                 allowed_C=table.allowed_C,
                 device=_device(options.device),
@@ -127,14 +127,14 @@ class Miner:
         return found, lowest_Q
 
     def _choose(
-        self, table: Table, searched: tuple[Nearest, np.ndarray], rationales: dict[str, str]
+        self, table: RecordTable, searched: tuple[Nearest, np.ndarray], rationales: dict[str, str]
     ) -> Mined:
         """Take candidates in their order; with a judge, those that it calls wrong."""
         options, (found, lowest_Q) = self.options, searched
         waiting: list[Iterator[int]] = []
         for place, query in enumerate(table.queries):
             rows = found.row_QK[place][found.row_QK[place] >= 0]
-            waiting.append(iter(rows[options.order(len(rows), query.digest)].tolist()))
+            waiting.append(iter(rows[order(options, len(rows), query.digest)].tolist()))
         if self.judge is None:
             chosen = [Chosen(list(islice(rows, options.num))) for rows in waiting]
             return Mined(table, chosen, {}, {}, _counts(table, chosen, found, lowest_Q, options.num))
@@ -200,7 +200,7 @@ class Miner:
 class _Judging:
     """A judge on the pairs of one table."""
 
-    def __init__(self, judge: Scorer, table: Table, rationales: dict[str, str], miner: Miner):
+    def __init__(self, judge: Scorer, table: RecordTable, rationales: dict[str, str], miner: Miner):
         self.judge, self.table, self.miner = judge, table, miner
         group, answers = miner.process_group, miner.answers
         asked = [query.item for query in table.queries]
@@ -242,7 +242,7 @@ def targets_of(mined: Mined, place: int) -> list[Target]:
 
 
 def _counts(
-    table: Table, chosen: Sequence[Chosen], found: Nearest, lowest_Q: np.ndarray, num: int
+    table: RecordTable, chosen: Sequence[Chosen], found: Nearest, lowest_Q: np.ndarray, num: int
 ) -> dict[str, Any]:
     best_Q = np.where(found.row_QK[:, :1] >= 0, found.score_QK[:, :1], np.nan) if found.row_QK.size else None
     with np.errstate(all="ignore"):

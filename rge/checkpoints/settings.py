@@ -97,6 +97,7 @@ class Settings(_Frozen):
     max_prompt_tokens: int | None = None
     pixels: Pixels | None = None
     video: VideoConfig | None = None  # frames of clips; None: by default
+    think_tokens: int = 0
     dimensions: list[int] = []
     instructions: Instructions | None = None
     tasks: dict[
@@ -161,8 +162,10 @@ class Settings(_Frozen):
 
     @property
     def query_mode(self) -> Mode:
-        """How queries were trained: with a rationale, or directly."""
-        return "direct" if self.reasons == "none" else "reasoning"
+        """How queries were trained: with a rationale, after think tokens alone, or directly."""
+        if self.reasons != "none":
+            return "reasoning"
+        return "latent" if self.think_tokens else "direct"
 
     @property
     def decides_itself(self) -> bool:
@@ -181,10 +184,14 @@ class Settings(_Frozen):
             raise UserError(
                 f"{self.model or 'this model'} writes no rationales: use query_mode={self.modes[0]}"
             )
+        lacks = None
         if mode == "auto" and not self.decides_itself:
+            lacks = "that was trained to decide (loss.states.direct and loss.adaptive.share above 0)"
+        elif mode == "latent" and not self.think_tokens:
+            lacks = "with think tokens (model.think_tokens, and loss.states.latent or loss.anchor=latent)"
+        if lacks:
             raise UserError(
-                "mode=auto needs a checkpoint that was trained to decide (loss.states.direct and loss.adaptive.share above 0); "
-                "use mode=reasoning or mode=direct with this one"
+                f"mode={mode} needs a checkpoint {lacks}; use mode=reasoning or mode=direct with this one"
             )
 
 

@@ -7,6 +7,8 @@ import signal
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Literal, Self
 
 USER = 2
 """Exit code of a user-fixable error, in every process of a run."""
@@ -18,6 +20,16 @@ SIGNALLED = 128
 """Plus the signal's number: exit code of a process ended by a signal, as in shells, Kubernetes and Slurm."""
 
 
+@dataclass(frozen=True)
+class Fault:
+    """One thing that is wrong with options, for programs and tests; the error's message says it in words."""
+
+    kind: Literal["unknown", "missing", "twice", "choice", "range", "type", "value"]
+    key: str
+    instead: tuple[str, ...] = ()
+    """The nearest keys of an unknown one, or the choices."""
+
+
 class UserError(ValueError):
     """The user can fix it: an option, a file, a launch. The message names the fix.
 
@@ -25,6 +37,13 @@ class UserError(ValueError):
     """
 
     exit_code = USER
+    faults: tuple[Fault, ...] = ()
+    """What is wrong with which options, in the order of the message; empty for other errors."""
+
+    def about(self, *faults: Fault) -> Self:
+        """The same error, which has these faults."""
+        self.faults = faults
+        return self
 
     def __str__(self) -> str:
         return brief(super().__str__())

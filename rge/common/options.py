@@ -26,7 +26,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 import yaml
 from pydantic import Field, TypeAdapter, ValidationError
 
-from rge.common.errors import UserError, not_one_of, shortened
+from rge.common.errors import Fault, UserError, not_one_of, shortened
 from rge.common.registry import PluginOptions, load_plugins
 
 T = TypeVar("T")
@@ -109,7 +109,7 @@ def parse_options(schema: type[T], words: Sequence[str], command: str = "") -> T
     pairs = [split_word(word) for word in words]
     for key, count in Counter(key for key, _ in pairs).items():
         if count > 1:
-            raise UserError(f"{key} is given twice")
+            raise UserError(f"{key} is given twice").about(Fault("twice", key))
     options = build(schema, [("", nested(key, read_word(schema, key, text))) for key, text in pairs])
     if isinstance(options, PluginOptions):
         load_plugins(options.plugins)
@@ -130,7 +130,8 @@ def parse_file(schema: type[T], words: Sequence[str], *, key: str, folder: Path,
         raise UserError(f"give exactly one {key}=NAME or {key}=FILE.yaml; there are: {', '.join(known)}")
     path = Path(names[0]) if names[0].endswith((".yaml", ".yml")) else folder / f"{names[0]}.yaml"
     if not path.is_file():
-        raise UserError(f"{path} does not exist: {not_one_of(key, names[0], known)}")
+        message = f"{path} does not exist: {not_one_of(key, names[0], known)}"
+        raise UserError(message).about(Fault("choice", key, tuple(known)))
     layers = _layers(path, folder, key)
     layers += [("", nested(name, read_word(schema, name, text))) for name, text in pairs if name != key]
     if key in names_of(schema):
@@ -186,7 +187,7 @@ def split_word(word: str) -> tuple[str, str]:
     if not mark or not key:
         raise UserError(f"arguments must be key=value, got {shortened(repr(word))}")
     if not value:
-        raise UserError(f"{key} needs a value: {key}=...")
+        raise UserError(f"{key} needs a value: {key}=...").about(Fault("missing", key))
     try:
         word.encode()
     except UnicodeEncodeError:
@@ -232,7 +233,9 @@ def read_word(schema: type, key: str, text: str) -> Any:
     try:
         return _read(text, kinds)
     except yaml.YAMLError as error:
-        raise UserError(f"{key}={text}: the value is not valid YAML: {error}") from error
+        raise UserError(f"{key}={text}: the value is not valid YAML: {error}").about(
+            Fault("value", key)
+        ) from error
 
 
 _QUOTED = re.compile(r"""'([^']|'')*'|"([^"\\]|\\.)*\"""", re.DOTALL)
@@ -280,7 +283,8 @@ def build(schema: type[T], layers: Layers) -> T:
         if len(missing) > 1:
             problems = [problem for problem in problems if problem not in missing]
             problems.append("missing " + ", ".join(problem.removeprefix("missing ") for problem in missing))
-        raise UserError("\n".join(dict.fromkeys(problems))) from None
+        faults = [_fault(schema, details) for details in error.errors(include_url=False)]
+        raise UserError("\n".join(dict.fromkeys(problems))).about(*dict.fromkeys(faults)) from None
 
 
 def _interpolated(value: Any, name: str = "") -> Iterator[str]:
@@ -297,17 +301,25 @@ def one_of(key: str, values: Sequence[str], allowed: Sequence[str]) -> None:
     """Refuse an empty list, and values that are not allowed or given twice."""
     for value in values:
         if value not in allowed:
-            raise UserError(not_one_of(key, value, allowed))
+            raise UserError(not_one_of(key, value, allowed)).about(Fault("choice", key, tuple(allowed)))
     if not values or len(set(values)) < len(values):
-        raise UserError(f"{key} must list at least one value and each only once, got {','.join(values)!r}")
+        message = f"{key} must list at least one value and each only once, got {','.join(values)!r}"
+        raise UserError(message).about(Fault("value", key))
 
 
 def nearest(key: str, known: Iterable[str]) -> str:
-    """Hint for an unknown key: similar keys, else all keys.
+    """Hint for an unknown key: similar keys, else all keys."""
+    known = list(known)
+    if similar := similar_keys(key, known):
+        return f"; did you mean {' or '.join(similar)}?"
+    return f"; there are: {', '.join(sorted(known))}"
+
+
+def similar_keys(key: str, known: Iterable[str]) -> list[str]:
+    """At most three keys that an unknown one may stand for, the nearest first.
 
     First by meaning (the same last part in another section, or another project's name, see `MEANS`), then by spelling.
     """
-    known = list(known)
     plain = {re.sub(r"\[\d+\]", "[]", name): name for name in known}
     key = re.sub(r"\[\d+\]", "[]", key)
     section, _, last = key.rpartition(".")
@@ -324,10 +336,8 @@ def nearest(key: str, known: Iterable[str]) -> str:
         or difflib.get_close_matches(key, plain, n=1, cutoff=0.5)
         or ending_in(*difflib.get_close_matches(last, {name.rpartition(".")[2] for name in plain}, n=1))
     )
-    if not similar:
-        return f"; there are: {', '.join(sorted(known))}"
     similar = sorted(similar, key=lambda name: -difflib.SequenceMatcher(None, key, name).ratio())[:3]
-    return f"; did you mean {' or '.join(plain[name] for name in similar)}?"
+    return [plain[name] for name in similar]
 
 
 # ---------------------------------------------------------------------------------------------------------------- help
@@ -479,10 +489,38 @@ def _merged(base: Any, override: Any) -> Any:
     return base | {key: _merged(base.get(key), value) for key, value in override.items()}
 
 
+def _name_at(loc: Sequence[str | int]) -> str:
+    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).removeprefix(".")
+    return shortened(name)
+
+
+def _fault(schema: type, details: Any) -> Fault:
+    loc, kind = details["loc"], details["type"]
+    name = _name_at(loc)
+    if kind == "unexpected_keyword_argument":
+        return Fault("unknown", name, tuple(similar_keys(name, _known_keys(schema, loc))))
+    if kind == "literal_error":
+        return Fault("choice", name, _choices(schema, loc))
+    of = (
+        "missing"
+        if kind == "missing"
+        else "range"
+        if kind in _SIGNS
+        else "type"
+        if kind in _WANTED
+        else "value"
+    )
+    return Fault(of, name)  # type: ignore[arg-type]  # one of these
+
+
+def _choices(schema: type, loc: Sequence[str | int]) -> tuple[str, ...]:
+    kinds = _alternatives(_kind_at(schema, [str(part) for part in loc]))
+    return next(get_args(option) for option in kinds if get_origin(option) is Literal)
+
+
 def _sentence(schema: type, details: Any, layers: Layers) -> str:
     loc, kind, got = details["loc"], details["type"], details["input"]
-    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).removeprefix(".")
-    name = shortened(name)
+    name = _name_at(loc)
     given_loc = loc[:-1] if kind == "missing" else loc
     where = next((origin for origin, layer in reversed(layers) if _contains(layer, given_loc)), "")
     if kind == "unexpected_keyword_argument":
@@ -490,9 +528,7 @@ def _sentence(schema: type, details: Any, layers: Layers) -> str:
     if kind == "missing":
         return f"missing {name}=..." if len(loc) == 1 else f"{where}missing {name}"
     if kind == "literal_error":
-        kinds = _alternatives(_kind_at(schema, [str(part) for part in loc]))
-        allowed = next(get_args(option) for option in kinds if get_origin(option) is Literal)
-        return where + not_one_of(name, got, allowed)
+        return where + not_one_of(name, got, _choices(schema, loc))
     shown = json.dumps(got) if got is None or isinstance(got, (bool, dict, list)) else repr(got)
     wanted = _WANTED.get(kind)
     if kind in _SIGNS:

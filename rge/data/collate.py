@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -30,6 +30,19 @@ Candidate = tuple[Prompt, int, float | None]
 
 StreamRows = Mapping[int, Mapping[int, Drawn]]
 """Rows of streams by number of the source and of the draw."""
+
+
+class Named(NamedTuple):
+    """A target of a source's records."""
+
+    record: int  # number of the record
+    is_positive: bool  # one of the record's positives, else of its negatives
+    place: int  # among these
+
+    def of(self, source: "Source") -> Target:
+        """The target, read again."""
+        record = source.record(self.record)
+        return (record.positives if self.is_positive else record.negatives)[self.place]
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +187,8 @@ class Collator:
 
     def __init__(self, sources: Sequence[Source], *, need_oracle: bool = True, need_candidates: bool = True):
         self.sources = list(sources)
+        # Further negatives, by number of the source and of the record, see `rge.mining.refresh`.
+        self.mined: Mapping[tuple[int, int], Sequence[Named]] = {}
         self.need_oracle, self.need_candidates = need_oracle, need_candidates
 
     @property
@@ -240,17 +255,20 @@ class Collator:
         rationale = record.positives[drawn].rationale or ""
         query = _prompt(source, _worded(record, draw.seed), "query", generator)
         oracle_ids = source.builder.rationale_ids(rationale, record.id) if self.need_oracle else []
-        candidates = _candidates(source, record, drawn, generator) if self.need_candidates else ()
+        mined = self.mined.get((draw.source, draw.index), ())
+        candidates = _candidates(source, record, drawn, mined, generator) if self.need_candidates else ()
         right_answers = sorted({identity(target) for target in record.positives})
         return _Row(draw.source, record.id, draw.seed, query, oracle_ids, right_answers, candidates)
 
 
 def _candidates(
-    source: Source, record: Record, drawn: int, generator: np.random.Generator
+    source: Source, record: Record, drawn: int, mined: Sequence[Named], generator: np.random.Generator
 ) -> list[list[Candidate]]:
-    positives, negatives = record.positives, record.negatives
+    positives, negatives = record.positives, [*record.negatives, *mined]
 
-    def candidate(target: Target) -> Candidate:
+    def candidate(target: Target | Named) -> Candidate:
+        if isinstance(target, Named):
+            target = target.of(source).model_copy(update={"score": None})
         return _prompt(source, target_item(target), "candidate", generator), identity(target), target.score
 
     shown = candidate(positives[drawn])

@@ -13,6 +13,7 @@ from rge.common.errors import UserError
 from rge.common.options import MAY_DIFFER, AtLeastOne, Count, Positive, Quoting, Share
 from rge.common.prompt_profiles import PROFILES
 from rge.content.config import VideoConfig
+from rge.mining.config import MineConfig
 
 JSON_FILES = (".jsonl", ".json", ".ndjson")
 OTHER_FILES = (
@@ -198,6 +199,7 @@ class DataConfig:
     least 512."""
     max_negatives: Count = 1
     """Labelled negatives drawn per query and step, as further candidates."""
+    mine: MineConfig = field(default_factory=MineConfig)
     positives: Literal["draw", "all"] = "draw"
     """draw: each step uses one of a record's positives, a different one each time; all: all of them are candidates and
     count as right."""

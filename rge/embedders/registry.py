@@ -268,6 +268,9 @@ class ModelOptions:
     """Sampling temperature of rationales; null: the checkpoint's setting, which is greedy."""
     prompts: str | None = None
     """Prompt profile; null: the set's if it names one, else the checkpoint's."""
+    task: str | None = None
+    """Training task of a checkpoint of rge whose prompt profile, picture sizes and maximum length to use; ``rge.json`` lists them.
+    null: those of most tasks. `prompts`, `min_pixels` and so on go first."""
     query_prompt: str | None = None
     """Words every query for any embedder, such as 'Instruct: {instruction} Query: {text}'; without {text}, it comes before the
     text. It takes the place of the embedder's own prompt for queries."""
@@ -331,6 +334,12 @@ class ModelOptions:
             exact = self.engine == "own" and (settings.dtype, settings.device) == ("float32", "cpu")
         profile = self.prompts or meta.get("prompts")
         encoder = encoder.with_(exact=exact or None, profile=None if profile == settings.profile else profile)
+        if self.task is not None:
+            from rge.embedder import Embedder
+
+            if not isinstance(encoder, Embedder):
+                raise UserError(f"task={self.task} is for checkpoints of rge: leave it out for other models")
+            encoder = encoder.for_task(self.task)
         if self.query_prompt is None:
             return encoder
         if verbatim:

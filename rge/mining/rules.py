@@ -1,72 +1,29 @@
-"""Which candidates may be negatives: positive-aware limits, ranks, and how some are chosen.
-
-Source: NV-Retriever (arXiv:2407.15831), whose best rule, TopK-PercPos, keeps candidates that score at most 95 % of the positive:
-`relative_margin`. `absolute_margin` is its TopK-MarginPos and `max_score` its TopK-Abs. Differs: a query may have several
-positives, and the limit is that of the lowest, so that a negative is below every positive that a step can draw. A negative
-positive score is lowered, not raised, by the relative margin.
-"""
-
-from dataclasses import dataclass
-from typing import Annotated, Literal
+"""What mining's rules mean: highest scores, and the order in which candidates are taken."""
 
 import numpy as np
-from pydantic import Field
 
-from rge.common.errors import UserError
-from rge.common.options import AtLeastOne, BelowOne, Count, NotNegative
-
-RULES = ("relative_margin", "absolute_margin", "max_score")
-"""Rules that limit a negative's score, in the order in which a dropped candidate is counted."""
+from rge.mining.config import MiningRules
 
 
-@dataclass(kw_only=True)
-class MiningRules:
-    """Which of a query's nearest wrong candidates become its negatives."""
+def limits(rules: MiningRules, positive_Q: np.ndarray) -> dict[str, np.ndarray]:
+    """Highest allowed score of each query's negatives by rule, (Q,) float32, in the order in which a dropped one is counted.
 
-    num: Count = 8
-    """Negatives mined for each query."""
-    relative_margin: BelowOne | None = 0.05
-    """A negative's score is below that of the query's lowest positive by at least this share of it (NV-Retriever's
-    TopK-PercPos); null: no such limit."""
-    absolute_margin: NotNegative | None = None
-    """The same as a difference of cosines; null: no such limit."""
-    max_score: Annotated[float, Field(ge=-1, le=1)] | None = None
-    """Highest cosine of a negative; null: no such limit."""
-    range: tuple[AtLeastOne, AtLeastOne] = (1, 100)
-    """First and last rank that negatives are taken from, among the wrong candidates within the limits."""
-    choose: Literal["top", "sampled"] = "top"
-    """top: the nearest in that range; sampled: a random choice from it."""
-    seed: Count = 0
-    """Seed of that choice."""
+    `positive_Q` are scores of the queries' lowest positives.
+    """
+    found = {}
+    if rules.relative_margin is not None:
+        found["relative_margin"] = positive_Q - rules.relative_margin * np.abs(positive_Q)
+    if rules.absolute_margin is not None:
+        found["absolute_margin"] = positive_Q - rules.absolute_margin
+    if rules.max_score is not None:
+        found["max_score"] = np.full_like(positive_Q, rules.max_score)
+    return {name: limit_Q.astype(np.float32) for name, limit_Q in found.items()}
 
-    def check(self) -> None:
-        """Raise a `UserError` for a range without enough ranks."""
-        first, last = self.range
-        if last - first + 1 < self.num:
-            raise UserError(
-                f"range={first},{last} has {max(last - first + 1, 0)} ranks for num={self.num} negatives: widen it"
-            )
 
-    def depth(self, *, filtered: bool = False) -> int:
-        """Ranks to search: up to the last, or, if the top is taken and nothing is `filtered` later, as many as are needed."""
-        first, last = self.range
-        return last if filtered or self.choose == "sampled" else min(last, first - 1 + self.num)
-
-    def limits(self, positive_Q: np.ndarray) -> dict[str, np.ndarray]:
-        """Highest allowed score of each query's negatives by rule, (Q,) float32; `positive_Q` are scores of lowest positives."""
-        found = {}
-        if self.relative_margin is not None:
-            found["relative_margin"] = positive_Q - self.relative_margin * np.abs(positive_Q)
-        if self.absolute_margin is not None:
-            found["absolute_margin"] = positive_Q - self.absolute_margin
-        if self.max_score is not None:
-            found["max_score"] = np.full_like(positive_Q, self.max_score)
-        return {name: limit_Q.astype(np.float32) for name, limit_Q in found.items()}
-
-    def order(self, count: int, name: str) -> np.ndarray:
-        """Places, in a ranking of `count` candidates, in the order in which they are taken; `name` identifies the query."""
-        first, last = self.range
-        places = np.arange(min(first - 1, count), min(last, count))
-        if self.choose == "top":
-            return places
-        return np.random.default_rng([self.seed, *name.encode()]).permutation(places)
+def order(rules: MiningRules, count: int, name: str) -> np.ndarray:
+    """Places, in a ranking of `count` candidates, in the order in which they are taken; `name` identifies the query."""
+    first, last = rules.range
+    places = np.arange(min(first - 1, count), min(last, count))
+    if rules.choose == "top":
+        return places
+    return np.random.default_rng([rules.seed, *name.encode()]).permutation(places)

@@ -77,7 +77,8 @@ def of_pictures(size: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Near-duplicates among pictures of one scene."""
     chance = np.random.default_rng(0)
     bits = np.tile(chance.integers(0, 2, NUM_BITS, dtype=np.uint8), (size, 1))
-    bits[:, :ACTIVE] ^= chance.random((size, ACTIVE)) < chance.uniform(0, FLIPPED, ACTIVE)
+    share = chance.uniform(0, FLIPPED, ACTIVE)
+    bits[:, :ACTIVE] ^= chance.random((size, ACTIVE)) < share
     hashes = [row.tobytes().hex() for row in np.packbits(bits, axis=1)]
     yield "near-duplicates of one scene", lambda: near_duplicates(hashes, BITS)
 

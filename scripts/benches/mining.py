@@ -12,9 +12,11 @@ import numpy as np
 
 from benches.harness import Rows, in_new_process, peak_growth, show
 from rge.common.schema import Record
-from rge.mining.rules import MiningRules
+from rge.mining.config import MiningRules
+from rge.mining.rules import limits
 from rge.mining.search import nearest
-from rge.mining.table import Table
+from rge.mining.table import RecordTable
+from rge.vectors.contents import content_digest
 
 
 @dataclass
@@ -79,9 +81,9 @@ def _ours(
 
     rules = MiningRules(num=options.num)
     pool = [record(number).positives[0] for number in range(len(texts))]
-    table = Table(map(record, range(len(query_QD))), pool)
-    limits = rules.limits(table.lowest_positive(query_QD, candidate_CD))
-    found = nearest(query_QD, candidate_CD, table.groups(), limits, depth=rules.depth())
+    table = RecordTable(map(record, range(len(query_QD))), content_digest, pool)
+    most = limits(rules, table.lowest_positive(query_QD, candidate_CD))
+    found = nearest(query_QD, candidate_CD, table.groups(), most, depth=rules.depth())
     return {
         query.item.text or "": [texts[row] for row in rows if row >= 0]
         for query, rows in zip(table.queries, found.row_QK.tolist(), strict=True)

@@ -7,6 +7,7 @@ import zipfile
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from faults import raises
 from hub import COMMIT, hub
 from PIL import Image
 
@@ -277,17 +278,17 @@ def test_so_many_rows_of_a_set(release, tmp_path):
     ("words", "message"),
     [
         ([], r"lacks original files of 17 sets: .*found: ImageNet_1K, MSCOCO_t2i, OK-VQA, images"),
-        (["sets=OKVQA"], r"sets must be one of .*got 'OKVQA'; did you mean 'OK-VQA'\?"),
+        (["sets=OKVQA"], ("choice", "sets")),
         (["sets=OK-VQA", "split=diverse_instruction"], "lacks diverse_instruction files of 1 sets"),
         (
             ["sets=OK-VQA", "split=test"],
-            "split must be one of original, diverse_instruction, train, got 'test'",
+            ("choice", "split"),
         ),
-        (["sets=OK-VQA", "max_per_set=few"], "max_per_set must be an integer, got 'few'"),
+        (["sets=OK-VQA", "max_per_set=few"], ("type", "max_per_set")),
     ],
 )
 def test_wrong_words(release, tmp_path, words, message):
-    with pytest.raises(UserError, match=message):
+    with raises(UserError, message):
         main(["mmeb", f"src={release}", f"out={tmp_path / 'out'}", *words])
 
 

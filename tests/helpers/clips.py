@@ -41,9 +41,10 @@ def clip(
     key_every: int = 12,
     pixels: str = "yuv420p",
     index_first: bool = False,
+    first: int = 0,
     **options: str,
 ) -> bytes:
-    """An encoded clip; frame i is shown from `times_ms[i]` on. `rotation`: in degrees, as phones note it."""
+    """An encoded clip; frame i is shown from `times_ms[i]` on, with the number `first` + i. `rotation`: in degrees, as phones note it."""
     file = tempfile.NamedTemporaryFile()  # FFmpeg opens it again to move the index
     flags = {"movflags": "faststart"} if index_first else {}
     with file, av.open(file.name, "w", format=container, options=flags) as out:
@@ -56,7 +57,7 @@ def clip(
         if rotation is not None:
             stream.set_display_rotation(rotation)
         for index, time in enumerate(times_ms):
-            one = av.VideoFrame.from_image(frame(index % 256, size))
+            one = av.VideoFrame.from_image(frame((first + index) % 256, size))
             one.pts, one.time_base = time, Fraction(1, TICKS)
             out.mux(stream.encode(one))
         out.mux(stream.encode())

@@ -23,6 +23,7 @@ WINGS = {
         "rge/step.py",
         "rge/objective.py",
         "rge/validation.py",
+        "rge/mining/refresh.py",
         "rge/logs.py",
         "rge/optim/",
         "rge/rl/",

@@ -4,6 +4,7 @@ from dataclasses import fields
 
 import pytest
 import yaml
+from faults import raises
 
 from rge.common.errors import RecipeError
 from rge.common.files import RECIPES
@@ -102,79 +103,85 @@ def test_later_overrides_win(load):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("loss.alfa_lm=0.5", r"unknown key loss\.alfa_lm; did you mean loss\.alpha_lm\?"),
-        ("lr=1", r"unknown key lr; did you mean rl\.lr or joint\.lr or cold_start\.lr\?"),
-        ("joint.learning_rate=1", r"unknown key joint\.learning_rate; did you mean joint\.lr\?"),
-        ("train.gradient_accumulation_steps=8", r"did you mean train\.micro_batch_size\?"),
-        ("batch_size=8", r"unknown key batch_size; did you mean rl\.batch_size or joint\.batch_size or "),
+        ("loss.alfa_lm=0.5", ("unknown", "loss.alfa_lm", ("loss.alpha_lm",))),
+        ("lr=1", ("unknown", "lr", ("rl.lr", "joint.lr", "cold_start.lr"))),
+        ("joint.learning_rate=1", ("unknown", "joint.learning_rate", ("joint.lr",))),
+        (
+            "train.gradient_accumulation_steps=8",
+            ("unknown", "train.gradient_accumulation_steps", ("train.micro_batch_size",)),
+        ),
+        ("batch_size=8", ("unknown", "batch_size")),
         ("train.batch_size=8", r"did you mean .*joint\.batch_size"),
-        ("per_device_train_batch_size=8", r"did you mean train\.micro_batch_size\?"),
-        ("output_dir=x", r"did you mean out\?"),
-        ("model.lora.r=8", r"did you mean model\.lora\.rank\?"),
-        ("joint.num_train_epochs=2", r"did you mean joint\.epochs\?"),
-        ("train.log_evry=1", r"unknown key train\.log_evry; did you mean train\.log_every\?"),
-        ("jiont.lr=1", r"unknown key jiont; did you mean joint\?"),
+        (
+            "per_device_train_batch_size=8",
+            ("unknown", "per_device_train_batch_size", ("train.micro_batch_size",)),
+        ),
+        ("output_dir=x", ("unknown", "output_dir", ("out",))),
+        ("model.lora.r=8", ("unknown", "model.lora.r", ("model.lora.rank",))),
+        ("joint.num_train_epochs=2", ("unknown", "joint.num_train_epochs", ("joint.epochs",))),
+        ("train.log_evry=1", ("unknown", "train.log_evry", ("train.log_every",))),
+        ("jiont.lr=1", ("unknown", "jiont", ("joint",))),
         (
             "model.scratch.vocab=3",
-            r"unknown key model\.scratch\.vocab; did you mean model\.scratch\.vocab_size\?",
+            ("unknown", "model.scratch.vocab", ("model.scratch.vocab_size",)),
         ),
-        ("joint.sources=[{pth: x}]", r"joint\.sources\[0\]\.pth; did you mean joint\.sources\[0\]\.path\?"),
-        ("model.lora={rnk: 3}", r"unknown key model\.lora\.rnk; did you mean model\.lora\.rank\?"),
-        ("zzz=1", r"unknown key zzz; there are: cold_start, .*train\.seed"),
+        ("joint.sources=[{pth: x}]", ("unknown", "joint.sources[0].pth", ("joint.sources[0].path",))),
+        ("model.lora={rnk: 3}", ("unknown", "model.lora.rnk", ("model.lora.rank",))),
+        ("zzz=1", ("unknown", "zzz")),
     ],
 )
 def test_an_unknown_key_names_the_nearest(load, override, message):
-    with pytest.raises(RecipeError, match=message):
+    with raises(RecipeError, message):
         load(override)
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("train.seed=x", r"^train\.seed must be an integer, got 'x'$"),
-        ("train.micro_batch_size=1.5", r"^train\.micro_batch_size must be an integer, got 1\.5$"),
-        ("train.micro_batch_size=true", r"^train\.micro_batch_size must be an integer, got true$"),
-        ("train.background_save=maybe", r"^train\.background_save must be true or false, got 'maybe'$"),
-        ("joint.lr=fast", r"^joint\.lr must be a number, got 'fast'$"),
-        ("optim.betas=[1, 2, 3]", r"^optim\.betas: .*at most 2 items.*got \[1, 2, 3\]$"),
-        ("loss=3", r"^loss must be a mapping of keys to values, got 3$"),
-        ("joint=null", r"^joint must be a mapping of keys to values, got null$"),
-        ("joint.sources=[x]", r"^joint\.sources\[0\] must be a mapping of keys to values, got 'x'$"),
+        ("train.seed=x", ("type", "train.seed")),
+        ("train.micro_batch_size=1.5", ("type", "train.micro_batch_size")),
+        ("train.micro_batch_size=true", ("type", "train.micro_batch_size")),
+        ("train.background_save=maybe", ("type", "train.background_save")),
+        ("joint.lr=fast", ("type", "joint.lr")),
+        ("optim.betas=[1, 2, 3]", ("value", "optim.betas")),
+        ("loss=3", ("type", "loss")),
+        ("joint=null", ("type", "joint")),
+        ("joint.sources=[x]", ("type", "joint.sources[0]")),
         (
             "joint.sources=[{weight: 1}]",
             r"^joint\.sources\[0\] must name exactly one of path, dataset and type$",
         ),
         (
             "joint.sources=[{path: 3}]",
-            r"^joint\.sources\[0\]\.path must be a text \(in YAML, quote it\), got 3$",
+            ("type", "joint.sources[0].path"),
         ),
-        ("out=", r"^out needs a value: out=\.\.\.$"),
-        ("joint.lr=[", r"joint\.lr=\[: the value is not valid YAML"),
+        ("out=", ("missing", "out")),
+        ("joint.lr=[", ("value", "joint.lr")),
     ],
 )
 def test_a_value_of_the_wrong_type_names_its_key(load, override, message):
-    with pytest.raises(RecipeError, match=message):
+    with raises(RecipeError, message):
         load(override)
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("stage=warm", "stage must be one of all, cold_start, joint, rl, got 'warm'"),
-        ("loss.anchor=teacher", "loss.anchor must be one of self, oracle, none, mix, got 'teacher'"),
-        ("model.dtype=float16", "model.dtype must be one of float32, bfloat16, got 'float16'"),
+        ("stage=warm", ("choice", "stage")),
+        ("loss.anchor=teacher", ("choice", "loss.anchor")),
+        ("model.dtype=float16", ("choice", "model.dtype")),
         (
             "model.attn_implementation=flash_attention_2",
-            "model.attn_implementation must be one of auto, varlen, sdpa, eager",
+            ("choice", "model.attn_implementation"),
         ),
-        ("rollout.prompt_pass=never", "rollout.prompt_pass must be one of auto, once, twice, got 'never'"),
-        ("rollout.backend=vlm", "rollout.backend must be one of own, vllm, got 'vlm'"),
-        ("rollout.vllm_memory=1", "rollout.vllm_memory must be <= 0.95, got 1"),
-        ("rollout.num_rationales=0", "rollout.num_rationales must be >= 1"),
+        ("rollout.prompt_pass=never", ("choice", "rollout.prompt_pass")),
+        ("rollout.backend=vlm", ("choice", "rollout.backend")),
+        ("rollout.vllm_memory=1", ("range", "rollout.vllm_memory")),
+        ("rollout.num_rationales=0", ("range", "rollout.num_rationales")),
         ("rollout.num_rationales=2", "rollout.num_rationales=2 would write the same rationale each time"),
-        ("rollout.reuse_steps=-1", "rollout.reuse_steps must be >= 0"),
-        ("rollout.direct_share=1.5", "rollout.direct_share must be < 1"),
-        ("rollout.direct_share=1", "rollout.direct_share must be < 1"),
+        ("rollout.reuse_steps=-1", ("range", "rollout.reuse_steps")),
+        ("rollout.direct_share=1.5", ("range", "rollout.direct_share")),
+        ("rollout.direct_share=1", ("range", "rollout.direct_share")),
         (
             "loss.oracle_share=0.3",
             "loss.oracle_share=0.3 has no effect with loss.anchor=self: set loss.oracle_share=0.5, or loss.anchor=mix",
@@ -187,22 +194,22 @@ def test_a_value_of_the_wrong_type_names_its_key(load, override, message):
             "data.profile=rgb",
             "data.profile: prompt profile must be one of plain, rge, got 'rgb'; did you mean 'rge'",
         ),
-        ("joint.schedule=step", "joint.schedule must be one of cosine, linear, constant, got 'step'"),
-        ("loss.temperature=0", "loss.temperature must be > 0, got 0"),
-        ("loss.temperature=.nan", "loss.temperature must be a finite number, got nan"),
-        ("joint.lr=.inf", "joint.lr must be a finite number, got inf"),
-        ("joint.steps=0", "joint.steps must be >= 1, got 0"),
-        ("joint.epochs=-1", "joint.epochs must be > 0, got -1"),
-        ("joint.batch_size=0", "joint.batch_size must be >= 1, got 0"),
-        ("joint.warmup_steps=-1", "joint.warmup_steps must be >= 0, got -1"),
-        ("optim.betas=[0.9, 1.5]", r"optim.betas.1. must be < 1, got 1.5"),
-        ("optim.eps=0", "optim.eps must be > 0, got 0"),
-        ("joint.min_lr_ratio=1.5", "joint.min_lr_ratio must be <= 1, got 1.5"),
-        ("data.positives=some", "data.positives must be one of draw, all, got 'some'"),
-        ("data.positives=drawn", "data.positives must be one of draw, all, got 'drawn'"),
+        ("joint.schedule=step", ("choice", "joint.schedule")),
+        ("loss.temperature=0", ("range", "loss.temperature")),
+        ("loss.temperature=.nan", ("type", "loss.temperature")),
+        ("joint.lr=.inf", ("type", "joint.lr")),
+        ("joint.steps=0", ("range", "joint.steps")),
+        ("joint.epochs=-1", ("range", "joint.epochs")),
+        ("joint.batch_size=0", ("range", "joint.batch_size")),
+        ("joint.warmup_steps=-1", ("range", "joint.warmup_steps")),
+        ("optim.betas=[0.9, 1.5]", ("range", "optim.betas[1]")),
+        ("optim.eps=0", ("range", "optim.eps")),
+        ("joint.min_lr_ratio=1.5", ("range", "joint.min_lr_ratio")),
+        ("data.positives=some", ("choice", "data.positives")),
+        ("data.positives=drawn", ("choice", "data.positives")),
         (
             "joint.sources=[{path: a, batch: owns}]",
-            "joint.sources.0..batch must be one of mixed, own, got 'owns'",
+            ("choice", "joint.sources[0].batch"),
         ),
         ("joint.sources=[{path: a, profile: rgee}]", r"joint.sources\[0\].profile: "),
         (
@@ -216,21 +223,21 @@ def test_a_value_of_the_wrong_type_names_its_key(load, override, message):
         ),
         ("joint.sub_batches=2", "joint.sub_batches=2 has no effect"),
         ("joint.compare_across=true", "joint.compare_across=true has no effect"),
-        ("loss.matryoshka_dims=[8,0]", "loss.matryoshka_dims.1. must be >= 1, got 0"),
-        ("model.lora={rank: 0}", "model.lora.rank must be >= 1, got 0"),
-        ("model.lora={dropout: 1}", "model.lora.dropout must be <= 0.99, got 1"),
+        ("loss.matryoshka_dims=[8,0]", ("range", "loss.matryoshka_dims[1]")),
+        ("model.lora={rank: 0}", ("range", "model.lora.rank")),
+        ("model.lora={dropout: 1}", ("range", "model.lora.dropout")),
         (
             "export.adapters_only=true",
             "export.adapters_only=true needs adapters.*set model.lora, e.g. {rank: 16}, or",
         ),
-        ("validation.metric=mrr", "validation.metric must be one of hit_at_1, loss, .*, got 'mrr'"),
+        ("validation.metric=mrr", ("choice", "validation.metric")),
         ("joint.sources=[]", "joint.sources is empty: name at least one file"),
-        ("joint.sources=[{path: a, weight: 0}]", "joint.sources.0..weight must be > 0, got 0"),
+        ("joint.sources=[{path: a, weight: 0}]", ("range", "joint.sources[0].weight")),
         (
             "joint.sources=[{path: a, weight: siez}]",
             "joint.sources.0..weight: Input should be a number above 0, or size, got 'siez'",
         ),
-        ("joint.sources=[{path: a, weight: true}]", "joint.sources.0..weight must be a number, got true"),
+        ("joint.sources=[{path: a, weight: true}]", ("type", "joint.sources[0].weight")),
         (
             "joint.sources=[{path: a, weight: size}, {path: b}]",
             "joint.sources mixes weight: size with numbers",
@@ -239,31 +246,31 @@ def test_a_value_of_the_wrong_type_names_its_key(load, override, message):
             "joint.sources=[{dataset: a, streaming: true, weight: size}]",
             "weight: size needs the number of records, which is unknown for",
         ),
-        ("rollout.max_new_tokens=0", "rollout.max_new_tokens must be >= 1, got 0"),
-        ("rollout.batch_size=0", "rollout.batch_size must be >= 1, got 0"),
-        ("rollout.temperature=-1", "rollout.temperature must be >= 0, got -1"),
-        ("train.micro_batch_size=0", "train.micro_batch_size must be >= 1, got 0"),
-        ("train.save_every=0", "train.save_every must be >= 1, got 0"),
-        ("train.keep_last=0", "train.keep_last must be >= 1, got 0"),
-        ("train.log_every=0", "train.log_every must be >= 1, got 0"),
-        ("train.num_processes=0", "train.num_processes must be >= 1, got 0"),
-        ("train.seed=-1", "train.seed must be >= 0, got -1"),
-        ("train.seed=4294967296", "train.seed must be <= 4294967295, got 4294967296"),
-        ("train.silence_s=0", "train.silence_s must be > 0, got 0"),
-        ("data.max_rationale_tokens=0", "data.max_rationale_tokens must be >= 1, got 0"),
-        ("data.max_negatives=-1", "data.max_negatives must be >= 0, got -1"),
-        ("data.num_workers=-1", "data.num_workers must be >= 0, got -1"),
-        ("data.max_prompt_tokens=0", "data.max_prompt_tokens must be >= 1, got 0"),
-        ("optim.max_grad_norm=-1", "optim.max_grad_norm must be >= 0, got -1"),
-        ("optim.lr_scale.vision=-1", "optim.lr_scale.vision must be >= 0, got -1"),
-        ("model.freeze=[tower]", "model.freeze.0. must be one of vision, merger, text, emb, got 'tower'"),
+        ("rollout.max_new_tokens=0", ("range", "rollout.max_new_tokens")),
+        ("rollout.batch_size=0", ("range", "rollout.batch_size")),
+        ("rollout.temperature=-1", ("range", "rollout.temperature")),
+        ("train.micro_batch_size=0", ("range", "train.micro_batch_size")),
+        ("train.save_every=0", ("range", "train.save_every")),
+        ("train.keep_last=0", ("range", "train.keep_last")),
+        ("train.log_every=0", ("range", "train.log_every")),
+        ("train.num_processes=0", ("range", "train.num_processes")),
+        ("train.seed=-1", ("range", "train.seed")),
+        ("train.seed=4294967296", ("range", "train.seed")),
+        ("train.silence_s=0", ("range", "train.silence_s")),
+        ("data.max_rationale_tokens=0", ("range", "data.max_rationale_tokens")),
+        ("data.max_negatives=-1", ("range", "data.max_negatives")),
+        ("data.num_workers=-1", ("range", "data.num_workers")),
+        ("data.max_prompt_tokens=0", ("range", "data.max_prompt_tokens")),
+        ("optim.max_grad_norm=-1", ("range", "optim.max_grad_norm")),
+        ("optim.lr_scale.vision=-1", ("range", "optim.lr_scale.vision")),
+        ("model.freeze=[tower]", ("choice", "model.freeze[0]")),
         ("model.freeze=[vision,merger,text,emb]", "model.freeze names all parts"),
         (
             "model={lora: {rank: 2}, freeze: [text]}",
             "model.freeze=.* leaves the adapters of model.lora nothing to train",
         ),
-        ("optim.weight_decay=-1", "optim.weight_decay must be >= 0, got -1"),
-        ("model.min_pixels=0", "model.min_pixels must be >= 1, got 0"),
+        ("optim.weight_decay=-1", ("range", "optim.weight_decay")),
+        ("model.min_pixels=0", ("range", "model.min_pixels")),
         (
             "model.min_pixels=900000",
             r"model.min_pixels \(900000\) must not exceed model.max_pixels \(802816\)",
@@ -273,7 +280,7 @@ def test_a_value_of_the_wrong_type_names_its_key(load, override, message):
     ],
 )
 def test_a_value_out_of_range_names_key_value_and_limits(load, override, message):
-    with pytest.raises(RecipeError, match=message):
+    with raises(RecipeError, message):
         load(override)
 
 
@@ -348,11 +355,11 @@ def test_loss_weights_that_do_not_add_up(load, overrides, message):
         ),
         (b"\xff\xfe", "cannot be read"),
         ("", "give exactly one of model.path and model.scratch"),
-        (MINIMAL + "losss: {ratio: none}\n", r"written\.yaml: unknown key losss; did you mean loss\?"),
+        (MINIMAL + "losss: {ratio: none}\n", ("unknown", "losss", ("loss",))),
     ],
 )
 def test_a_broken_recipe_file_is_named(load_text, text, message):
-    with pytest.raises(RecipeError, match=message):
+    with raises(RecipeError, message):
         load_text(text)
 
 
@@ -363,9 +370,7 @@ def test_arguments(load, tmp_path):
         load_recipe([])
     with pytest.raises(RecipeError, match="give exactly one recipe=NAME"):
         load_recipe(["recipe=demo", "recipe=demo"])
-    with pytest.raises(
-        RecipeError, match=r"recipe must be one of .*demo.*, got 'dmo'; did you mean 'demo'\?"
-    ):
+    with raises(RecipeError, ("choice", "recipe")):
         load_recipe(["recipe=dmo"])
     with pytest.raises(RecipeError, match=r"gone\.yaml does not exist"):
         load_recipe([f"recipe={tmp_path / 'gone.yaml'}"])
@@ -438,7 +443,7 @@ def test_how_to_write_rationales_is_refused_where_none_is_written(load, anchor):
             load(*base, word)
     for path in SHIPPED:
         shipped = load_recipe([f"recipe={path}"])
-        if not shipped.loss.states.direct:  # of which an anchor is one
+        if not shipped.model.think_tokens and not shipped.loss.states.direct:  # of which an anchor is one
             load_recipe([f"recipe={path}", "stage=joint", *base])
 
 
@@ -513,16 +518,16 @@ def test_what_vllm_cannot_do_is_said_before_anything_is_loaded(load):
         (("rl.rewards=[]",), "rl.rewards leaves no reward"),
         (("rl.rewards=[{name: rank, weight: 0}]",), "rl.rewards leaves no reward"),
         (("rl.rewards=[{name: rank}, {name: rank}]",), "rl.rewards names rank twice with the same options"),
-        (("rl.rewards=[{name: rank, wait: 2}]",), r"unknown key rl.rewards\[0\].wait; did you mean rl.rewards\[0\].weight"),
-        (("rl.loss_type=ppo",), "rl.loss_type must be one of grpo, dr_grpo, dapo, got 'ppo'"),
-        (("rl.scale_rewards=std",), "rl.scale_rewards must be one of group, batch, none"),
-        (("rl.num_iterations=0",), "rl.num_iterations must be >= 1"),
-        (("rl.beta=-1",), "rl.beta must be >= 0"),
-        (("rl.epsilon=2",), "rl.epsilon must be <= 1"),
+        (("rl.rewards=[{name: rank, wait: 2}]",), ('unknown', 'rl.rewards[0].wait')),
+        (("rl.loss_type=ppo",), ('choice', 'rl.loss_type')),
+        (("rl.scale_rewards=std",), ('choice', 'rl.scale_rewards')),
+        (("rl.num_iterations=0",), ('range', 'rl.num_iterations')),
+        (("rl.beta=-1",), ('range', 'rl.beta')),
+        (("rl.epsilon=2",), ('range', 'rl.epsilon')),
         (("rl.candidates=gallery",), "rl.candidates must be batch or pool:PATH, got 'gallery'"),
         (("rl.candidates='pool:'",), "rl.candidates must be batch or pool:PATH"),
         (("rl.candidates=pool:x", "rl.alpha_rl=0"), "rl.alpha_rl=0 leaves rewards out: set it to batch"),
-        (("rl.pool_every=0",), "rl.pool_every must be >= 1"),
+        (("rl.pool_every=0",), ('range', 'rl.pool_every')),
         (("rl.alpha_rl=0", "rl.beta=0.1"), "rl.beta=0.1 is a part of the policy gradient, which rl.alpha_rl=0 leaves out"),
         (("rollout.backend=vllm", "rl.temperature=2.5"), "rl.temperature=2.5 is not possible with rollout.backend=vllm"),
         (("rollout.backend=vllm", "rl.temperature=0.001"), "rl.temperature=0.001 is not possible with"),
@@ -538,7 +543,7 @@ def test_what_vllm_cannot_do_is_said_before_anything_is_loaded(load):
     ],
 )  # fmt: skip
 def test_rl_settings_that_cannot_be(overrides, message):
-    with pytest.raises(RecipeError, match=message):
+    with raises(RecipeError, message):
         load_recipe(
             ["recipe=demo", "stage=rl", *(["init=x"] if "init=null" not in overrides else []), *overrides]
         )
@@ -623,7 +628,7 @@ def test_a_recipe_may_be_another_one_with_some_keys_changed(load, tmp_path):
             load_recipe([f"recipe={tmp_path / 'round.yaml'}"], tmp_path)
     # What is wrong in a base is said with its name.
     (tmp_path / "more.yaml").write_text("base: small\njoint: {lrr: 1}\n")
-    with pytest.raises(RecipeError, match=r"more.yaml: unknown key joint.lrr; did you mean joint.lr\?"):
+    with raises(RecipeError, ("unknown", "joint.lrr", ("joint.lr",))):
         load_recipe([f"recipe={tmp_path / 'most.yaml'}"])
 
 

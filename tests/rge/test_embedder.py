@@ -32,6 +32,7 @@ from rge.common.parts import content_of
 from rge.common.schema import Item
 from rge.distributed.cpu_threads import limit_threads
 from rge.embedder import Embedder, _items
+from rge.embedders.registry import ModelOptions
 from rge.model.backbone import BackboneError
 from rge.model.packing import Branch
 
@@ -249,6 +250,9 @@ def test_a_task_has_its_own_prompts(with_tasks, picture):
         with_tasks.for_task("naming").encode([item], side="query", mode="direct")
     with pytest.raises(ValueError, match="knows no task 'other'"):
         with_tasks.for_task("other")
+    evaluated = ModelOptions(checkpoint=with_tasks.checkpoint, task="naming").load()
+    assert evaluated.settings.profile == "plain"
+    assert evaluated.settings.pixels.max == 784
     # What is asked on loading holds for every task.
     large = Embedder.from_pretrained(with_tasks.checkpoint, max_prompt_tokens=300, max_pixels=7056)
     settings = large.for_task("naming").settings
@@ -257,7 +261,7 @@ def test_a_task_has_its_own_prompts(with_tasks, picture):
 
 
 def test_errors(encoder, items, tmp_path):
-    with pytest.raises(ValueError, match="mode must be one of reasoning, direct, auto, got 'fast'"):
+    with pytest.raises(ValueError, match="mode must be one of reasoning, direct, auto, latent, got 'fast'"):
         encoder.encode(items, side="query", mode="fast")
     with pytest.raises(ValueError, match="side must be query or candidate, got 'doc'"):
         encoder.encode(items, side="doc", mode="direct")

@@ -29,6 +29,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from family_models import TEXT, VISION
+from faults import raises
 
 from rge import check, train
 from rge.checkpoints import checkpoint_manager, training_state
@@ -89,6 +90,7 @@ class Refused:
     given: tuple[str, ...] = ()
 
 
+THINKS = ("loss.anchor=latent", "model.think_tokens=2")
 LORA = ("model.lora={rank: 2, alpha: 4}",)
 TWO_SOURCES = ("joint.sources=[{path: HOME/records.jsonl}, {path: HOME/others.jsonl}]",)
 TWO_COLD = ("cold_start.sources=[{path: HOME/records.jsonl}, {path: HOME/others.jsonl}]", "stage=cold_start")
@@ -101,6 +103,7 @@ BAD = ("joint.sources=[{path: HOME/bad.jsonl}]", "data.on_bad=skip", "data.max_b
 RL = ("stage=rl",)
 TWO_RL = ("rl.sources=[{path: HOME/records.jsonl}, {path: HOME/others.jsonl}]", *RL)
 TWO_UPDATES = (*RL, "rl.num_iterations=2")
+MINES = ("data.mine={every: 1, relative_margin: null}", "data.max_negatives=3")
 JUDGED = ("joint.sources=[{path: HOME/scored.jsonl}]",)
 BOARD = ("log.trackers=[tensorboard]",)
 
@@ -143,6 +146,16 @@ ENTRIES: dict[str, Changes | Refused] = {
     "data.profile": Changes("data.profile=rge", "metrics"),
     "data.max_prompt_tokens": Changes("data.max_prompt_tokens=64", "metrics"),
     "data.max_negatives": Changes("data.max_negatives=2", "metrics"),
+    "data.mine.every": Changes("data.mine.every=2", "metrics", MINES),
+    "data.mine.num": Changes("data.mine.num=2", "metrics", MINES),
+    "data.mine.relative_margin": Changes("data.mine.relative_margin=0.5", "metrics", MINES),
+    "data.mine.absolute_margin": Changes("data.mine.absolute_margin=0.5", "metrics", MINES),
+    "data.mine.max_score": Changes("data.mine.max_score=0.0", "metrics", MINES),
+    "data.mine.range": Changes("data.mine.range=[5, 20]", "metrics", MINES),
+    "data.mine.choose": Changes("data.mine.choose=sampled", "metrics", MINES),
+    "data.mine.seed": Changes("data.mine.seed=1", "metrics", (*MINES, "data.mine.choose=sampled")),
+    "data.mine.pool": Changes("data.mine.pool=2", "metrics", MINES),
+    "data.mine.query_mode": Changes("data.mine.query_mode=direct", "metrics", MINES),
     "data.positives": Changes("data.positives=all", "metrics"),
     "data.sort_by_length": Changes("data.sort_by_length=false", "weights", ("train.micro_batch_size=2",)),
     "data.num_workers": Changes("data.num_workers=1", "processes"),
@@ -159,6 +172,11 @@ ENTRIES: dict[str, Changes | Refused] = {
     "loss.oracle_decay_steps": Changes("loss.oracle_decay_steps=1", "metrics", ("loss.anchor=mix",)),
     "loss.states.reasoned": Changes("loss.states.reasoned=3", "metrics", ("loss.states.direct=1",)),
     "loss.states.direct": Changes("loss.states.direct=1", "metrics"),
+    "loss.states.latent": Changes(
+        "loss.states.latent=3", "metrics", ("loss.states.latent=1", "model.think_tokens=2")
+    ),
+    "loss.think_lm": Changes("loss.think_lm=0.5", "metrics", THINKS),
+    "model.think_tokens": Changes("model.think_tokens=3", "metrics", THINKS),
     "loss.budget": Changes("loss.budget=1", "metrics"),
     "loss.align": Changes("loss.align=1", "metrics", ("loss.states.direct=1",)),
     "loss.align_temperature": Changes(
@@ -455,9 +473,10 @@ def test_another_value_makes_another_run(key, runs):
 
 
 @pytest.mark.slow
-def test_easy_queries_need_no_rollout(runs):
+@pytest.mark.parametrize("anchor", [("loss.anchor=oracle",), ("loss.anchor=latent", "model.think_tokens=2")])
+def test_easy_queries_need_no_rollout(anchor, runs):
     adaptive = ("loss.states.direct=1", "loss.adaptive.share=0.5", "loss.adaptive.margin=-2")
-    assert [line["easy_rate"] for line in runs("loss.anchor=oracle", *adaptive).metrics] == [0.5, 0.5]
+    assert [line["easy_rate"] for line in runs(*anchor, *adaptive).metrics] == [0.5, 0.5]
 
 
 @pytest.mark.slow
@@ -1003,5 +1022,5 @@ def test_every_key_stands_here_and_every_entry_is_a_key():
 def test_a_key_without_an_effect_would_be_noticed(runs):
     """The instrument itself: two runs that differ in nothing that counts look alike."""
     assert runs().metrics == runs("train.save_every=77").metrics
-    with pytest.raises(RecipeError, match="unknown key data.nothing"):
+    with raises(RecipeError, ("unknown", "data.nothing")):
         runs("data.nothing=1")

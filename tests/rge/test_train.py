@@ -677,3 +677,47 @@ def test_adapters_alone_go_from_stage_to_stage_on_one_base(home, tmp_path):
     other = run(home, tmp_path, *options, "export.adapters_only=false")
     assert other.returncode == 2
     assert "export.adapters_only (there True, now False)" in other.stderr
+
+
+MINED = [
+    "stage=joint",
+    "data.mine.every=3",
+    "data.mine.num=4",
+    "data.mine.relative_margin=null",
+    "data.max_negatives=2",
+]
+
+
+@pytest.mark.slow
+def test_negatives_are_mined_from_the_present_model_the_same_after_a_kill_and_on_two_processes(whole, home):
+    """Killed between two minings: what was mined before is not in the weights of the state."""
+    words = [*MINED, f"init={whole / 'cold_start/final'}"]
+    once, again, two = home / "mined", home / "mined_again", home / "mined_by_two"
+    trained(run(home, once, *words))
+    lines = metrics(once / "joint")
+    assert [line["step"] for line in lines if "mined_margin" in line] == [1, 4, 7]
+    assert lines[3]["labelled_negatives_mean"] == 2, "of four mined and the record's own"
+    files = sorted(path.name for path in (once / "joint/mined").iterdir())
+    assert files == ["step_00000003.json", "step_00000006.json"], "no state needs the first one any more"
+
+    with held(home, again, "joint", 5, *words) as program:
+        program.wait_until(lambda: (again / "joint/state/step_00000004/done.json").is_file())
+        program.kill()
+    resumed = run(home, again, *words)
+    trained(resumed)
+    assert "joint: resuming after step 4" in resumed.stdout
+    assert_same_weights(again / "joint/final", once / "joint/final")
+    for name in files:
+        assert (again / "joint/mined" / name).read_bytes() == (once / "joint/mined" / name).read_bytes()
+
+    one = home / "mined_once"
+    trained(run(home, one, *words, "joint.steps=1"))
+    done = forked.run_pair(*command(home, two, *words, "joint.steps=1", "train.num_processes=2"))
+    assert done.returncode == 0, done.stderr[-4000:]
+    first = "joint/mined/step_00000000.json"
+    assert (two / first).read_bytes() == (one / first).read_bytes()
+    figures = [
+        {name: line[name] for name in ("mined_mean", "mined_margin")}
+        for line in (metrics(one / "joint") + metrics(two / "joint"))
+    ]
+    assert figures[0] == figures[1]

@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from eval_fakes import write_set
+from faults import raises
 from paths import ROOT
 
 from eval.benchmarks.suite import write_suite
@@ -202,7 +203,9 @@ def test_a_run_is_evaluated_with_the_plugins_of_its_recipe(ablate, monkeypatch):
     ("settings", "mode"),
     [
         ({"reasons": "query"}, "reasoning"),
+        ({"reasons": "query", "think_tokens": 4}, "reasoning"),
         ({"reasons": "none"}, "direct"),
+        ({"reasons": "none", "think_tokens": 4}, "latent"),
     ],
 )
 def test_a_run_is_asked_as_its_queries_were_trained(ablate, tmp_path, monkeypatch, settings, mode):
@@ -341,19 +344,19 @@ def test_runs_of_different_queries_make_no_table(ablate, tmp_path):
         (["sweep=loss.anchor=[self,,none]"], "without empty values"),
         (["sweep=loss.anchor=[]"], "without empty values"),
         (["sweep=loss.ratio=[1:10,1_10]"], "1:10 and 1_10 of the sweep are the same run"),
-        (["sweep=loss.ankor=[self]"], "unknown key loss.ankor; did you mean loss.anchor"),
+        (["sweep=loss.ankor=[self]"], ("unknown", "loss.ankor")),
         (
             ["sweep=loss.anchor=[self,oracel]"],
-            "loss.anchor must be one of self, oracle, none, mix, got 'oracel'",
+            ("choice", "loss.anchor"),
         ),
         (["with.nothing=loss.ratio=none"], "with.nothing names no value of the sweep: self, oracle, none"),
         (["with.none=loss.ratoi=none"], "did you mean loss.ratio"),
-        (["seeds=0"], "seeds must be >= 1, got 0"),
+        (["seeds=0"], ("range", "seeds")),
         (
             ["index=6"],
             r"index must be 0 to 5, since the sweep has 6 runs \(a Slurm array: --array=0-5\); got 6",
         ),
-        (["collect=perhaps"], "collect must be true or false, got 'perhaps'"),
+        (["collect=perhaps"], ("type", "collect")),
         (["metrics=hit@1,recal@1"], r"no metric 'recal@1'; there are .*recall@k"),
         (["train.seed=5"], "train.seed=5 would make every seed of an arm the same run"),
         (["with.none=train.seed=5"], "train.seed=5 would make every seed of an arm the same run"),
@@ -368,7 +371,7 @@ def test_runs_of_different_queries_make_no_table(ablate, tmp_path):
 def test_what_is_wrong_is_said_before_anything_runs(ablate, wrong, message):
     names = {argument.split("=")[0] for argument in wrong}
     given = [argument for argument in ablate.given if argument.split("=")[0] not in names]
-    with pytest.raises(UserError, match=message):
+    with raises(UserError, message):
         ablate.main([*given, *wrong])
     assert ablate.commands == []
 

@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from faults import raises
 from forked import Program
 from PIL import Image
 from small_runs import made, one_family
@@ -269,11 +270,11 @@ def test_what_would_stop_a_run_after_hours_is_said_before_a_picture_is_opened(tm
 
 
 def test_unknown_configs_and_stages_are_named():
-    with pytest.raises(UserError, match="config must be one of demo, rmir, got 'dmo'; did you mean 'demo'"):
+    with raises(UserError, ("choice", "config")):
         load_config(["config=dmo"])
     with pytest.raises(UserError, match="give exactly one config=NAME"):
         load_config([])
-    with pytest.raises(ValueError, match="stage must be one of .*, got 'juge'; did you mean 'judge'"):
+    with raises(ValueError, ("choice", "stage")):
         main(["rmir", "config=demo", "stage=juge"])
 
 

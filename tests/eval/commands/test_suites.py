@@ -81,7 +81,7 @@ def curves(suite, tmp_path_factory):
 def test_every_way_of_asking_is_a_mean_over_members(curves):
     out, content = curves
     names = [row["name"] for row in content["points"]]
-    assert names == ["direct", "reasoning", "auto-0.5"]
+    assert names == ["direct", "reasoning", "cap-1", "cap-2", "cap-4", "auto-0.5"]
     assert (content["set"]["name"], content["num_members"], content["num_queries"]) == ("compass", 2, 20)
     for row in content["points"]:
         assert row["value"] == pytest.approx(mean_of_members(out / row["name"], "mrr"))

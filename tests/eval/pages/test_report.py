@@ -11,6 +11,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from chromium import Chromium
+from faults import raises
 from PIL import Image
 
 from eval.pages import charts, evaluations, examples
@@ -1005,14 +1006,14 @@ def test_command(world):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["out=x"], "missing runs="),
-        (["runs=a", "out=x", "logs=y"], r"unknown key logs; did you mean log\?"),
-        (["runs=a", "out=x", "baseline=none:b"], "unknown key baseline"),
-        (["runs=a", "out=x", "examples=many"], "examples must be an integer, got 'many'"),
+        (["out=x"], ("missing", "runs")),
+        (["runs=a", "out=x", "logs=y"], ("unknown", "logs", ("log",))),
+        (["runs=a", "out=x", "baseline=none:b"], ("unknown", "baseline")),
+        (["runs=a", "out=x", "examples=many"], ("type", "examples")),
     ],
 )
 def test_command_names_what_is_wrong(words, message):
-    with pytest.raises(ValueError, match=message):
+    with raises(ValueError, message):
         report(parse_options(ReportOptions, words))
 
 

@@ -28,6 +28,8 @@ from rge.checkpoints.settings import read_settings
 from rge.common.errors import UserError
 from rge.common.files import DEMO_CHECKPOINT
 from rge.common.images import load_image
+from rge.common.parts import content_of, with_text
+from rge.common.schema import Item
 from rge.embedder import Embedder
 
 FEW = VerifyOptions(checkpoint="demo", limit=3, candidates=4)
@@ -169,7 +171,7 @@ def test_each_planted_cause_is_named(world, stock, wrong):
 @pytest.mark.slow
 def test_a_cut_prompt_is_named(world, stock):
     long = tuple(
-        replace(item, text=f"{item.text} {'and why ' * (9 + n)}")
+        replace(item, content=with_text(item.content, f"{item.text} {'and why ' * (9 + n)}"))
         for n, item in enumerate(world.views[0].items)
     )
     view = replace(world.views[0], items=long)
@@ -235,11 +237,11 @@ def serving(world, stock, wrong="", **more):
             if part["type"] == "image_url"
         ]
         assert all(Image.open(io.BytesIO(picture)).mode == "RGB" for picture in pictures)
-        item = replace(world.views[0].items[0], text=None, images=tuple(pictures), instruction=None)
+        item = Item(world.views[0].items[0].id, content_of(None, pictures))
         if not texts:
             return stock.embed(item, "candidate")
         known = by_text[texts[0].removeprefix(f"{INSTRUCTION} ")]
-        return stock.embed(replace(known, images=tuple(pictures)), "query", wrong)
+        return stock.embed(replace(known, content=content_of(known.text, pictures)), "query", wrong)
 
     return Server(embed, **more)
 

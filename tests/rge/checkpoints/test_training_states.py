@@ -263,7 +263,9 @@ def test_a_resume_with_a_key_that_changes_rounding_says_so(tmp_path, monkeypatch
     monkeypatch.setattr(checkpoint_manager, "stop_after_this_step_at_signals", lambda: None)
     trained = Trained(tmp_path / "joint/state")
     started = launch.describe(trained.states.accelerator)
-    trained.save(3, recipe=to_dict(load_recipe(["recipe=demo"])), launch=started, validated=None)
+    trained.save(
+        3, recipe=to_dict(load_recipe(["recipe=demo"])), launch=started, validated=None, best=(0.0, 0)
+    )
 
     def resume(*overrides):
         again = Trained(tmp_path / "unused")

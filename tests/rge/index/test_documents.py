@@ -12,6 +12,7 @@ from PIL import Image
 
 pytest.importorskip("lancedb", exc_type=ImportError)
 
+from rge.checkpoints.export import export, settings_of
 from rge.common.parts import PdfPart, VideoPart
 from rge.content.preview import preview
 from rge.content.references import Named, named, page_reference
@@ -23,6 +24,8 @@ from rge.index.embed import main as embed
 from rge.index.search import main as search
 from rge.index.sources import load, read_source
 from rge.index.store import Index
+from rge.model.backbone import load_backbone
+from rge.model.embedding_model import EmbeddingModel
 
 
 @pytest.fixture
@@ -186,3 +189,36 @@ def test_a_document_of_several_pages_is_searched(manuals, capsys, monkeypatch):
             demo.encode_document(content=wrong)
     with pytest.raises(ValueError, match="content"):
         demo.encode_document("a", content=parts)
+
+
+@pytest.fixture(scope="module")
+def reader(lively_path, tmp_path_factory):
+    """A checkpoint of a family that reads clips."""
+    model = EmbeddingModel(load_backbone(lively_path)).eval()
+    settings = settings_of(
+        emb_id=model.emb_id, profile="rge", max_prompt_tokens=256, min_pixels=784, max_pixels=7056, max_new_tokens=4,
+        reasons="query", recipe={"model": {"dtype": "float32"}}, stage="joint", step=1,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("reader") / "model"
+    export(model, folder, settings)
+    return folder
+
+
+@pytest.mark.slow
+def test_a_folder_of_clips_is_indexed_and_searched(reader, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "films").mkdir()
+    for name, first in (("a", 0), ("b", 100)):
+        times = range(0, 3000, 40)
+        (tmp_path / "films" / f"{name}.mp4").write_bytes(clip(times, size=(56, 56), first=first))
+    assert index(["films", "out=gallery", f"checkpoint={reader}", "videos=true"]) == 0
+    assert "2 added" in capsys.readouterr().out
+    embedder = Embedder.from_pretrained(reader)
+    store = Index.open("gallery")
+    for name in ("a", "b"):
+        vector_D = embedder.encode_document(content=[{"video": f"films/{name}.mp4"}])
+        [[hit]] = store.search(vector_D[None], 1)
+        assert (hit.id, hit.metadata["seconds"]) == (f"{name}.mp4", 3.0)
+        assert hit.score > 1 - 1e-5
+    assert search(["gallery", "image=films/a.mp4#t=0,1", "mode=direct"]) == 0
+    assert "b.mp4" in capsys.readouterr().out

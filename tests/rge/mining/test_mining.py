@@ -6,9 +6,11 @@ import pytest
 from rge.common.errors import UserError
 from rge.common.schema import Record
 from rge.mining import search
-from rge.mining.rules import MiningRules
+from rge.mining.config import MiningRules
+from rge.mining.rules import limits, order
 from rge.mining.search import Groups, exact_scores, merged, nearest
-from rge.mining.table import Table
+from rge.mining.table import RecordTable
+from rge.vectors.contents import content_digest
 
 DIM = 12
 
@@ -99,23 +101,23 @@ def brute_force(made, vectors_of, query_of, rules):
 
 
 def mined(made, rules, *, parts=1, query_of=None, vectors_of=None):
-    table = Table(made)
+    table = RecordTable(made, content_digest)
     query_QD = np.stack([query_of[query.item.text] for query in table.queries])
     candidate_CD = np.stack([vectors_of[target.text] for target in table.targets])
-    limits = rules.limits(table.lowest_positive(query_QD, candidate_CD))
+    most = limits(rules, table.lowest_positive(query_QD, candidate_CD))
     ends = [len(candidate_CD) * part // parts for part in range(parts + 1)]
     found = merged(
         [
-            nearest(query_QD, candidate_CD[a:b], table.groups(), limits, depth=rules.depth(), first_row=a)
+            nearest(query_QD, candidate_CD[a:b], table.groups(), most, depth=rules.depth(), first_row=a)
             for a, b in zip(ends, ends[1:], strict=False)
         ]
     )
     names = {}
     for place, query in enumerate(table.queries):
         rows = found.row_QK[place][found.row_QK[place] >= 0]
-        order = rules.order(len(rows), query.digest)[: rules.num]
+        taken = order(rules, len(rows), query.digest)[: rules.num]
         names[query.item.text] = [
-            (table.targets[rows[at]].id, found.score_QK[place, at]) for at in order.tolist()
+            (table.targets[rows[at]].id, found.score_QK[place, at]) for at in taken.tolist()
         ]
     return names, found
 
@@ -201,10 +203,10 @@ def test_only_allowed_rows_are_found():
 
 def test_a_choice_from_a_range_depends_on_the_query_alone():
     rules = MiningRules(num=3, choose="sampled", range=(3, 20))
-    assert rules.order(40, "a").tolist() == rules.order(40, "a").tolist() != rules.order(40, "b").tolist()
-    assert sorted(rules.order(40, "a").tolist()) == list(range(2, 20))
-    assert sorted(rules.order(10, "a").tolist()) == list(range(2, 10))
-    assert rules.order(1, "a").tolist() == []
+    assert order(rules, 40, "a").tolist() == order(rules, 40, "a").tolist() != order(rules, 40, "b").tolist()
+    assert sorted(order(rules, 40, "a").tolist()) == list(range(2, 20))
+    assert sorted(order(rules, 10, "a").tolist()) == list(range(2, 10))
+    assert order(rules, 1, "a").tolist() == []
 
 
 def test_rules_that_leave_too_few_ranks_are_refused():
@@ -214,5 +216,5 @@ def test_rules_that_leave_too_few_ranks_are_refused():
 
 
 def test_a_relative_margin_lowers_a_negative_score_too():
-    limits = MiningRules(relative_margin=0.1).limits(np.array([0.5, -0.5], np.float32))
-    assert limits["relative_margin"].tolist() == pytest.approx([0.45, -0.55])
+    most = limits(MiningRules(relative_margin=0.1), np.array([0.5, -0.5], np.float32))
+    assert most["relative_margin"].tolist() == pytest.approx([0.45, -0.55])

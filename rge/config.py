@@ -237,20 +237,6 @@ Rules = dict[str, Callable[[Recipe], object]]
 _RULES: Rules = {
     "export.adapters_only=true needs adapters, and all weights are trained: set model.lora, e.g. {{rank: 16}}, or "
     "export.adapters_only=false": lambda r: r.export.adapters_only and r.model.lora is None,
-    "loss.think_lm={r.loss.think_lm} is a share of the LM loss, whose weight is 0: set loss.ratio, e.g. 1:10": lambda r: (
-        r.loss.think_lm and not r.loss.alpha_lm and "cold_start" not in r.stages()
-    ),
-    "the latent state needs think tokens: set model.think_tokens, e.g. 4": lambda r: (
-        r.loss.trains_latent and not r.model.think_tokens
-    ),
-    "model.think_tokens={r.model.think_tokens} must be below rollout.max_new_tokens={r.rollout.max_new_tokens}": lambda r: (
-        r.loss.trains_latent and r.model.think_tokens >= r.rollout.max_new_tokens
-    ),
-    "model.think_tokens={r.model.think_tokens} needs the latent state: set loss.states.latent, e.g. 1, or "
-    "loss.anchor=latent": lambda r: not r.loss.trains_latent and r.model.think_tokens,
-    "loss.think_lm={r.loss.think_lm} needs the latent state: set loss.states.latent, e.g. 1, or loss.anchor=latent": lambda r: (
-        not r.loss.trains_latent and not r.model.think_tokens and r.loss.think_lm
-    ),
     "rollout.direct_share takes the reasoned state from some queries, loss.states.{r.loss.states.further[0]} adds a state to "
     "all: set one of them to 0": lambda r: r.rollout.direct_share and r.loss.states.further,
     "the stage rl trains the reasoned state alone: set loss.states.{r.loss.states.further[0]}=0": lambda r: (

@@ -300,7 +300,7 @@ class Embedder:
                 of it (``manual.pdf#page=3``) or of a video (``talk.mp4#t=10,20``).
             content: instead of both, parts in their order (docs/content.md): a list of mappings such as ``{"text": ...}``,
                 ``{"image": ...}``, ``{"video": ...}`` and ``{"pdf": ..., "pages": [1]}``, or N such lists.
-            mode: ``reasoning``, ``direct`` (no rationale), ``latent`` (think tokens instead) or ``auto`` (the model decides per
+            mode: ``reasoning``, ``direct`` (no rationale) or ``auto`` (the model decides per
                 query); the last two need a checkpoint trained for them, docs/modes.md. None: as trained.
             max_rationale_tokens: the most tokens of a rationale, or one number per query, from 0 (as ``direct``) to
                 `max_new_tokens` of `from_pretrained`; ``<emb>`` follows a rationale that reaches it. None: all that are allowed.

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rge.checkpoints.settings import CheckpointSettings, Pixels, Settings
 from rge.common.errors import UserError
-from rge.common.modes import SILENT, Mode
+from rge.common.modes import Mode
 from rge.common.parts import ImageRef
 from rge.common.prompt_profiles import PROFILES
 from rge.common.schema import Encoded, Item
@@ -145,7 +145,6 @@ class Inference:
             max_pixels=settings.pixels.max,
             quantization=settings.quantization,
             device=device,
-            think_tokens=settings.think_tokens,
             base=base,
         )
         builder = PromptBuilder(
@@ -194,11 +193,11 @@ class Inference:
         num, state_rows = len(prompts), 1 if settings.exact else batch_size
         if caps is None and settings.generation.max_rationale_tokens is not None:
             caps = [settings.generation.max_rationale_tokens] * num
-        if mode not in SILENT and caps is not None and not any(caps):
+        if mode != "direct" and caps is not None and not any(caps):
             mode = "direct"
         with self._computing:
-            if mode in SILENT:
-                given = [self.model.given[mode]] * num
+            if mode == "direct":
+                given: list[Sequence[int]] = [()] * num
                 states, embed_ms = self._in_batches(prompts, given, state_rows, on_progress)
                 return Encoded(
                     states, [""] * num, np.zeros(num, np.int64), ["prefilled"] * num, np.zeros(num), embed_ms

@@ -19,13 +19,11 @@ class StatesConfig:
     """Weight of the state after a rationale: the anchor that `loss.anchor` names."""
     direct: NotNegative = 0.0
     """Weight of the state directly after the prompt, from the same pass, so that one checkpoint works in both modes."""
-    latent: NotNegative = 0.0
-    """Weight of the state after the prompt and `model.think_tokens` think tokens, which are read, not generated."""
 
     @property
     def further(self) -> list[str]:
         """States in addition to the anchor's, by name."""
-        return [name for name in ("direct", "latent") if getattr(self, name)]
+        return ["direct"] if self.direct else []
 
 
 @dataclass
@@ -60,10 +58,10 @@ class LossConfig:
     """Weight of the contrastive loss; overrides `ratio`."""
     temperature: Positive = 0.03
     """InfoNCE tau; cosine similarities are divided by it. No unit, > 0."""
-    anchor: Literal["self", "oracle", "none", "mix", "latent"] = "self"
+    anchor: Literal["self", "oracle", "none", "mix"] = "self"
     """Query state that the contrastive loss uses (the paper's Table 4): `self` after the model's own rationale,
     `oracle` after the oracle rationale (leaks the target), `none` directly after the prompt; `mix`: `oracle` for a
-    share of the queries, `self` for the others; `latent`: after `model.think_tokens`, without a rollout."""
+    share of the queries, `self` for the others."""
     oracle_share: Annotated[float, Field(gt=0, le=1)] = 0.5
     """With `anchor=mix`: share of the queries, redrawn in each step, that are embedded after the oracle rationale."""
     oracle_decay_steps: AtLeastOne | None = None
@@ -79,10 +77,6 @@ class LossConfig:
     align_temperature: Positive | None = None
     """Temperature of both rankings in `align`; null: `temperature`."""
     adaptive: AdaptiveConfig = field(default_factory=AdaptiveConfig)
-    think_lm: Annotated[Share, IN_COLD_START] = 0.0
-    """Share of the LM loss on oracle rationales that is computed after the think tokens instead of directly after the
-    prompt, so that the think tokens learn to contain what the rationale would say (after TTE-Flash, arXiv:2605.16638);
-    1: all of it."""
     terms: dict[str, NotNegative | None] = field(default_factory=lambda: {"info_nce": 1.0})
     """Contrastive losses, by registered name, and their weights within the contrastive part (docs/extending.md). null
     removes one that the `base` recipe has."""
@@ -94,11 +88,6 @@ class LossConfig:
     """Further sizes to which embeddings can be truncated: InfoNCE becomes the mean over them and the full size."""
     lm_on_candidates: Annotated[bool, IN_COLD_START] = True
     """Whether the LM loss also trains `<emb>` after the candidate's prompt, the second term of eq. 8."""
-
-    @property
-    def trains_latent(self) -> bool:
-        """Whether the latent state is trained, as the anchor or beside it."""
-        return self.anchor == "latent" or self.states.latent > 0
 
     def complete(self) -> None:
         """Fill in both weights, which then sum to one, and leave out the terms that are null; RecipeError if they do not fit."""
@@ -131,14 +120,10 @@ class LossConfig:
                 f"loss.adaptive.share={adaptive.share} changes the LM loss by what the contrastive loss compares, and the weight "
                 "of one of them is 0: set loss.ratio, e.g. 1:10"
             )
-        if adaptive.share and self.think_lm == 1:
-            yield "loss.think_lm=1 leaves loss.adaptive no LM loss after the prompt: set it below 1"
         if self.align and not further:
-            yield f"loss.align={self.align} needs a second state: set loss.states.direct or loss.states.latent, e.g. 1"
+            yield f"loss.align={self.align} needs a second state: set loss.states.direct, e.g. 1"
         if self.anchor == "none" and further:
             yield "loss.anchor=none trains the direct state alone: set loss.states.direct=0, or another loss.anchor"
-        if self.anchor == "latent" and self.states.latent:
-            yield "loss.anchor=latent is the latent state: set loss.states.latent=0"
 
 
 def _weights_of_ratio(ratio: str) -> tuple[float, float]:

@@ -49,7 +49,6 @@ CONTRASTIVE_LOSSES: Registry[ContrastiveLoss] = Registry(
         "contrastive",
         "contrastive_loss",
         "contrastive_direct",
-        "contrastive_latent",
     ),
 )
 

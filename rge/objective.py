@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -45,7 +44,7 @@ class Objective:
     alpha_lm: float
     alpha_con: float
     temperature: float = 0.03  # of InfoNCE
-    # The query state that InfoNCE sees: ``self``, ``oracle``, ``none``, ``mix`` or ``latent``. With ``mix`` some of the
+    # The query state that InfoNCE sees: ``self``, ``oracle``, ``none`` or ``mix``. With ``mix`` some of the
     # rationales given to a step are the oracle's (`rge.rollout.writer`); the step is that of ``self``.
     anchor: str = "self"
     lm_on_candidates: bool = True  # ``<emb>`` after a candidate's prompt is an LM label too
@@ -59,20 +58,19 @@ class Objective:
     sampled_at: float = 1.0  # temperature of the policy gradient's rationales
     num_updates: int = 1  # optimizer updates per rollout
     rewards_oracle: bool = False  # a reward reads the oracle rationale
-    # Shares of L_con for further states of the same queries, ``direct`` or ``latent``; the rest is the anchor's.
+    # Shares of L_con for further states of the same queries, ``direct``; the rest is the anchor's.
     states: Mapping[str, float] = field(default_factory=dict)
     # Weight within L_con of the KL divergence from the anchor's ranking to each further state's.
     align: float = 0.0
     align_temperature: float = 0.03  # of both sides of that divergence
     adaptive: AdaptiveConfig | None = None  # which queries' LM target becomes ``<emb>`` alone
-    think_lm: float = 0.0  # share of the LM loss on oracle rationales after the think tokens
 
     @classmethod
     def of(cls, recipe: Recipe, stage: str) -> "Objective":
         """The objective of a stage of a checked recipe (UserError: an unknown reward); the cold start has the LM loss only."""
         loss, rl = recipe.loss, recipe.rl
         if stage == "cold_start":
-            return cls(1.0, 0.0, lm_on_candidates=loss.lm_on_candidates, think_lm=loss.think_lm)
+            return cls(1.0, 0.0, lm_on_candidates=loss.lm_on_candidates)
         weights = vars(loss.states)
         joint = cls(
             loss.alpha_lm,  # type: ignore[arg-type]  # `load_recipe` has filled both in
@@ -88,7 +86,6 @@ class Objective:
             align=loss.align,
             align_temperature=loss.align_temperature or loss.temperature,
             adaptive=loss.adaptive if loss.adaptive.share else None,
-            think_lm=loss.think_lm,
         )
         if stage != "rl":
             return joint
@@ -162,19 +159,16 @@ class Objective:
 
     def num_lm_tokens_of_queries(self, batch: Batch, easy_B: Sequence[bool] | None = None) -> list[float]:
         """The same of each query alone, without its candidates."""
-        spared = (1 - self.think_lm) * np.array(easy_B or [False] * len(batch.queries))
-        return [
-            len(ids) - share * (len(ids) - 1)
-            for ids, share in zip(batch.oracle_ids, spared.tolist(), strict=True)
-        ]
+        easy_B = easy_B or [False] * len(batch.queries)
+        return [1 if easy else len(ids) for ids, easy in zip(batch.oracle_ids, easy_B, strict=True)]
 
     @property
     def lm_targets(self) -> list[str]:
         """LM targets of a query, in the order of `query_branches`.
 
-        ``words``: the oracle rationale; ``direct``: ``<emb>`` alone; ``think``: the oracle rationale after think tokens.
+        ``words``: the oracle rationale; ``direct``: ``<emb>`` alone.
         """
-        wanted = {"words": self.think_lm < 1, "direct": self.adaptive is not None, "think": self.think_lm > 0}
+        wanted = {"words": True, "direct": self.adaptive is not None}
         return [name for name, is_wanted in wanted.items() if is_wanted and self.alpha_lm > 0]
 
     def query_nll(self, q: Readout, easy_B: Tensor | None = None) -> Tensor:
@@ -187,12 +181,7 @@ class Objective:
         assert q.nll_P is not None
         nll_BP = q.nll_P.unflatten(0, (-1, len(targets)))
         easy_B = nll_BP.new_zeros(len(nll_BP)) if easy_B is None else easy_B.to(nll_BP.dtype)
-        after_prompt = 1 - self.think_lm
-        weight_B = {
-            "words": after_prompt * (1 - easy_B),
-            "direct": after_prompt * easy_B,
-            "think": torch.full_like(easy_B, self.think_lm),
-        }
+        weight_B = {"words": 1 - easy_B, "direct": easy_B}
         return (nll_BP * torch.stack([weight_B[name] for name in targets], dim=1)).sum(dim=1)
 
     def query_branches(
@@ -209,23 +198,20 @@ class Objective:
         Rationales are equally many per query, those of further states last. With `sampled`, the log probabilities of the
         rollout's tokens are read too, for the policy gradient.
         """
-        given, emb_id, targets = embedder.given, embedder.emb_id, self.lm_targets
+        emb_id, targets = embedder.emb_id, self.lm_targets
         branches = []
         if self.needs_rollout:
             num_each = self.num_states(batch, rationales)
             own = rationales[row * num_each : (row + 1) * num_each]
             branches = [Branch([*each.ids, emb_id], read_state=True, sampled=sampled) for each in own]
         elif self.alpha_con > 0:
-            anchor = {"none": "direct"}.get(self.anchor, self.anchor)
-            names = [name for name in (anchor, *self.states) if name != "oracle"]
-            branches = [Branch([*given[name], emb_id], read_state=True) for name in names]
-            if anchor == "oracle":  # one branch may be both read and learned
+            num_direct = (self.anchor == "none") + len(self.states)
+            branches = [Branch([emb_id], read_state=True) for _ in range(num_direct)]
+            if self.anchor == "oracle":  # one branch may be both read and learned
                 branches.insert(0, Branch(batch.oracle_ids[row], read_state=True, predict="words" in targets))
                 targets = [name for name in targets if name != "words"]
         for name in targets:
-            before = given["latent"] if name == "think" else ()
-            ids = [emb_id] if name == "direct" else batch.oracle_ids[row]
-            branches.append(Branch([*before, *ids], predict=True, unlabelled=len(before)))
+            branches.append(Branch([emb_id] if name == "direct" else batch.oracle_ids[row], predict=True))
         return branches
 
     def candidate_branch(self, emb_id: int) -> Branch:

@@ -66,7 +66,7 @@ class TrainingStep:
 
         Returns:
             Report, equal on all ranks: loss, loss_lm, loss_contrastive, its terms if there are several
-            (``loss_info_nce``) and hit_at_1 if they exist, those of further states as ``..._direct`` and ``..._latent``;
+            (``loss_info_nce``) and hit_at_1 if they exist, those of further states as ``..._direct``;
             the mean number of negatives and of labelled negatives per query; cut_prompts, the number of prompts that were
             too long and lost the end of their text. With several sources these are also given by name, as ``..._by_source``,
             with the number of queries and the mean length of rationales, for sources that have queries in this batch.

@@ -153,7 +153,7 @@ class Validation:
                 batch.queries,
                 max_new_tokens=self.max_new_tokens,
                 batch_size=self.micro_batch_size,
-                given=[embedder.given[name] for name in objective.states],
+                given=[()] * len(objective.states),
             )
         q_branches = [
             objective.query_branches(batch, rationales, embedder, row) for row in range(len(batch.queries))

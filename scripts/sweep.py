@@ -233,8 +233,7 @@ def _evaluate(study: Study, arm: Arm, seed: int) -> None:
     mode = arm.query_mode
     if not mode:
         settings = json.loads((checkpoint / RGE_JSON).read_text())
-        silent = "latent" if settings.get("think_tokens") else "direct"
-        mode = silent if settings["reasons"] == "none" else "reasoning"
+        mode = "direct" if settings["reasons"] == "none" else "reasoning"
     command = [sys.executable, "-m", "rge", "eval", "run", *words, f"query_mode={mode}"]
     run([*command, *study.ask, *arm.ask, "report=false"])
     write_text(_note_of_set(out), f"{study.set_of(arm)}\n{_hash(checkpoint / RGE_JSON)}")

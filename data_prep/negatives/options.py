@@ -27,7 +27,7 @@ class NegativesOptions(MiningRules, ModelOptions, PluginOptions):
     """Candidates to mine from: training records, a retrieval set or its corpus.parquet, or a folder of pictures. null: all
     targets of the records' own file."""
     query_mode: Mode | None = None
-    """Query state to mine with: reasoning (after a rationale), direct, latent or auto; null: the one that is served."""
+    """Query state to mine with: reasoning (after a rationale), direct or auto; null: the one that is served."""
     keep: bool = True
     """Keep the negatives that records have, and add to them; false: replace them."""
     judge: str | None = None

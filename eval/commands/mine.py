@@ -29,7 +29,7 @@ class MineOptions(TableOptions):
     model: str | None = None
     """Any other embedder instead, as in `run`."""
     query_mode: tuple[str, ...] = ("reasoning", "direct")
-    """Any of reasoning (a query writes a rationale before it is embedded), direct, auto and latent (docs/modes.md)."""
+    """Any of reasoning (a query writes a rationale before it is embedded), direct and auto (docs/modes.md)."""
     metrics: tuple[str, ...] = ()
     """Further metrics, such as recall@100 or ndcg@5."""
     device: str | None = None

@@ -50,7 +50,7 @@ MAX_INSTRUCTIONS = 20
 """Maximum number of instructions listed in results.json; a set may have one per query."""
 UNTRAINED = (
     "query_mode=reasoning, but according to rge.json this checkpoint was trained without rationales (reasons: none): "
-    "use query_mode={mode}"
+    "use query_mode=direct"
 )
 UNREASONED = "candidate_mode=reasoning, but training embeds candidates without a rationale: no checkpoint has learned this mode"
 IN_OTHER_WORDS = (
@@ -75,7 +75,7 @@ class RunOptions(ModelOptions, RewriteOptions, MeasureOptions):
     """Embed a retrieval set, search it, score the ranking and write a report."""
 
     query_mode: tuple[str, ...] = ("reasoning",)
-    """Any of reasoning (a query writes a rationale before it is embedded), direct, auto and latent (docs/modes.md)."""
+    """Any of reasoning (a query writes a rationale before it is embedded), direct and auto (docs/modes.md)."""
     max_rationale_tokens: Count | None = None
     """Cap on each rationale in tokens, from 0 (direct), below the model's own, max_new_tokens; null: that one."""
     query_modality: tuple[str, ...] = ("both",)
@@ -279,7 +279,7 @@ class Session:
         settings, wanted = self.embeddings.encoder.settings, self.measurement.wanted
         warnings = list(wanted.meta.get("notes", []))
         if mode == "reasoning" and settings.reasons == "none":
-            warnings.append(UNTRAINED.format(mode="latent" if settings.think_tokens else "direct"))
+            warnings.append(UNTRAINED)
         if self.embeddings.candidate_mode == "reasoning" and settings.recipe:  # trained here
             warnings.append(UNREASONED)
         warnings += other_words(wanted, settings.instructions)

@@ -30,7 +30,6 @@ QUERY_COLUMN, TOP_COLUMN, RANK_COLUMN = "query_id", "top10", "first_hit_rank"
 _MODES = {  # query_mode -> order in the table, explanation
     "direct": (5, "no rationale"),
     "auto": (8, "a rationale where the model wants one"),
-    "latent": (8, "think tokens in place of a rationale"),
     "reasoning": (9, "writes a rationale first"),
 }
 _WITHHELD = {"text": ("Question only", "picture withheld"), "image": ("Image only", "question withheld")}

@@ -273,13 +273,11 @@ class CheckpointManager:
             min_pixels=recipe.model.min_pixels,
             max_pixels=recipe.model.max_pixels,
             max_new_tokens=recipe.rollout.max_new_tokens,
-            reasons="none" if self.name == "joint" and recipe.loss.anchor in ("none", "latent") else "query",
+            reasons="none" if self.name == "joint" and recipe.loss.anchor == "none" else "query",
             recipe=to_dict(recipe),
             stage=self.name,
             step=step,
         ) | {"identity": self.identity}
-        if recipe.model.think_tokens:
-            settings["think_tokens"] = recipe.model.think_tokens
         if self.name != "cold_start":
             settings["dimensions"] = sorted(recipe.loss.matryoshka_dims)
         if self._validated is not None:

@@ -97,7 +97,6 @@ class Settings(_Frozen):
     max_prompt_tokens: int | None = None
     pixels: Pixels | None = None
     video: VideoConfig | None = None  # frames of clips; None: by default
-    think_tokens: int = 0
     dimensions: list[int] = []
     instructions: Instructions | None = None
     tasks: dict[
@@ -162,10 +161,8 @@ class Settings(_Frozen):
 
     @property
     def query_mode(self) -> Mode:
-        """How queries were trained: with a rationale, after think tokens alone, or directly."""
-        if self.reasons != "none":
-            return "reasoning"
-        return "latent" if self.think_tokens else "direct"
+        """How queries were trained: with a rationale, or directly."""
+        return "direct" if self.reasons == "none" else "reasoning"
 
     @property
     def decides_itself(self) -> bool:
@@ -184,14 +181,10 @@ class Settings(_Frozen):
             raise UserError(
                 f"{self.model or 'this model'} writes no rationales: use query_mode={self.modes[0]}"
             )
-        lacks = None
         if mode == "auto" and not self.decides_itself:
-            lacks = "that was trained to decide (loss.states.direct and loss.adaptive.share above 0)"
-        elif mode == "latent" and not self.think_tokens:
-            lacks = "with think tokens (model.think_tokens, and loss.states.latent or loss.anchor=latent)"
-        if lacks:
             raise UserError(
-                f"mode={mode} needs a checkpoint {lacks}; use mode=reasoning or mode=direct with this one"
+                "mode=auto needs a checkpoint that was trained to decide (loss.states.direct and loss.adaptive.share above 0); "
+                "use mode=reasoning or mode=direct with this one"
             )
 
 

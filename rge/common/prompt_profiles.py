@@ -9,11 +9,6 @@ PICTURE_INSTRUCTION = "Find the image that answers the question about the given 
 """Task instruction of RMIR and PinPoint: records of `data_prep.rmir` are trained with it, and their benchmarks are asked with it."""
 
 
-def think_tokens(count: int) -> list[str]:
-    """Names of the think tokens, in order."""
-    return [f"<think_{number}>" for number in range(1, count + 1)]
-
-
 @dataclass(frozen=True, slots=True)
 class Profile:
     """The wording of a prompt's text, with ``{text}`` and ``{instruction}``. Candidates have no instruction but a wording by kind."""

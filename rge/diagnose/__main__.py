@@ -8,7 +8,7 @@ A table is printed, and ``out/NAME.json`` written. Torch is imported after ``--h
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -49,10 +49,8 @@ class LeakageOptions(Diagnosis):
 
 @dataclass
 class SensitivityOptions(Diagnosis):
-    """Measure whether the embedding depends on what the rationale says, or on what the think tokens contain."""
+    """Measure whether the embedding depends on what the rationale says."""
 
-    mode: Literal["reasoning", "latent"] | None = None
-    """Whether to intervene on words or on think tokens; null: according to how the checkpoint's queries were trained."""
     limit: AtLeastOne = 500
     """Number of pairs to examine."""
     batch_size: AtLeastOne = 64
@@ -101,9 +99,7 @@ def _measured(options: Diagnosis) -> tuple[dict[str, Any], str]:
     assert isinstance(options, SensitivityOptions)
     encoder = Embedder.from_pretrained(options.checkpoint, base=options.base, dtype="float32")
     pairs = read_pairs(options.data, options.limit, options.seed)
-    result = sensitivity.sensitivity(
-        encoder, pairs, batch_size=options.batch_size, mode=options.mode, seed=options.seed
-    )
+    result = sensitivity.sensitivity(encoder, pairs, batch_size=options.batch_size, seed=options.seed)
     return result, sensitivity.table(result)
 
 

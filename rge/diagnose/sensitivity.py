@@ -1,52 +1,37 @@
-"""Does the rationale matter? Embeddings after swapped, shuffled and empty rationales, or think tokens.
+"""Does the rationale matter? Embeddings after swapped, shuffled and empty rationales.
 
-The conditions are described in docs/diagnose.md. Think tokens (``mode=latent``) are replaced by hooks where they enter each decoder
-layer, for every family and with packing: ``<emb>`` reads keys and values of the replacement, rotated to its new position. Keys and
-values themselves could not be moved between queries, since they are rotated by the length of their own prompt. The replacements
-are recorded in an unmodified pass, so they are what another query's ``<emb>`` has read.
+The conditions are described in docs/diagnose.md.
 
-Shape suffixes: Q = queries, B = queries of a batch, L = layers, K = think tokens, T = tokens of a packed batch, D = hidden size.
+Shape suffixes: Q = queries, D = hidden size.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 
 from rge.common.commands import progress_bar
 from rge.diagnose.pairs import Pairs, interval, permute_across_groups
 from rge.embedder import Embedder
-from rge.model.packing import Branch, by_length
 from rge.model.prompts import Prompt
 from rge.rollout.generate import generate
 from rge.stats.intervals import OF_DIFFERENCES, in_words
 
-Mode = Literal["reasoning", "latent"]
-
 
 @torch.no_grad()
-def sensitivity(
-    encoder: Embedder, pairs: Pairs, *, batch_size: int, mode: Mode | None = None, seed: int = 0
-) -> dict[str, Any]:
-    """Measure all conditions, by interventions on words (``reasoning``) or think tokens (``latent``); None: as queries were trained.
+def sensitivity(encoder: Embedder, pairs: Pairs, *, batch_size: int, seed: int = 0) -> dict[str, Any]:
+    """Measure all conditions, by interventions on the rationale's words.
 
     Returns:
         ``conditions`` by name, each with ``hit@1`` (mean, low, high), the paired ``difference`` from own, ``cosine`` to the
         own embedding, and ``moved``, the share of queries with another best candidate; ``cosine_of_others``: mean cosine between
         own embeddings of different queries; and a ``verdict``.
     """
-    mode = mode or ("latent" if encoder.query_mode == "latent" else "reasoning")
-    encoder.settings.check_mode(mode)
+    encoder.settings.check_mode("reasoning")
     prompts = [encoder.builder.build(item, "query") for item in pairs.queries]
     moved_Q = permute_across_groups(pairs.groups, seed)
-    if mode == "latent":
-        states, about = _latent(encoder, prompts, moved_Q, batch_size, seed)
-    else:
-        states, about = _written(encoder, prompts, pairs, moved_Q, batch_size)
+    states, about = _written(encoder, prompts, pairs, moved_Q, batch_size)
     candidate_CD = encoder.encode(
         pairs.candidates, side="candidate", mode="direct", batch_size=batch_size, progress=True
     ).embeddings
@@ -63,13 +48,12 @@ def sensitivity(
             "moved": float((best[name] != best["own"]).mean()),
         }
     return {
-        "mode": mode,
         "queries": len(prompts),
         "candidates": len(pairs.candidates),
         "conditions": conditions,
         "cosine_of_others": float((own_QD * own_QD[moved_Q]).sum(axis=1).mean()),
         **about,
-        "verdict": verdict(conditions, mode),
+        "verdict": verdict(conditions),
     }
 
 
@@ -111,98 +95,23 @@ def _written(
     return states, about
 
 
-def _latent(
-    encoder: Embedder, prompts: Sequence[Prompt], moved_Q: np.ndarray, batch_size: int, seed: int
-) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Embeddings (Q, D) after think tokens by condition, and the number of think tokens."""
-    after = partial(latent_embeddings, encoder, prompts, batch_size=batch_size)
-    own, thought_QLKD = after()
-    num = thought_QLKD.shape[2]
-    changed = {
-        "swapped": thought_QLKD[torch.from_numpy(moved_Q)],
-        "zeroed": torch.zeros_like(thought_QLKD),
-        "mean": thought_QLKD.mean(dim=0, keepdim=True).expand_as(thought_QLKD),
-    }
-    if num > 1:  # every token moves to another's place
-        shift_Q = torch.from_numpy(np.random.default_rng(seed).integers(1, num, len(prompts)))
-        place_QK = (torch.arange(num) + shift_Q[:, None]) % num
-        changed["shuffled"] = thought_QLKD.take_along_dim(place_QK[:, None, :, None], dim=2)
-    bar = progress_bar(changed.items(), desc="embedding", unit="condition")
-    states = {"own": own, **{name: after(thought_QLKD=thoughts)[0] for name, thoughts in bar}}
-    states["none"] = encoder.encode_after(prompts, [[]] * len(prompts), batch_size=batch_size)
-    return states, {"think_tokens": num}
-
-
-@torch.no_grad()
-def latent_embeddings(
-    encoder: Embedder, prompts: Sequence[Prompt], *, batch_size: int, thought_QLKD: Tensor | None = None
-) -> tuple[np.ndarray, Tensor]:
-    """Embeddings (Q, D) after think tokens, and their hidden states (Q, L, K, D) where they enter each layer.
-
-    `thought_QLKD` replaces these, if given.
-    """
-    embedder = encoder.model
-    layers = embedder.family.decoder(embedder.model).layers
-    think_ids = embedder.given["latent"]
-    branch = [Branch([*think_ids, embedder.emb_id], read_state=True)]
-    states, thoughts = [], []
-    order = list(by_length([*map(len, prompts)], batch_size))
-    for rows in order:
-        packed = embedder.pack([prompts[row] for row in rows], [branch] * len(rows))
-        assert packed.prompts is not None
-        assert packed.tails is not None
-        emb_B = packed.tails.state_index_N + packed.prompts.input_ids_T.shape[0]
-        place_BK = emb_B[:, None] + torch.arange(-len(think_ids), 0, device=emb_B.device)
-        new_BLKD = None if thought_QLKD is None else thought_QLKD[rows]
-        with _replacing(layers, place_BK, new_BLKD) as seen:
-            states.append(embedder(packed)[0].state_ND.float().cpu())
-        thoughts.append(torch.stack(seen, dim=1))
-    back = torch.tensor([row for rows in order for row in rows]).argsort()
-    return torch.cat(states)[back].numpy(), torch.cat(thoughts)[back]
-
-
-@contextmanager
-def _replacing(layers: nn.ModuleList, place_BK: Tensor, new_BLKD: Tensor | None) -> Iterator[list[Tensor]]:
-    """Record what enters each layer at these positions of a packed batch, (B, K, D) per layer, and replace it by `new_BLKD`, if given."""
-    seen: list[Tensor] = []
-
-    def enter(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-        hidden_1TD, *others = args
-        seen.append(hidden_1TD[0, place_BK].cpu())
-        if new_BLKD is None:
-            return None
-        new_BKD = new_BLKD[:, len(seen) - 1].to(hidden_1TD)
-        return hidden_1TD.index_copy(1, place_BK.flatten(), new_BKD.flatten(0, 1)[None]), *others
-
-    hooks = [layer.register_forward_pre_hook(enter) for layer in layers]
-    try:
-        yield seen
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def verdict(conditions: dict[str, Any], mode: Mode = "reasoning") -> str:
+def verdict(conditions: dict[str, Any]) -> str:
     """A sentence on the effect of the swap: is zero outside its interval?"""
-    what = "what the think tokens hold" if mode == "latent" else "the rationale"
     mean, low, high = conditions["swapped"]["difference"]
     points = f"{100 * mean:+.1f} {in_words(low, high)} points of hit@1"
     if low is None or high is None:
         return f"one group of queries alone says nothing: another query's gives {points}"
     if high < 0:
-        return f"{what} matters: another query's costs {points}"
+        return f"the rationale matters: another query's costs {points}"
     if low > 0:
-        return f"{what} harms: another query's gives {points}"
-    return f"no effect of {what} is seen: another query's gives {points}"
+        return f"the rationale harms: another query's gives {points}"
+    return f"no effect of the rationale is seen: another query's gives {points}"
 
 
 def table(result: dict[str, Any]) -> str:
     """The printed table, in per cent."""
-    if result["mode"] == "latent":
-        title, summary = "think tokens", f"{result['think_tokens']} think tokens"
-    else:
-        title, mean = "rationale", f"{result['rationale_tokens']:.1f} tokens on average"
-        summary = f"{result['distinct_rationales']} different rationales of {mean}"
+    title, mean = "rationale", f"{result['rationale_tokens']:.1f} tokens on average"
+    summary = f"{result['distinct_rationales']} different rationales of {mean}"
     width = max(10, *(len(name) + 2 for name in (title, *result["conditions"])))
     lines = [
         f"{result['queries']} queries, {result['candidates']} candidates; {summary}",

@@ -191,7 +191,7 @@ class Explorer:
     def _write(self, prompt: Prompt, tell: Callable[[str], object]) -> tuple[list[int], bool]:
         model, mode, written = self.embedder.model, self.embedder.query_mode, list[int]()
         if mode != "reasoning":  # it was trained to write nothing
-            return list(model.given[mode]), False
+            return [], False
 
         def on_token(_: int, token: int) -> None:
             if token != model.emb_id:

@@ -21,7 +21,6 @@ import pyarrow.parquet as pq
 from rge.common.commands import progress_bar, start
 from rge.common.errors import UserError
 from rge.common.files import held, read_json, replacing, write_json
-from rge.common.modes import SILENT
 from rge.common.options import parse_options, positional
 from rge.index.options import EmbedOptions, blocks_of, on_any_machine
 from rge.index.sources import Entry, Source, Unreadable, source_of
@@ -71,7 +70,7 @@ def embed(options: EmbedOptions, source: Source, parts: Path) -> int:
         print(f"skipped: {source.skipped}", file=sys.stderr)  # noqa: T201
     size = options.dimensions or embedder.size
     fields = {"id": pa.string(), "vector": pa.list_(pa.float32(), size), "rationale": pa.string()}
-    if reader.mode in SILENT:
+    if reader.mode == "direct":
         del fields["rationale"]
     rows = _merge_parts(options.out, parts, source, pa.schema(fields, metadata={"rge": json.dumps(about)}))
     shutil.rmtree(parts)

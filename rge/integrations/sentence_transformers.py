@@ -36,7 +36,7 @@ class ReasoningEmbedder(InputModule):
 
     ``encode_query`` reasons if the checkpoint was trained to; ``encode_document`` and plain ``encode`` embed candidates.
     ``prompt=`` is the instruction of queries; default: the checkpoint's own, which its export stores as the library's prompt
-    ``query``; ``""``: none. ``mode=`` overrides the mode of queries; ``"auto"`` and ``"latent"`` need a checkpoint trained for
+    ``query``; ``""``: none. ``mode=`` overrides the mode of queries; ``"auto"`` needs a checkpoint trained for
     them. ``max_rationale_tokens=`` is the most that a rationale has, from 0. The module is for inference: the library's trainer is refused.
     """
 

@@ -1,7 +1,7 @@
 """Checkpoints of adapters alone: PEFT's files, and their base.
 
-``export.adapters_only`` writes the adapters, modules that were trained whole (``modules_to_save``), the rows of ``<emb>`` and
-think tokens, and in ``rge.json`` the identity of the base. Loading merges them into the base, found by ``rge.json`` or given
+``export.adapters_only`` writes the adapters, modules that were trained whole (``modules_to_save``), the row of ``<emb>``,
+and in ``rge.json`` the identity of the base. Loading merges them into the base, found by ``rge.json`` or given
 as ``base=``. PEFT loads them too: ``PeftModel.from_pretrained(base, folder)``.
 """
 
@@ -98,7 +98,7 @@ def load_trainable_adapters(model: HubModel, folder: Path) -> None:
         ids = ids_of[matrix.removesuffix(".weight")]
         row_of = dict(zip(ids, saved[_rows_in_peft(matrix)], strict=True))
         for row in rows.values():
-            if row.token_id in row_of:  # the checkpoint may have fewer think tokens
+            if row.token_id in row_of:
                 with dist.whole([row.weight]):
                     row.weight.copy_(row_of.pop(row.token_id))
         weight = model.get_parameter(matrix)

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, DoRA) from PEFT, the rows of ``<emb>`` and think tokens, and merging them into plain weights.
+"""Low-rank adapters (LoRA, DoRA) from PEFT, the row of ``<emb>``, and merging them into plain weights.
 
 Adapters are injected into the model without wrapping it: rollout, packing and step do not know about them.
 The embedding matrix is frozen, but rows of new tokens must be trained. PEFT can train single rows, but copies the whole
@@ -51,8 +51,8 @@ class EmbRow(nn.Module):
         return outputs
 
 
-def add_adapters(model: HubModel, settings: LoraConfig, emb_id: int, think_ids: Sequence[int] = ()) -> None:
-    """Freeze a model in place, and add adapters and trainable rows of its new tokens.
+def add_adapters(model: HubModel, settings: LoraConfig, emb_id: int) -> None:
+    """Freeze a model in place, and add adapters and a trainable row of ``<emb>``.
 
     Raises:
         AdapterError: no layer, or no module, has a name in the settings; or `modules_to_save` includes the embeddings.
@@ -78,8 +78,7 @@ def add_adapters(model: HubModel, settings: LoraConfig, emb_id: int, think_ids: 
     config.modules_to_save = sorted(whole) or None
     for module in whole.values():
         module.requires_grad_(True)
-    for number, token_id in enumerate([emb_id, *think_ids]):
-        _train_row(model, f"think_{number}" if number else "emb", token_id, tied)
+    _train_row(model, "emb", emb_id, tied)
 
 
 def trained_parts(model: HubModel, settings: LoraConfig) -> tuple[list[str], dict[str, nn.Module]]:

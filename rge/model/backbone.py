@@ -1,4 +1,4 @@
-"""Load a vision-language model and its processor; add the rows of ``<emb>`` and think tokens.
+"""Load a vision-language model and its processor; add the row of ``<emb>``.
 
 What differs between families is in `rge.model.families`.
 """
@@ -23,7 +23,6 @@ from transformers.utils import logging as transformers_logging
 from rge.common.errors import UserError
 from rge.common.files import pointer_note
 from rge.common.prompt_profiles import EMB_TOKEN
-from rge.common.prompt_profiles import think_tokens as think_names
 from rge.distributed import collectives as dist
 from rge.model import fused
 from rge.model import vision_tower as vision
@@ -50,7 +49,6 @@ class Backbone:
     # Never in a rationale: every special token but ``<emb>``, and the unused padding rows of the embedding matrix.
     suppressed_ids: list[int]
     attention: str = "auto"  # form of the text model's, see `rge.model.varlen.wanted`
-    think_ids: tuple[int, ...] = ()
     rows_of_base: int = 0  # of the saved embedding matrix, before any token was added
 
 
@@ -97,7 +95,6 @@ def load_backbone(
     emb_token: str = EMB_TOKEN,
     quantization: str | None = None,
     device: str = "cpu",
-    think_tokens: int = 0,
     base: Path | None = None,
     merge: bool = True,
     needs_head: bool = True,
@@ -112,7 +109,7 @@ def load_backbone(
     embedders do; the input matrix then takes its place (``tie_word_embeddings``).
 
     Raises:
-        BackboneError: nothing to load there, an unsupported family, no ``<emb>``, or too few think tokens.
+        BackboneError: nothing to load there, an unsupported family, or no ``<emb>``.
         AdapterError: the base of the adapters is missing or different.
     """
     transformers_logging.disable_progress_bar()  # we show our own
@@ -160,19 +157,17 @@ def load_backbone(
     if adapted and merge:
         model = merge_saved(model, Path(path))
     vision.speed_up(model, vision_attn_implementation, fused.wanted(fused_kernels))
-    tokenizer, thinks = processor.tokenizer, think_names(think_tokens)
+    tokenizer = processor.tokenizer
     if add_emb:
         check_end_of_turn(path, tokenizer)
         # The end of turn: a token that the model already writes after a complete answer.
         add_tokens(model, tokenizer, [EMB_TOKEN], tokenizer.eos_token_id)
-        # A line break: models have seen many in a row, without meaning.
-        add_tokens(model, tokenizer, thinks, tokenizer("\n", add_special_tokens=False).input_ids[-1])
-    _check_tokens(path, tokenizer, emb_token, thinks)
-    emb_id, *think_ids = tokenizer.convert_tokens_to_ids([emb_token, *thinks])
+    _check_emb(path, tokenizer, emb_token)
+    emb_id = tokenizer.convert_tokens_to_ids(emb_token)
     special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     unused = range(len(tokenizer), model.get_input_embeddings().num_embeddings)
     barred = sorted(special.union(tokenizer.all_special_ids, unused) - {emb_id})
-    return Backbone(model, processor, emb_id, barred, attn_implementation, tuple(think_ids), before)
+    return Backbone(model, processor, emb_id, barred, attn_implementation, before)
 
 
 HEAD = "lm_head.weight"
@@ -231,15 +226,10 @@ def check_end_of_turn(path: str | Path, tokenizer: Any) -> None:
         )
 
 
-def _check_tokens(path: str | Path, tokenizer: Any, emb_token: str, thinks: Sequence[str]) -> None:
-    known = tokenizer.get_vocab()
-    if emb_token not in known:
+def _check_emb(path: str | Path, tokenizer: Any, emb_token: str) -> None:
+    if emb_token not in tokenizer.get_vocab():
         raise BackboneError(
             f"{path} has no {emb_token} token, so it is not a reasoning-guided embedder; train one from it with rge/train.py"
-        )
-    if lacking := [name for name in thinks if name not in known]:
-        raise BackboneError(
-            f"{path} has no {lacking[0]} token: it was not trained with {len(thinks)} think tokens"
         )
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
-from rge.common.options import ROUNDING, AtLeastOne, Count, Positive
+from rge.common.options import ROUNDING, AtLeastOne, Positive
 from rge.scratch.config import ScratchConfig
 
 Part = Literal["vision", "merger", "text", "emb"]
@@ -72,9 +72,6 @@ class ModelConfig:
     `<emb>`. With `lora`, what has no adapters is not trained anyway."""
     lora: LoraConfig | None = None
     """Train adapters only; null trains all weights."""
-    think_tokens: Count = 0
-    """Number of think tokens in the latent branch, each with its own embedding row like `<emb>`; 0: none.
-    docs/modes.md."""
     min_pixels: AtLeastOne = 200_704
     """Smallest picture, in pixels: 256 patches of 28x28, as released with RGE."""
     max_pixels: AtLeastOne = 802_816

@@ -77,8 +77,7 @@ class Readout:
 class EmbeddingModel(nn.Module):
     """A backbone that embeds: the state at ``<emb>``, L2-normalised (RGE, arXiv:2511.16150, section 3.4).
 
-    With `cuda_graphs`, a GPU's steps of generation are captured, see `rge.rollout.generate`. `given` has the ids between prompt and
-    ``<emb>`` in the modes in which nothing is written.
+    With `cuda_graphs`, a GPU's steps of generation are captured, see `rge.rollout.generate`.
     """
 
     pictures: PictureMemory | None = None
@@ -90,7 +89,6 @@ class EmbeddingModel(nn.Module):
         self.model = backbone.model
         self.processor = backbone.processor
         self.emb_id, self.rows_of_base = backbone.emb_id, backbone.rows_of_base
-        self.given: dict[str, tuple[int, ...]] = {"direct": (), "latent": backbone.think_ids}
         self.suppressed_ids = backbone.suppressed_ids
         tokenizer = backbone.processor.tokenizer
         self.pad_id = tokenizer.pad_token_id
@@ -245,7 +243,6 @@ def embedder_to_train(
         min_pixels=config.min_pixels,
         max_pixels=config.max_pixels,
         add_emb=True,
-        think_tokens=config.think_tokens,
         base=find_base(Path(start), instead=config.path, key="model.path") if adapted else None,
         merge=not adapters_only,
         needs_head=needs_head,
@@ -253,7 +250,7 @@ def embedder_to_train(
     if config.gradient_checkpointing:
         backbone.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if config.lora is not None:
-        add_adapters(backbone.model, config.lora, backbone.emb_id, backbone.think_ids)
+        add_adapters(backbone.model, config.lora, backbone.emb_id)
         if adapted and adapters_only:
             load_trainable_adapters(backbone.model, Path(start))
     else:

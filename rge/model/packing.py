@@ -40,7 +40,6 @@ class Branch:
     read_state: bool = False  # the state at the last token, ``<emb>``, is an embedding
     predict: bool = False  # the ids are labels of the LM loss (the prompt's last state predicts the first)
     sampled: bool = False  # the ids were sampled, and their log probabilities are read
-    unlabelled: int = 0  # number of first ids that are not labels
     pictured: Prompt | None = None  # a continuation with pictures, at positions of its own; its ids are `ids`
 
 
@@ -177,8 +176,8 @@ def pack_tails(prompts: Sequence[Prompt], branches: Sequence[Sequence[Branch]]) 
                 states.append(offset + length - 1)
             before = [first, *range(offset, offset + length - 1)]
             if branch.predict:
-                predicts += before[branch.unlabelled :]
-                labels.append(branch_ids[branch.unlabelled :])
+                predicts += before
+                labels.append(branch_ids)
             if branch.sampled:
                 samples += before
                 sampled.append(branch_ids)

@@ -238,10 +238,10 @@ class Load:
     candidate_pictures: float
     each: int = 1  # generated rationales per query
     sampled: bool = False  # their tokens' log probabilities are read, for a policy gradient
-    oracles: int = 1  # branches with the oracle rationale: after the prompt, after think tokens
+    oracles: int = 1  # branches with the oracle rationale
     learned: int = 1  # of these, those whose tokens are predicted
     reference: bool = False  # they are also read under a reference, for a KL divergence
-    beside: int = 0  # tokens of branches of further states, and think tokens before an oracle rationale
+    beside: int = 0  # tokens of branches of further states
     trains_candidates: bool = True  # otherwise they are only ranked, for rewards
     updates: int = 1  # optimizer updates per rollout
 
@@ -595,7 +595,7 @@ def num_parameters(model: HubModel, settings: ModelConfig) -> tuple[int, int]:
     shapes = [model.get_parameter(f"{name}.weight").shape for name in layers]
     adapters = sum(lora.rank * sum(shape) + lora.dora * shape[0] for shape in shapes)
     matrices = {id(module.weight) for module in (model.get_input_embeddings(), model.get_output_embeddings())}
-    rows = (1 + settings.think_tokens) * len(matrices)  # a tied matrix is one
+    rows = len(matrices)  # a tied matrix is one
     return total, adapters + rows * model.config.get_text_config().hidden_size + sum(
         map(_size, whole.values())
     )

@@ -176,11 +176,10 @@ def load_of(recipe: Recipe, shapes: Shapes, options: PlanOptions, longest: Longe
         longest |= {"rationale": rationale, "positives": options.positives}
     targets, states = objective.lm_targets, [*objective.states]
     positives = longest["positives"] if recipe.data.positives == "all" else 1
-    latents = sum(name in ("latent", "think") for name in (objective.anchor, *states, *targets))
     # Rewards may need the oracle without a branch, and a mixture puts it in place of an own rationale.
     learned = sum(name != "direct" for name in targets)
     only_read = objective.alpha_con > 0 and objective.anchor == "oracle" and "words" not in targets
-    beside = len(states) + ("direct" in targets) + latents * recipe.model.think_tokens
+    beside = len(states) + ("direct" in targets)
     return Load(
         queries=queries,
         candidates=queries * (positives + recipe.data.max_negatives) * objective.needs_candidates,
@@ -189,8 +188,7 @@ def load_of(recipe: Recipe, shapes: Shapes, options: PlanOptions, longest: Longe
         candidate=longest["candidate"],
         own=rationale * objective.needs_rollout,
         oracle=longest["rationale"] * (learned + only_read > 0),
-        read_own=objective.needs_rollout
-        or (objective.alpha_con > 0 and objective.anchor in ("none", "latent")),
+        read_own=objective.needs_rollout or (objective.alpha_con > 0 and objective.anchor == "none"),
         contrastive=objective.compares,
         label_candidates=objective.alpha_lm > 0 and objective.lm_on_candidates,
         query_pictures=longest["query_pictures"] / shapes.picture.placeholders,

@@ -162,8 +162,7 @@ class Writer:
     )
 
     def __post_init__(self) -> None:
-        given = self.embedder.given.items()
-        self.given = [ids for name, ids in given if getattr(self.loss.states, name)]
+        self.given: list[tuple[int, ...]] = [()] * len(self.loss.states.further)
         self.store = Store(self.settings.reuse_steps) if self.settings.reuse_steps else None
 
     def __call__(self, step: int, batch: Batch) -> Rollout:

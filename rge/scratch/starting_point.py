@@ -14,7 +14,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from rge.checkpoints.settings import EYES, CheckpointError
 from rge.checkpoints.training_state import newest_state
 from rge.common.files import checkpoint_folder, find_shipped, read_json, same_mode, write_json
-from rge.common.prompt_profiles import EMB_TOKEN, think_tokens
+from rge.common.prompt_profiles import EMB_TOKEN
 from rge.config import Recipe
 from rge.data.config import RecordsConfig
 from rge.data.sources import Records
@@ -159,7 +159,7 @@ def processor_of(recipe: Recipe, records: Mapping[str, Records]) -> Any:
             path, read_config(path, revision), revision=revision, **recipe.model.pixels
         )
         check_end_of_turn(path, processor.tokenizer)
-    name_tokens(processor.tokenizer, [EMB_TOKEN, *think_tokens(model.think_tokens)])
+    name_tokens(processor.tokenizer, [EMB_TOKEN])
     return processor
 
 

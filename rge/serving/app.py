@@ -21,7 +21,7 @@ from starlette.exceptions import HTTPException
 import rge
 from rge.common.errors import UserError
 from rge.common.images import data_url
-from rge.common.modes import SILENT, Mode
+from rge.common.modes import Mode
 from rge.common.parts import content_of
 from rge.common.schema import Encoded, Item
 from rge.embedder import Embedder
@@ -180,7 +180,7 @@ class Service:
                     prompts.append(prompt)
                     notes += _cut_notes(raw, prompt.num_cut_tokens, longest, may_cut)
             results = await self.batches.answers(prompts, mode, asked.max_rationale_tokens)
-        if mode not in SILENT:
+        if mode != "direct":
             for result in results:
                 self.metrics.tokens.observe(result.num_tokens)
                 self.metrics.forced.inc(result.stop_reason == "forced")
@@ -210,7 +210,7 @@ class Service:
             self.embedder.settings.check_cap(asked.max_rationale_tokens)
         except UserError as error:
             raise BadInput(str(error), "max_rationale_tokens") from None
-        writes = asked.max_rationale_tokens != 0 or mode in SILENT
+        writes = asked.max_rationale_tokens != 0 or mode == "direct"
         return mode if writes else "direct"  # so that it need not wait for those that write
 
     async def _prepare(self, raw: Raw, side: Side, instruction: str | None, allowance: Allowance) -> Prompt:

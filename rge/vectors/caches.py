@@ -6,7 +6,7 @@ from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
-from rge.common.modes import SILENT, Mode
+from rge.common.modes import Mode
 from rge.common.prompt_profiles import PROFILES
 from rge.common.schema import Item
 from rge.identity.run_identity import Identity, changes_since, digest, in_words, joined, software_of
@@ -62,7 +62,7 @@ class EmbeddingCaches:
         """
         if cache := self._filled.get((side, mode, modality)):
             return cache
-        seed = self.seed if self.samples and mode not in SILENT else None
+        seed = self.seed if self.samples and mode != "direct" else None
         asked = encoder_key(
             checkpoint_hash=self.encoder.checkpoint_hash,
             settings=keyed_settings(self.encoder, mode) | {"seed": seed},
@@ -123,6 +123,6 @@ def keyed_settings(encoder: Embeds, mode: Mode) -> dict[str, Any]:
     profile = encoder.settings.profile
     if profile in PROFILES:
         settings["templates"] = asdict(PROFILES[profile])
-    if mode in SILENT:  # nothing is generated, so generation settings have no effect
+    if mode == "direct":  # nothing is generated, so generation settings have no effect
         settings.pop("generation", None)
     return settings

@@ -2,7 +2,7 @@
 
 All modes that the checkpoint was trained for embed the same queries, in turns. Seconds cover everything from open records to
 embeddings; FLOPs are counted. A decode step is one more token of a query, ``<emb>`` included; modes that write nothing have none,
-since think tokens and ``<emb>`` are part of the prompt's pass.
+since ``<emb>`` is part of the prompt's pass.
 """
 
 from dataclasses import dataclass
@@ -39,7 +39,6 @@ def measure(options: Options) -> Rows:
     queries = read_pairs(options.set, options.limit).queries
     settings = encoder.settings
     trained = {
-        "latent": settings.think_tokens,
         "auto": settings.decides_itself,
         "reasoning": settings.reasons != "none",
     }

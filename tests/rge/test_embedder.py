@@ -261,7 +261,7 @@ def test_a_task_has_its_own_prompts(with_tasks, picture):
 
 
 def test_errors(encoder, items, tmp_path):
-    with pytest.raises(ValueError, match="mode must be one of reasoning, direct, auto, latent, got 'fast'"):
+    with pytest.raises(ValueError, match="mode must be one of reasoning, direct, auto, got 'fast'"):
         encoder.encode(items, side="query", mode="fast")
     with pytest.raises(ValueError, match="side must be query or candidate, got 'doc'"):
         encoder.encode(items, side="doc", mode="direct")

@@ -1,8 +1,6 @@
 """One step that trains both states of a query, and which queries it teaches to answer directly."""
 
-import copy
 import math
-from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
@@ -18,45 +16,23 @@ from stock import (
 )
 
 from rge import Embedder
-from rge.checkpoints.export import export, settings_of
 from rge.common.errors import RecipeError, UserError
 from rge.common.parts import content_of
-from rge.common.prompt_profiles import think_tokens
 from rge.common.schema import Item
 from rge.config import load_recipe
 from rge.inference import Inference
 from rge.loss_config import AdaptiveConfig, LossConfig, StatesConfig
 from rge.losses import alignment, lead_over_negatives
-from rge.model.adapters import add_adapters, merge, without_adapters
-from rge.model.backbone import BackboneError, add_tokens, load_backbone, skeleton
-from rge.model.config import LoraConfig, ModelConfig
-from rge.model.embedding_model import EmbeddingModel
 from rge.model.prompts import PromptBuilder
 from rge.objective import Objective
-from rge.plan.costs import num_parameters
 from rge.rollout.config import RolloutConfig
 from rge.rollout.generate import generate
 from rge.rollout.micro_batches import encode_prompts
 from rge.rollout.writer import Rollout, Writer, drawn_cap, easy_share
 from rge.step import TrainingStep, candidate_masks
 
-ALIGN, THINKS = 0.3, 3
+ALIGN = 0.3
 DIRECT = {"direct": 0.25}
-BOTH = {"direct": 0.25, "latent": 0.15}
-
-
-def thinking(backbone_of, path, dtype="float32"):
-    """The lively model with think tokens whose rows differ."""
-    embedder = EmbeddingModel(backbone_of(path, dtype=dtype, add_emb=True, think_tokens=THINKS)).eval()
-    with torch.no_grad():
-        rows = embedder.model.get_input_embeddings().weight
-        rows[list(embedder.given["latent"])] = rows[10 : 10 + THINKS].clone()
-    return embedder
-
-
-@pytest.fixture
-def thinking64(lively_path, backbone_of):
-    return thinking(backbone_of, lively_path, "float64")
 
 
 def objective_of(anchor="self", states=DIRECT, **more):
@@ -65,7 +41,7 @@ def objective_of(anchor="self", states=DIRECT, **more):
 
 def rolled_out(embedder, batch, states=DIRECT, encoded=None):
     """Own rationales, each followed by the further states, from one rollout."""
-    given = [embedder.given[name] for name in states]
+    given = [()] * len(states)
     written = generate(embedder, batch.queries, max_new_tokens=12, batch_size=4, encoded=encoded, given=given)
     return Rollout(written, encoded)
 
@@ -73,8 +49,7 @@ def rolled_out(embedder, batch, states=DIRECT, encoded=None):
 def by_separate_passes(embedder, batch, rollout, objective, easy=None):
     """The loss from one stock pass a state and one a target of the LM loss; `easy` says whose target is <emb> alone."""
     count, emb = len(batch.queries), [embedder.emb_id]
-    latent = [*embedder.given["latent"], *emb]
-    tails = {"direct": [emb] * count, "latent": [latent] * count, "oracle": batch.oracle_ids}
+    tails = {"direct": [emb] * count, "oracle": batch.oracle_ids}
     tails["self"] = [[*one.ids, *emb] for one in rollout.rationales if not one.given] if rollout else []
     states = []
     for name in (objective.anchor, *objective.states):
@@ -88,14 +63,7 @@ def by_separate_passes(embedder, batch, rollout, objective, easy=None):
     targets = [emb if now else ids for ids, now in zip(batch.oracle_ids, easy, strict=True)]
     _, logits, starts = stock_forward(embedder, batch.queries, targets, "right")
     more, more_labels = nll_of(logits, starts, batch.queries, targets)
-    nll, labels = nll + (1 - objective.think_lm) * more, labels + (1 - objective.think_lm) * more_labels
-    if objective.think_lm:
-        thought = [[*embedder.given["latent"], *ids] for ids in batch.oracle_ids]
-        _, logits, starts = stock_forward(embedder, batch.queries, thought, "right")
-        both, _ = nll_of(logits, starts, batch.queries, thought)
-        think, _ = nll_of(logits, starts, batch.queries, [embedder.given["latent"]] * count)
-        nll = nll + objective.think_lm * (both - think)
-        labels = labels + objective.think_lm * sum(map(len, batch.oracle_ids))
+    nll, labels = nll + more, labels + more_labels
     shares = [1 - sum(objective.states.values()), *objective.states.values()]
     con = sum(share * naive_info_nce(q, c, batch) for share, q in zip(shares, states, strict=True))
     ignored = candidate_masks(batch, torch.tensor(batch.candidate_identity), 0)[1]
@@ -108,26 +76,14 @@ def by_separate_passes(embedder, batch, rollout, objective, easy=None):
     return 0.4 * nll / labels + 0.6 * con
 
 
-CASES = {
-    "direct beside self": ("self", DIRECT, 0.0),
-    "direct beside oracle": ("oracle", DIRECT, 0.0),
-    "both beside self": ("self", BOTH, 0.0),
-    "both beside self, text after them": ("self", BOTH, 0.3),
-    "both beside oracle, text after them": ("oracle", BOTH, 0.3),
-    "latent alone": ("latent", {}, 0.0),
-    "latent alone, all text after it": ("latent", {}, 1.0),
-    "direct beside latent": ("latent", DIRECT, 0.3),
-}
-
-
 @pytest.mark.parametrize("form", ["once", "whole", "chunks", "varlen"])
-@pytest.mark.parametrize("case", CASES)
-def test_states_from_one_pass_equal_separate_passes(thinking64, make_batch, case, form):
-    embedder, (anchor, states, think_lm) = thinking64, CASES[case]
+@pytest.mark.parametrize("anchor", ["self", "oracle"])
+def test_states_from_one_pass_equal_separate_passes(lively64, make_batch, anchor, form):
+    embedder, states = lively64, DIRECT
     batch = make_batch(PromptBuilder(embedder.processor))
     if form == "once" and anchor != "self":
         pytest.skip("without a rollout, prompts are encoded in the step")
-    objective = objective_of(anchor, states, think_lm=think_lm)
+    objective = objective_of(anchor, states)
     encoded = encode_prompts(embedder, embedder, batch.queries) if form == "once" else None
     rollout = rolled_out(embedder, batch, states, encoded) if anchor == "self" else None
     if form == "varlen":
@@ -143,9 +99,9 @@ def test_states_from_one_pass_equal_separate_passes(thinking64, make_batch, case
 
 
 @pytest.mark.parametrize("form", ["once", "whole", "chunks", "varlen"])
-def test_rationales_that_end_at_drawn_caps_equal_separate_passes(thinking64, make_batch, form):
+def test_rationales_that_end_at_drawn_caps_equal_separate_passes(lively64, make_batch, form):
     """From no token to all, beside the direct state of every query."""
-    embedder = thinking64
+    embedder = lively64
     batch = make_batch(PromptBuilder(embedder.processor))
     batch.seeds[:] = [next(s for s in range(999) if drawn_cap(s, 0.8, 8) == cap) for cap in (0, None, 2, 5, 1)]  # fmt: skip
     loss = LossConfig(budget=0.8, states=StatesConfig(direct=1.0))
@@ -193,12 +149,11 @@ def test_sampled_rationales_keep_their_draws_beside_the_direct_state(lively, mak
     assert [one.ids for one in both if not one.given] == [one.ids for one in plain]
 
 
-@pytest.mark.parametrize("think_lm", [0.0, 0.3])
 @pytest.mark.parametrize("micro_batch_size", [100, 2])
-def test_easy_queries_get_emb_alone_as_their_target(thinking64, make_batch, micro_batch_size, think_lm):
-    lively64, batch = thinking64, make_batch(PromptBuilder(thinking64.processor))
+def test_easy_queries_get_emb_alone_as_their_target(lively64, make_batch, micro_batch_size):
+    batch = make_batch(PromptBuilder(lively64.processor))
     rollout = rolled_out(lively64, batch)._replace(easy_share=0.4)
-    objective = objective_of(adaptive=AdaptiveConfig(share=0.9, margin=-2.0), think_lm=think_lm)
+    objective = objective_of(adaptive=AdaptiveConfig(share=0.9, margin=-2.0))
     report = TrainingStep(lively64, lively64, objective, micro_batch_size)(batch, rollout)
     found = gradients(lively64)
     # By hand: two of five queries at most, those whose direct state leads most.
@@ -301,26 +256,7 @@ RECIPE = ["recipe=demo", "stage=joint", "init=x"]
             ["loss.states.direct=1", "loss.adaptive.share=0.5", "loss.ratio=none"],
             "share=0.5 changes the LM loss",
         ),
-        (
-            ["loss.anchor=latent", "model.think_tokens=4", "loss.think_lm=1", "loss.ratio=none"],
-            "share of the LM",
-        ),
         (["loss.states.direct=1", "stage=rl"], "the stage rl trains the reasoned state alone"),
-        (["loss.states.latent=1"], "the latent state needs think tokens: set model.think_tokens"),
-        (["loss.anchor=latent"], "the latent state needs think tokens"),
-        (["model.think_tokens=4"], "model.think_tokens=4 needs the latent state"),
-        (["loss.think_lm=0.5"], "loss.think_lm=0.5 needs the latent state"),
-        (["loss.anchor=latent", "loss.states.latent=1", "model.think_tokens=4"], "set loss.states.latent=0"),
-        (["loss.states.latent=1", "model.think_tokens=40"], "must be below rollout.max_new_tokens=40"),
-        (
-            [
-                "loss.states={direct: 1, latent: 1}",
-                "model.think_tokens=2",
-                "loss.think_lm=1",
-                "loss.adaptive.share=0.5",
-            ],
-            "loss.think_lm=1 leaves loss.adaptive no LM loss",
-        ),
     ],
 )
 def test_settings_that_contradict_one_another(words, message):
@@ -333,11 +269,6 @@ def test_weights_of_states_are_shares():
     objective = Objective.of(recipe, "joint")
     assert (objective.states, objective.align) == ({"direct": 0.25}, 2.0)
     assert objective.align_temperature == recipe.loss.temperature
-    words = ["loss.states={reasoned: 2, direct: 1, latent: 1}", "model.think_tokens=4", "loss.think_lm=0.5"]
-    recipe = load_recipe([*RECIPE, *words])
-    assert Objective.of(recipe, "joint").states == {"direct": 0.25, "latent": 0.25}
-    cold = Objective.of(recipe, "cold_start")
-    assert (cold.states, cold.think_lm, cold.lm_targets) == ({}, 0.5, ["words", "think"])
     plain = Objective.of(load_recipe(RECIPE), "joint")
     assert (plain.states, plain.lm_targets) == ({}, ["words"])
     assert SimpleNamespace(**vars(Objective.of(load_recipe(RECIPE), "cold_start"))).adaptive is None
@@ -412,97 +343,3 @@ def test_a_checkpoint_that_was_not_trained_to_decide_is_not_asked_to():
     auto, words = embedder.encode_query("What opens a lock?", mode="auto", return_rationales=True)
     assert words == ""
     assert abs(float(auto @ embedder.encode_query("What opens a lock?", mode="direct")) - 1) < 1e-5
-
-
-# ---------------------------------------------------------------------------------------------------------- mode=latent
-
-
-@pytest.fixture
-def silent(lively_path, backbone_of, tmp_path):
-    """A checkpoint with think tokens, trained for the latent state alone."""
-    model = thinking(backbone_of, lively_path)
-    settings = settings_of(
-        emb_id=model.emb_id, profile="rge", max_prompt_tokens=2048, min_pixels=784, max_pixels=7056, max_new_tokens=12,
-        reasons="none", recipe={"model": {"dtype": "float32"}}, stage="joint", step=7,
-    )  # fmt: skip
-    export(model, tmp_path / "final", settings | {"think_tokens": THINKS})
-    return Embedder.from_pretrained(tmp_path / "final")
-
-
-def test_latent_mode_is_the_state_after_think_tokens(silent, make_items):
-    items = make_items(5)
-    prompts = [silent.prompt(item, "query") for item in items]
-    after = [[*silent.model.given["latent"], silent.model.emb_id]] * len(prompts)
-    hidden, _, starts = stock_forward(silent.model, prompts, after, "right")
-    expected = torch.stack(list(state_at_end(hidden, starts, prompts, after))).detach().numpy()
-    for batch_size in (1, 64):
-        found = silent.encode(items, side="query", mode="latent", batch_size=batch_size)
-        assert abs(found.embeddings - expected).max() < 2e-6
-    assert found.stop_reasons == ["prefilled"] * 5
-    assert not found.num_rationale_tokens.any()
-    assert silent.query_mode == "latent"
-    if find_spec("mteb") is not None:
-        from rge.integrations.mteb import ReasoningEncoder
-
-        assert ReasoningEncoder("x", checkpoint=str(silent.checkpoint)).mode == "latent"
-    one = silent.encode_query(items[0].text)
-    direct = silent.encode_query(items[0].text, mode="direct")
-    assert abs(float(one @ direct)) < 0.999
-
-
-def test_a_rationale_never_contains_think_tokens(silent):
-    assert set(silent.model.given["latent"]) <= set(silent.model.suppressed_ids)
-
-
-def test_think_tokens_that_a_checkpoint_lacks_are_named(silent):
-    with pytest.raises(UserError, match="mode=latent needs a checkpoint with think tokens"):
-        Embedder.from_pretrained("demo").encode_query("What opens this?", mode="latent")
-    with pytest.raises(BackboneError, match="has no <think_4> token: it was not trained with 4 think tokens"):
-        load_backbone(silent.checkpoint, think_tokens=4)
-    assert load_backbone(silent.checkpoint, think_tokens=2).think_ids == silent.model.given["latent"][:2]
-
-
-@pytest.mark.parametrize("kind", ["tied", "untied"])
-def test_rows_of_think_tokens_start_as_a_line_breaks(tiny_path, untied, kind):
-    """In both matrices; and further tokens leave those that are known as they are."""
-    backbone = load_backbone(tiny_path, add_emb=True, think_tokens=2)
-    model, tokenizer = backbone.model, backbone.processor.tokenizer
-    if kind == "untied":
-        model, tokenizer = untied.model, copy.deepcopy(untied.processor.tokenizer)
-        add_tokens(model, tokenizer, think_tokens(2), tokenizer("\n").input_ids[-1])
-    ids = tokenizer.convert_tokens_to_ids(think_tokens(2))
-    matrices = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
-    source = tokenizer("\n").input_ids[-1]
-    assert all(torch.equal(matrix[row], matrix[source]) for matrix in matrices for row in ids)
-    with torch.no_grad():
-        matrices[0][ids[0]] += 1.0
-    moved = matrices[0][ids[0]].clone()
-    again = add_tokens(model, tokenizer, think_tokens(3), source)
-    assert again[:2] == ids
-    rows = model.get_input_embeddings().weight
-    assert torch.equal(rows[again[0]], moved)
-    assert torch.equal(rows[again[2]], rows[source])
-
-
-@pytest.mark.parametrize("kind", ["tied", "untied"])
-def test_adapters_train_the_rows_of_think_tokens(lively, untied, make_batch, kind):
-    embedder = lively if kind == "tied" else untied
-    tokenizer = copy.deepcopy(embedder.processor.tokenizer)
-    embedder.given["latent"] = tuple(add_tokens(embedder.model, tokenizer, think_tokens(2), 7))
-    plain = {name: value.clone() for name, value in embedder.model.state_dict().items()}
-    settings = LoraConfig(rank=2, alpha=4, targets=["q_proj"])
-    add_adapters(embedder.model, settings, embedder.emb_id, embedder.given["latent"])
-    trained = [parameter for parameter in embedder.parameters() if parameter.requires_grad]
-    planned = ModelConfig(lora=settings, think_tokens=2)
-    assert num_parameters(skeleton(embedder.model.config), planned)[1] == sum(one.numel() for one in trained)
-    batch = make_batch(PromptBuilder(embedder.processor))
-    TrainingStep(embedder, embedder, objective_of("latent", {}), 100)(batch)
-    torch.optim.SGD(trained, lr=0.5).step()
-    merged = dict(merge(embedder.model))
-    assert merged.keys() == plain.keys()
-    for name in ("model.language_model.embed_tokens.weight", "lm_head.weight"):
-        changed = (plain[name] != merged[name]).any(dim=1).nonzero().flatten().tolist()
-        assert changed == sorted([embedder.emb_id, *embedder.given["latent"]])
-    with without_adapters(embedder.model), torch.no_grad():
-        (before,) = embedder.model.get_input_embeddings()(torch.tensor([embedder.given["latent"][0]]))
-    assert torch.equal(before, plain["model.language_model.embed_tokens.weight"][embedder.given["latent"][0]])

@@ -372,7 +372,7 @@ def test_kept_activations_change_nothing_but_the_work(
     if checkpointing:
         lively.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     anchor = change if change == "oracle" else "none" if change == "states" else "self"
-    objective = Objective(0.3, 0.7, TEMPERATURE, anchor, states={"latent": 0.4} if change == "states" else {})
+    objective = Objective(0.3, 0.7, TEMPERATURE, anchor, states={"direct": 0.4} if change == "states" else {})
     rationales = roll_out(lively, batch)
     passes = []
     run = EmbeddingModel._run

@@ -203,9 +203,7 @@ def test_a_run_is_evaluated_with_the_plugins_of_its_recipe(ablate, monkeypatch):
     ("settings", "mode"),
     [
         ({"reasons": "query"}, "reasoning"),
-        ({"reasons": "query", "think_tokens": 4}, "reasoning"),
         ({"reasons": "none"}, "direct"),
-        ({"reasons": "none", "think_tokens": 4}, "latent"),
     ],
 )
 def test_a_run_is_asked_as_its_queries_were_trained(ablate, tmp_path, monkeypatch, settings, mode):

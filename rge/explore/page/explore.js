@@ -203,7 +203,7 @@ async function begin() {
     by("words").hidden = true;
     by("purpose").textContent = "Ask about a picture: the model searches the index, without writing a rationale first.";
     const [found, without] = document.querySelectorAll(".found h2");
-    found.textContent = about.query_mode === "latent" ? "With think tokens" : "Found";
+    found.textContent = "Found";
     without.textContent = "Without them";
     without.parentElement.hidden = about.query_mode === "direct";
   }

@@ -595,7 +595,7 @@ def test_nothing_half_written_looks_complete(set_dir, tmp_path, monkeypatch):
     [
         (
             {"query_mode": ("reasonin",)},
-            "query_mode must be one of reasoning, direct, auto, latent, got 'reasonin'; did you mean",
+            "query_mode must be one of reasoning, direct, auto, got 'reasonin'; did you mean",
         ),
         ({"query_modality": ("picture",)}, "query_modality must be one of both, text, image, got 'picture'"),
         (
@@ -635,12 +635,11 @@ def test_a_mode_that_the_released_evaluation_lacks_is_refused_before_anything_is
     assert not encoder.calls
 
 
-@pytest.mark.parametrize(("think_tokens", "mode"), [(0, "direct"), (4, "latent")])
-def test_a_checkpoint_without_rationales_is_asked_as_it_was_trained(set_dir, tmp_path, think_tokens, mode):
-    encoder = FakeEncoder(reasons="none", think_tokens=think_tokens)
+def test_a_checkpoint_without_rationales_is_asked_as_it_was_trained(set_dir, tmp_path):
+    encoder = FakeEncoder(reasons="none")
     (out,) = run(RunOptions(checkpoint="x", set=set_dir, out=tmp_path / "o", report=False), loader(encoder))
     (warning,) = json.loads((out / "results.json").read_text())["warnings"]
-    assert warning.endswith(f"without rationales (reasons: none): use query_mode={mode}")
+    assert warning.endswith("without rationales (reasons: none): use query_mode=direct")
 
 
 def test_collapsed_candidates_stop_the_run(set_dir, tmp_path):

@@ -302,11 +302,6 @@ def test_the_cold_start_does_not_depend_on_the_joint_stages_settings(recipe, tmp
         check_same_recipe(found, recipe("loss.lm_on_candidates=false"), "cold_start", tmp_path)
     with pytest.raises(CheckpointError, match=r"cold_start\.lr"):
         check_same_recipe(found, recipe("cold_start.lr=1"), "cold_start", tmp_path)
-    latent = ("model.think_tokens=4", "loss.states.latent=1")
-    with pytest.raises(CheckpointError, match=r"think_lm \(there 0\.0, now 0\.5\)"):
-        check_same_recipe(
-            to_dict(recipe(*latent)), recipe(*latent, "loss.think_lm=0.5"), "cold_start", tmp_path
-        )
 
 
 def test_a_state_with_the_unused_settings_of_its_sources_is_resumed(recipe, tmp_path):

@@ -21,7 +21,6 @@ from rge.diagnose import __main__ as command
 from rge.diagnose import leakage, sensitivity
 from rge.diagnose.pairs import Pairs, interval, open_data, permute_across_groups, read_pairs
 from rge.embedder import Embedder
-from rge.model.embedding_model import EmbeddingModel
 from rge.model.prompts import PromptBuilder
 from rge.rollout.generate import generate
 
@@ -266,78 +265,6 @@ def test_own_rationales_of_a_checkpoint_that_decides_are_those_of_reasoning_mode
     encoded = encoder.encode(pairs.queries, side="query", mode="reasoning")
     found = sensitivity.sensitivity(encoder, pairs, batch_size=7)
     assert found["rationale_tokens"] == pytest.approx(float(np.mean(encoded.num_rationale_tokens)))
-
-
-THINKS = 3
-
-
-@pytest.fixture
-def thinking(lively_path, backbone_of, tmp_path):
-    """A checkpoint whose think tokens differ, trained for the latent state alone."""
-    model = EmbeddingModel(
-        backbone_of(lively_path, dtype="float32", add_emb=True, think_tokens=THINKS)
-    ).eval()
-    with torch.no_grad():
-        rows = model.model.get_input_embeddings().weight
-        rows[list(model.given["latent"])] = rows[10 : 10 + THINKS].clone()
-    settings = settings_of(
-        emb_id=model.emb_id, profile="plain", max_prompt_tokens=2048, min_pixels=784, max_pixels=7056, max_new_tokens=8,
-        reasons="none", recipe=to_dict(load_recipe(["recipe=demo"])), stage="joint", step=7,
-    )  # fmt: skip
-    export(model, tmp_path / "final", settings | {"think_tokens": THINKS})
-    return Embedder.from_pretrained(tmp_path / "final")
-
-
-def test_hidden_states_of_think_tokens_are_replaced(thinking, records):
-    pairs = read_pairs(records, 6)
-    prompts = [thinking.builder.build(item, "query") for item in pairs.queries]
-    own, thoughts = sensitivity.latent_embeddings(thinking, prompts, batch_size=4)
-    encoded = thinking.encode(pairs.queries, side="query", mode="latent").embeddings
-    np.testing.assert_allclose(own, encoded, atol=1e-5)
-    layers = len(thinking.model.model.model.language_model.layers)
-    assert thoughts.shape[:3] == (6, layers, THINKS)
-    again, _ = sensitivity.latent_embeddings(thinking, prompts, batch_size=4, thought_QLKD=thoughts)
-    assert (again == own).all()
-    # Whoever else is in the batch, it is this query's state alone that is replaced.
-    other = thoughts[[1, 2, 3, 4, 5, 0]]
-    swapped, _ = sensitivity.latent_embeddings(thinking, prompts, batch_size=4, thought_QLKD=other)
-    for row in range(6):
-        alone, _ = sensitivity.latent_embeddings(
-            thinking, prompts[row : row + 1], batch_size=1, thought_QLKD=other[row : row + 1]
-        )
-        np.testing.assert_allclose(alone[0], swapped[row], atol=2e-6)
-    assert ((swapped * own).sum(axis=1) < 0.9999).all()
-    # Nothing of the think tokens gets past the replacement: with zeros, their rows do not matter.
-    zeros, _ = sensitivity.latent_embeddings(
-        thinking, prompts, batch_size=4, thought_QLKD=torch.zeros_like(thoughts)
-    )
-    with torch.no_grad():
-        thinking.model.model.get_input_embeddings().weight[list(thinking.model.given["latent"])] += 1.0
-    moved, _ = sensitivity.latent_embeddings(thinking, prompts, batch_size=4)
-    still, _ = sensitivity.latent_embeddings(
-        thinking, prompts, batch_size=4, thought_QLKD=torch.zeros_like(thoughts)
-    )
-    assert (still == zeros).all()
-    assert abs(moved - own).max() > 1e-3
-    assert abs(zeros - own).max() > 1e-3
-
-
-@pytest.mark.slow
-def test_sensitivity_of_think_tokens(thinking, records):
-    pairs = read_pairs(records, 12)
-    found = sensitivity.sensitivity(thinking, pairs, batch_size=7)
-    rows = found["conditions"]
-    assert list(rows) == ["own", "swapped", "zeroed", "mean", "shuffled", "none"]
-    direct = thinking.encode(pairs.queries, side="query", mode="direct").embeddings
-    own = thinking.encode(pairs.queries, side="query", mode="latent").embeddings
-    assert rows["none"]["cosine"] == pytest.approx(float((own * direct).sum(axis=1).mean()), abs=1e-5)
-    assert all(rows[name]["cosine"] < 0.9999 for name in rows if name != "own")
-    assert (found["mode"], found["think_tokens"]) == ("latent", THINKS)
-    assert "12 queries, 24 candidates; 3 think tokens" in sensitivity.table(found)
-    assert "what the think tokens hold" in found["verdict"]
-    one = Embedder.from_pretrained("demo")
-    with pytest.raises(UserError, match="mode=latent needs a checkpoint with think tokens"):
-        sensitivity.sensitivity(one, pairs, batch_size=7, mode="latent")
 
 
 # ------------------------------------------------------------------------------------------------------------- leakage

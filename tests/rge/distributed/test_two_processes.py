@@ -81,7 +81,7 @@ NAMES = [
 RL_NAMES = ["rl dapo-100", *(f"rl {loss_type}-2" for loss_type in ("grpo", "dr_grpo", "dapo"))]
 RL_NAMES += ["rl dapo with kl-100", "rl dapo with kl-2", "rl dapo with a pool-2"]
 NAMES += RL_NAMES
-NAMES += ["both states-100", "both states-2", "three states-100", "three states-2"]
+NAMES += ["both states-100", "both states-2"]
 NAMES += ["adaptive states-100", "adaptive states-2"]
 NAMES += ["judged-self-100", "judged-self-2"]  # one rank's queries have scores
 NAMES += ["capped-self-2", "capped-self-once-100"]
@@ -94,8 +94,6 @@ NAMES += [
 NAMES += ["mixed-self-once-100", "one rank without pictures-self-once-100"]  # two forwards, one backward
 
 
-THREE = {"direct": 0.2, "latent": 0.3}
-"""Shares of the states beside the anchor's."""
 EASY = 0.5
 """Of the batch's ten queries, not of the five of each process."""
 
@@ -157,7 +155,7 @@ def sampled(embedder, batch) -> list[Rationale]:
 def cases(paired, lively_path, make_batch, roll_out, without_negatives, longer_rationales):
     if "cases" in paired:
         return paired
-    embedder = EmbeddingModel(load_backbone(lively_path, add_emb=True, think_tokens=2)).eval()
+    embedder = EmbeddingModel(load_backbone(lively_path, add_emb=True)).eval()
     builder = PromptBuilder(embedder.processor)
     cases = {}
     for name in NAMES:
@@ -187,14 +185,11 @@ def cases(paired, lively_path, make_batch, roll_out, without_negatives, longer_r
             objective = Objective.of(rl, "rl")
             rationales = [sampled(embedder, batch) for batch in batches]
         elif layout.endswith(" states"):
-            states, think_lm = (THREE, 0.4) if layout == "three states" else ({"direct": 0.3}, 0.0)
             adaptive = AdaptiveConfig(share=0.5, margin=-3.0) if layout == "adaptive states" else None
             objective = Objective(
-                1 / 11, 10 / 11, 0.07, states=states, align=0.2, align_temperature=0.2, adaptive=adaptive,
-                think_lm=think_lm,
+                1 / 11, 10 / 11, 0.07, states={"direct": 0.3}, align=0.2, align_temperature=0.2, adaptive=adaptive,
             )  # fmt: skip
-            given = [embedder.given[name] for name in states]
-            settings = {"max_new_tokens": 12, "batch_size": 8, "given": given}
+            settings = {"max_new_tokens": 12, "batch_size": 8, "given": [()]}
             rationales = [generate(embedder, batch.queries, **settings) for batch in batches]
         elif layout.startswith("cold start"):
             objective = Objective(1.0, 0.0, lm_on_candidates=layout == "cold start")
@@ -229,7 +224,7 @@ def cases(paired, lively_path, make_batch, roll_out, without_negatives, longer_r
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_step_on_two_processes_equals_one(cases, lively_path, backbone_of, name, merge):
-    lively = EmbeddingModel(backbone_of(lively_path, add_emb=True, think_tokens=2)).eval()
+    lively = EmbeddingModel(backbone_of(lively_path, add_emb=True)).eval()
     case, (first, second) = cases["cases"][name], (found[name] for found in cases["found"])
     whole = merge(case["batches"])
     rationales = case["rationales"][0] + case["rationales"][1]

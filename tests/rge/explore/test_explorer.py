@@ -84,14 +84,12 @@ def test_the_hits_are_those_of_the_embedder_and_the_words_come_one_by_one(explor
     [
         {"recipe": {"loss": {"adaptive": {"share": 0.5}}}},
         {"reasons": "none"},
-        {"reasons": "none", "think_tokens": 2},
     ],
 )
 def test_a_checkpoint_is_asked_in_the_mode_of_its_training(explorer, monkeypatch, trained):
     embedder, example = explorer.embedder, explorer.examples[0]
     model = embedder.model
     monkeypatch.setattr(embedder, "settings", embedder.settings.but(**trained))
-    monkeypatch.setitem(model.given, "latent", (11, 12))
     # The first choice of one that decides itself is to answer directly.
     favour_V = torch.zeros(len(model.model.lm_head.weight))
     favour_V[model.emb_id] = 99 * ("recipe" in trained)

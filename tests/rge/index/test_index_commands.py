@@ -796,8 +796,8 @@ def test_embed_writes_what_the_embedder_says(photos, demo, capsys):
 
 def test_a_command_that_embedded_nothing_may_be_corrected(photos, capsys):
     """A refused mode, for example, must not count as the settings of what is there."""
-    with pytest.raises(UserError, match="mode=latent needs a checkpoint with think tokens"):
-        embed(["src=pho tos", "out=x.parquet", "checkpoint=demo", "mode=latent"])
+    with pytest.raises(UserError, match="mode=auto needs a checkpoint that was trained to decide"):
+        embed(["src=pho tos", "out=x.parquet", "checkpoint=demo", "mode=auto"])
     assert embed(["src=pho tos", "out=x.parquet", "checkpoint=demo", "mode=direct"]) == 0
     assert "7 vectors" in capsys.readouterr().out
 

@@ -24,7 +24,7 @@ from rge.common.schema import Item
 from rge.embedder import Embedder
 from rge.model.adapter_files import CONFIG, WEIGHTS, Base
 from rge.model.adapters import AdapterError, add_adapters, merge
-from rge.model.backbone import load_backbone
+from rge.model.backbone import load_backbone, load_plain, load_processor, read_config
 from rge.model.config import LoraConfig, ModelConfig
 from rge.model.embedding_model import EmbeddingModel, embedder_to_train
 
@@ -156,19 +156,19 @@ def test_modules_to_save_that_cannot_be(lively):
         adapt(lively, modules_to_save=["language_model"])
 
 
-def test_rows_that_the_base_has_not_are_beside_them(lively_path, tmp_path):
+def test_rows_that_the_base_has_not_are_beside_them(tiny_path, tmp_path):
     """A matrix without a free row grows for new tokens, and what fills it up is kept too."""
-    backbone = load_backbone(lively_path)
-    backbone.model.resize_token_embeddings(len(backbone.processor.tokenizer), mean_resizing=False)
-    backbone.model.save_pretrained(tmp_path / "base")
-    backbone.processor.save_pretrained(tmp_path / "base")
-    backbone = load_backbone(tmp_path / "base", add_emb=True, think_tokens=2)
+    plain, processor = load_plain(tiny_path), load_processor(tiny_path, read_config(tiny_path))
+    plain.resize_token_embeddings(len(processor.tokenizer), mean_resizing=False)
+    plain.save_pretrained(tmp_path / "base")
+    processor.save_pretrained(tmp_path / "base")
+    backbone = load_backbone(tmp_path / "base", add_emb=True)
     grown = backbone.model.get_input_embeddings()
     assert backbone.rows_of_base < grown.num_embeddings
     embedder = EmbeddingModel(backbone).eval()
-    add_adapters(embedder.model, LoraConfig(**LORA), embedder.emb_id, backbone.think_ids)
+    add_adapters(embedder.model, LoraConfig(**LORA), embedder.emb_id)
     merged, adapters = write(stir(embedder), tmp_path / "base", tmp_path)
-    one, other = (load_backbone(path, think_tokens=2).model for path in (merged, adapters))
+    one, other = (load_backbone(path).model for path in (merged, adapters))
     assert_equal_models(one, other)
     assert other.get_output_embeddings().weight is other.get_input_embeddings().weight
 
@@ -295,18 +295,6 @@ def test_training_goes_on_from_them_or_from_them_merged(written, lively):
     model.lora = LoraConfig(rank=2, alpha=6.0, targets=["q_proj"])
     with pytest.raises(AdapterError, match=r"model.lora asks for different ones \(rank, targets\)"):
         embedder_to_train(str(adapters), model, adapters_only=True)
-
-
-def test_think_tokens_may_be_added_to_a_checkpoint_without(written, lively):
-    """Such as by a joint stage after a cold start that had none: they start as they do without adapters."""
-    _, adapters = written
-    model = ModelConfig(path="nowhere/else", dtype="float32", lora=LoraConfig(**LORA), think_tokens=2)
-    grown = embedder_to_train(str(adapters), model, adapters_only=True)
-    assert torch.equal(grown.model.emb_row.weight, lively.model.emb_row.weight)
-    line_break = grown.processor.tokenizer("\n", add_special_tokens=False).input_ids[-1]
-    start = grown.model.get_input_embeddings().weight[line_break]
-    for row in (grown.model.think_1_row, grown.model.think_2_row):
-        assert torch.equal(row.weight, start)
 
 
 def test_the_config_is_the_same_however_often_it_is_written(written, lively, tmp_path):

@@ -792,8 +792,6 @@ def test_logits_of_many_tokens_take_the_memory_of_a_chunk():
     [
         ("loss.ratio=1:1", 1, 129),
         ("loss.ratio=none", 1, 0),  # its state is read, and nothing predicted
-        ("loss.states.latent=1 model.think_tokens=4 loss.think_lm=0.5", 2, 258),
-        ("loss.states.latent=1 model.think_tokens=4 loss.think_lm=1", 2, 129),
     ],
 )
 def test_an_oracle_rationale_that_is_only_read_has_no_labels(the_3b, words, branches, labels):

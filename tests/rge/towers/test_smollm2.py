@@ -24,7 +24,7 @@ from rge.config import load_recipe
 from rge.embedder import Embedder
 from rge.model.adapter_files import WEIGHTS, Base
 from rge.model.adapters import add_adapters
-from rge.model.backbone import load_backbone, name_tokens
+from rge.model.backbone import add_tokens, load_backbone, name_tokens
 from rge.model.config import LoraConfig
 from rge.model.embedding_model import EmbeddingModel, normalise
 from rge.model.packing import Branch
@@ -99,9 +99,9 @@ def test_a_token_given_to_one_tokenizer_is_not_in_the_next(monkeypatch):
     read_once = build.train_tokenizer(FACTS, 300)
     monkeypatch.setattr(smollm2, "_tokenizer", lambda: read_once)
     first = build.make_tokenizer([], 0, TEXT)
-    name_tokens(first, ["<emb>", "<think_1>"])
+    name_tokens(first, ["<emb>", "<extra>"])
     assert "<emb>" in first.get_vocab()
-    assert not {"<emb>", "<think_1>"} & build.make_tokenizer([], 0, TEXT).get_vocab().keys()
+    assert not {"<emb>", "<extra>"} & build.make_tokenizer([], 0, TEXT).get_vocab().keys()
 
 
 @pytest.fixture(scope="module")
@@ -250,9 +250,11 @@ def test_emb_and_special_tokens_of_a_real_tokenizer(folder, embedder):
 @needs_weights
 @pytest.mark.slow
 def test_heads_stay_tied_where_the_matrix_grows(folder, tmp_path):
-    """64 think tokens do not fit into the rows that are free; training moves one matrix, and a checkpoint has one."""
-    backbone = load_backbone(folder, dtype="float32", add_emb=True, think_tokens=64)
-    model, words = backbone.model, backbone.model.get_input_embeddings()
+    """64 further tokens do not fit into the rows that are free; training moves one matrix, and a checkpoint has one."""
+    backbone = load_backbone(folder, dtype="float32", add_emb=True)
+    model, tokenizer = backbone.model, backbone.processor.tokenizer
+    add_tokens(model, tokenizer, [f"<extra_{number}>" for number in range(64)], tokenizer.eos_token_id)
+    words = model.get_input_embeddings()
     assert words.num_embeddings >= 49_163 + 65
     assert model.get_output_embeddings().weight is words.weight
     model.model.language_model.layers = model.model.language_model.layers[:1]

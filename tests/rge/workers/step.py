@@ -29,7 +29,7 @@ checkpoint, folder = sys.argv[1], Path(sys.argv[2])
 torch.set_num_threads(1)
 accelerator = launch.make_accelerator(TrainConfig())
 assert str(launch.back_end(accelerator)) == "DDP on 2 processes"
-embedder = EmbeddingModel(load_backbone(checkpoint, add_emb=True, think_tokens=2)).eval()
+embedder = EmbeddingModel(load_backbone(checkpoint, add_emb=True)).eval()
 optimizer = torch.optim.SGD(embedder.parameters(), lr=0.0)
 model, optimizer = dist.prepare(accelerator, embedder, optimizer, max_grad_norm=0.0)
 rank = dist.rank()
@@ -45,11 +45,7 @@ for name, case in torch.load(folder / "cases.pt", weights_only=False).items():
     if case["rl"] is not None:
         reference = None
         if case["rl"].rl.beta:
-            moved = (
-                EmbeddingModel(load_backbone(checkpoint, add_emb=True, think_tokens=2))
-                .eval()
-                .requires_grad_(False)
-            )
+            moved = EmbeddingModel(load_backbone(checkpoint, add_emb=True)).eval().requires_grad_(False)
             for parameter in moved.parameters():
                 parameter.mul_(1.02)
             reference = Reference(moved, 1.0, micro_batch_size=2)

@@ -57,6 +57,6 @@ class MineConfig(MiningRules):
     """Steps between two minings, the first of which is before the first step; 0: never."""
     pool: AtLeastOne = 20_000
     """Records of each source whose targets are candidates, drawn anew for every mining."""
-    query_mode: Literal["reasoning", "direct", "latent"] | None = None
+    query_mode: Literal["reasoning", "direct"] | None = None
     """Query state to mine with; null: that of `loss.anchor`. After a rationale, each mining writes one for every query of
     the next `every` steps."""

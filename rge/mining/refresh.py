@@ -136,7 +136,7 @@ class _Mining:
         self.settings, self.batches, self.embedder = recipe.data.mine, batches, embedder
         self.micro_batch_size = recipe.train.micro_batch_size
         self.max_new_tokens = recipe.rollout.max_new_tokens
-        served: Mode = {"none": "direct", "latent": "latent"}.get(objective.anchor, "reasoning")  # type: ignore[assignment]
+        served: Mode = "direct" if objective.anchor == "none" else "reasoning"
         self.mode = self.settings.query_mode or served
 
     def __call__(self, steps: range) -> tuple[Mined, dict[str, float]]:

@@ -268,24 +268,20 @@ class _Mining:
         return state_ND, first, usable_N
 
     def _direct(self, prompts: Sequence[Prompt]) -> Tensor:
-        """States of candidates, directly after the prompt."""
-        return self._after(prompts, "direct")
+        """States directly after the prompt."""
+        branch = Branch([self.embedder.emb_id], read_state=True)
+        return self.embedder(self.embedder.pack(prompts, [[branch]] * len(prompts)))[0].state_ND
 
     def _queries(self, prompts: Sequence[Prompt]) -> Tensor:
         """States of queries, after a greedy rationale if they are served so."""
         if self.mode != "reasoning":
-            return self._after(prompts, self.mode)
+            return self._direct(prompts)
         written = generate(
             self.embedder, prompts, max_new_tokens=self.max_new_tokens, batch_size=self.micro_batch_size
         )
         states = [rationale.state_D for rationale in written]
         assert all(state is not None for state in states), "computed with the current weights"
         return torch.stack(states)  # type: ignore[arg-type]
-
-    def _after(self, prompts: Sequence[Prompt], mode: Mode) -> Tensor:
-        embedder = self.embedder
-        branch = Branch([*embedder.given[mode], embedder.emb_id], read_state=True)
-        return embedder(embedder.pack(prompts, [[branch]] * len(prompts)))[0].state_ND
 
 
 def _digest(*content: object) -> str:

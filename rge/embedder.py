@@ -213,24 +213,25 @@ class Embedder:
         return self._set(settings.but(exact=exact).with_prompts(profile))
 
     def for_task(self, task: str | None) -> Self:
-        """An embedder whose prompts have the profile, picture sizes and maximum length of a training task; None: this one.
+        """An embedder with a training task's instruction, prompt profile, picture sizes and maximum length; None: this one.
 
-        Arguments of `from_pretrained` and `with_` go first. ValueError: an unknown task.
+        Arguments of `from_pretrained` and `with_` go first. UserError: an unknown task.
         """
         if task is None:
             return self
-        self._check_task(task)
+        if task not in self.tasks:
+            raise UserError(
+                f"{self.checkpoint} knows no task {task!r}; known are {', '.join(self.tasks) or 'none'}"
+            )
         if task not in self._of_task:
             settings = self.settings.of_task(task)
             self._of_task[task] = self if settings == self.settings else self._set(settings)
         return self._of_task[task]  # type: ignore[return-value]
 
-    def _check_task(self, task: str) -> None:
-        tasks = self.settings.instructions.by_task if self.settings.instructions else {}
-        if task not in tasks:
-            raise UserError(
-                f"{self.checkpoint} knows no task {task!r}; known are {', '.join(tasks) or 'none'}"
-            )
+    @property
+    def tasks(self) -> list[str]:
+        """Names of the training tasks that `for_task` knows."""
+        return list(self.settings.instructions.by_task) if self.settings.instructions else []
 
     def _set(self, settings: Settings) -> Self:
         other = copy(self)
@@ -271,7 +272,7 @@ class Embedder:
 
     @property
     def default_instruction(self) -> str | None:
-        """The instruction that most training queries had; None if most had none, or it is unknown."""
+        """The instruction that most training queries (or those of the task) had; None if most had none, or it is unknown."""
         return self.settings.instructions.default if self.settings.instructions else None
 
     def encode_query(
@@ -322,13 +323,14 @@ class Embedder:
             ValueError: wrong arguments, or an item that cannot be embedded.
             ImageError: a picture cannot be read.
         """
-        instruction, warning = self.instruction_for(instruction, task)
+        embedder = self.for_task(task)
+        instruction, warning = embedder.instruction_for(instruction)
         single, items = _items(texts, images, content, instruction)
         if warning:
             warnings.warn(warning, stacklevel=2)
         self.check_dimensions(dimensions)
         mode = mode or self.query_mode
-        encoded = self.for_task(task).encode(
+        encoded = embedder.encode(
             items,
             side="query",
             mode=mode,
@@ -385,11 +387,8 @@ class Embedder:
         added = [CommitOperationAdd(name, content) for name, content in files.items()]
         return str(api.create_commit(repo_id, added, commit_message=f"Upload {repo_id}"))
 
-    def instruction_for(self, given: str | None, task: str | None = None) -> tuple[str | None, str | None]:
-        """The instruction of a query, and a warning if training did not use it; ValueError for an unknown `task`.
-
-        `given` takes precedence over the instruction of `task`, a training task; an empty one is none.
-        """
+    def instruction_for(self, given: str | None) -> tuple[str | None, str | None]:
+        """The instruction of a query, and a warning if training did not use it; an empty one is none, None the default."""
         known, warning = self.settings.instructions, None
         if given is not None:
             if given and known and given not in known.known:
@@ -398,10 +397,6 @@ class Embedder:
                     f"{self.checkpoint.name} was not trained with the instruction {given!r}; known are {some}"
                 )
             return given or None, warning
-        if task is not None:
-            self._check_task(task)
-            assert known is not None
-            return known.by_task[task], None
         if known is None and self.settings.recipe:
             warning = (
                 f"{self.checkpoint.name} does not say with which instructions it was trained (an older export): give "

@@ -129,9 +129,10 @@ class Settings(_Frozen):
             )
 
     def of_task(self, task: str) -> Self:
-        """A copy with the prompts of a training task."""
-        prompts = self.tasks.get(task, TaskPrompts())
+        """A copy with the prompts of a training task, whose instruction becomes the default."""
+        prompts, known = self.tasks.get(task, TaskPrompts()), self.instructions
         return self.but(
+            instructions=known and known.model_copy(update={"default": known.by_task.get(task)}),
             profile=prompts.profile,
             max_prompt_tokens=prompts.max_prompt_tokens,
             pixels=prompts.pixels and prompts.pixels.content(),

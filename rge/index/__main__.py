@@ -140,12 +140,7 @@ def opened(options: IndexOptions) -> "tuple[Index, Reader]":
 
     if Index.exists(options.out):
         index = Index.open(options.out)
-        for key in ("captions", "dimensions"):
-            wanted, stored = getattr(options, key), index.about[key]
-            if wanted not in (None, stored):
-                raise SearchIndexError(
-                    f"{options.out} was made with {key}={stored}, not {wanted}: leave it out, or make another index"
-                )
+        index.check_made_with(captions=options.captions, dimensions=options.dimensions, task=options.task)
         embedder = index.embedder(options.checkpoint, options.base)
     else:
         index, embedder = _create(options)
@@ -165,7 +160,7 @@ def _create(options: IndexOptions) -> "tuple[Index, Embedder]":
 
     if options.checkpoint is None:
         raise SearchIndexError(f"there is no index at {options.out} yet: give checkpoint=... to make one")
-    embedder = Embedder.from_pretrained(options.checkpoint, base=options.base)
+    embedder = Embedder.from_pretrained(options.checkpoint, base=options.base).for_task(options.task)
     embedder.check_dimensions(options.dimensions)
     folder = Path(options.checkpoint).expanduser()
     index = Index.create(
@@ -175,6 +170,7 @@ def _create(options: IndexOptions) -> "tuple[Index, Embedder]":
         checkpoint_hash=embedder.checkpoint_hash,
         dimensions=options.dimensions or embedder.size,
         captions=options.captions or "show",
+        task=options.task,
     )
     return index, embedder
 

@@ -33,6 +33,7 @@ PART_ROWS = 4096
 """Rows of a finished part: what a kill costs at most."""
 ABOUT = "about.json"
 SETTINGS = ("side", "mode", "instruction", "dimensions")
+"""Arguments of `Reader`."""
 
 
 def main(words: list[str]) -> int:
@@ -56,11 +57,11 @@ def embed(options: EmbedOptions, source: Source, parts: Path) -> int:
     """Embed what no part contains yet, then merge the parts."""
     from rge.embedder import Embedder
 
-    embedder = Embedder.from_pretrained(options.checkpoint, base=options.base)
+    embedder = Embedder.from_pretrained(options.checkpoint, base=options.base).for_task(options.task)
     embedder.check_dimensions(options.dimensions)
     settings = {key: getattr(options, key) for key in SETTINGS}
     checkpoint = {"checkpoint": options.checkpoint, "checkpoint_hash": embedder.checkpoint_hash}
-    about = checkpoint | settings | {"src": source.name}
+    about = checkpoint | settings | {"task": options.task, "src": source.name}
     _check_same_settings(parts, about)
     with Unreadable.noted(source, options) as unreadable:
         reader = _reader(options, embedder)
@@ -153,7 +154,8 @@ def _worker(options: EmbedOptions) -> Callable[[tuple[Path, Sequence[Entry]]], t
     """Embeds a block and writes it; returns the number of its items, and those that are unreadable."""
     from rge.embedder import Embedder
 
-    reader = _reader(options, Embedder.from_pretrained(options.checkpoint, base=options.base))
+    embedder = Embedder.from_pretrained(options.checkpoint, base=options.base).for_task(options.task)
+    reader = _reader(options, embedder)
 
     def work(job: tuple[Path, Sequence[Entry]]) -> tuple[int, dict[str, str]]:
         path, entries = job

@@ -42,6 +42,9 @@ class Reading(PluginOptions):
     """Sheet of a workbook; null: the only one that is not empty."""
     base: str | None = None
     """Base model of a checkpoint of adapters: a directory or an id on the hub; null: the one in its ``rge.json``."""
+    task: str | None = None
+    """Training task whose prompt profile, picture sizes and maximum length to use, and whose instruction for queries; ``rge.json``
+    lists them. null: those of most tasks, or the index's."""
     dimensions: AtLeastOne | None = None
     """Truncate embeddings to this many components, a size that the checkpoint was trained for; null: all, or the
     index's size."""
@@ -104,7 +107,7 @@ class EmbedOptions(Reading):
     mode: Mode | None = None
     """Whether a rationale is written first; null: as in training for queries, not for documents."""
     instruction: str | None = None
-    """Instruction before every query; null: the one that most training queries had; '' (quoted): none."""
+    """Instruction before every query; null: that of `task`, or the one that most training queries had; '' (quoted): none."""
 
 
 @dataclass(kw_only=True)
@@ -153,7 +156,9 @@ class SearchOptions(PluginOptions):
     max_rationale_tokens: Count | None = None
     """The most tokens of the rationale, from 0 (direct); null: the checkpoint's own."""
     instruction: str | None = None
-    """Instruction before the question; null: the one that most training queries had; '' (quoted): none."""
+    """Instruction before the question; null: that of `task`, or the one that most training queries had; '' (quoted): none."""
+    task: str | None = None
+    """Training task that the index was made with; any other is an error. null: the index's."""
     checkpoint: str | None = None
     """New location of the checkpoint that the index was made with, if it was moved."""
     base: str | None = None

@@ -25,6 +25,7 @@ def main(words: list[str]) -> int:
     from rge.index.store import Index
 
     index = Index.open(options.index)
+    index.check_made_with(task=options.task)
     query_D, rationale = index.embedder(options.checkpoint, options.base).encode_query(
         options.question,
         options.image,

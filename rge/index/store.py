@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
     from rge.embedder import Embedder
 
-TABLE, FORMAT = "items", 2
+TABLE, FORMAT = "items", 3
 VERSION_AGE = timedelta(minutes=10)
 """Old versions of the table are deleted after this time, since a search may still read them."""
 NUM_QUERIES, DEPTH = 100, 10
@@ -283,10 +283,12 @@ class Index:
         checkpoint_hash: str,
         dimensions: int,
         captions: str = "show",
+        task: str | None = None,
     ) -> "Index":
         """Create an empty index, in place of an attempt that was killed.
 
-        `captions` says whether pictures are embedded with their texts (``embed``) or without (``show``).
+        `captions` says whether pictures are embedded with their texts (``embed``) or without (``show``), and `task` with the
+        prompts of which training task.
         """
         uri = str(uri)
         about = {
@@ -295,6 +297,7 @@ class Index:
             "checkpoint_hash": checkpoint_hash,
             "dimensions": dimensions,
             "captions": captions,
+            "task": task,
         }
         if cls.exists(uri):
             raise SearchIndexError(f"there is an index at {uri} already")
@@ -311,8 +314,20 @@ class Index:
                 f"not {checkpoint} ({checkpoint_hash[:12]}); use that one, or index into another folder"
             )
 
+    def check_made_with(self, **wanted: Any) -> None:
+        """Refuse settings (``captions``, ``dimensions``, ``task``) other than those of the index; None: as they are."""
+        for key, value in wanted.items():
+            if value not in (None, stored := self.about[key]):
+                made = f"without {key}" if stored is None else f"with {key}={stored}"
+                raise SearchIndexError(
+                    f"{self.uri} was made {made}, not {value}: leave it out, or make another index"
+                )
+
     def embedder(self, checkpoint: str | None = None, base: str | None = None) -> "Embedder":
-        """Load the checkpoint that made the index, see `check`; `checkpoint` is its new location if it was moved."""
+        """Load the checkpoint that made the index, see `check`, with the prompts of the index's task.
+
+        `checkpoint` is its new location if it was moved.
+        """
         from rge.embedder import Embedder
 
         location = checkpoint or self.about["checkpoint"]
@@ -324,7 +339,7 @@ class Index:
             hint = f"{self.uri} was made by it: if it was moved, give its new location with checkpoint="
             raise CheckpointError(f"{error}; {hint}") from None
         self.check(location, embedder.checkpoint_hash)
-        return embedder
+        return embedder.for_task(self.about["task"])
 
     def __len__(self) -> int:
         """Number of rows."""
@@ -543,9 +558,10 @@ class Index:
     ) -> list[list[Hit]]:
         self._table = self._connection.open_table(TABLE)
         now = _about(self.uri, self._table)
-        if any(now[key] != self.about[key] for key in ("checkpoint_hash", "dimensions")):
+        if any(now[key] != self.about[key] for key in ("checkpoint_hash", "dimensions", "task")):
             raise SearchIndexError(
-                f"since it was opened, {self.uri} was re-created by another checkpoint or with other dimensions: open it again"
+                f"since it was opened, {self.uri} was re-created by another checkpoint, or with other dimensions or another task: "
+                "open it again"
             )
         if where is not None:
             where = self._condition(where)

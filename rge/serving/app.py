@@ -19,7 +19,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
 import rge
-from rge.common.errors import UserError
+from rge.common.errors import UserError, not_one_of
 from rge.common.images import data_url
 from rge.common.modes import Mode
 from rge.common.parts import content_of
@@ -94,6 +94,8 @@ class Service:
             self.name: None, f"{self.name}-query": "query", f"{self.name}-document": "document",
         }  # fmt: skip
         self.held = MemoryBudget(options.max_waiting_mb << 20)
+        # Made now: the first request of a task would wait for its processor.
+        self._of_task = {None: embedder} | {task: embedder.for_task(task) for task in embedder.tasks}
         self.batches = Batches(
             self._embed,
             batch_size=options.batch_size,
@@ -154,7 +156,8 @@ class Service:
         allowance: Allowance | None = None,
     ) -> _Answered:
         """Embed the inputs of a request. A text that is too long is truncated, or an error unless `may_cut`."""
-        longest = self.embedder.builder.max_tokens
+        embedder = self._with_task(asked.training_task)
+        longest = embedder.builder.max_tokens
         side = self._side(asked.model, side)
         for limit in (max_tokens, asked.truncate_prompt_tokens):
             if limit is not None and -1 < limit < longest:
@@ -170,12 +173,12 @@ class Service:
             # Wide characters take more memory than they had bytes in the body, which is counted.
             loan.take(sum(sys.getsizeof(raw.text) - len(raw.text) for raw in inputs if raw.text))
             if side == "query":
-                instruction, note = self.embedder.instruction_for(asked.instruction)
+                instruction, note = embedder.instruction_for(asked.instruction)
                 notes += [note] if note else []
             with self.batches.reserve(len(inputs)):
                 prompts = []
                 for raw in inputs:
-                    prompt = await self._prepare(raw, side, instruction, allowance)
+                    prompt = await self._prepare(embedder, raw, side, instruction, allowance)
                     loan.take(0 if prompt.pixels is None else prompt.pixels.nbytes)
                     prompts.append(prompt)
                     notes += _cut_notes(raw, prompt.num_cut_tokens, longest, may_cut)
@@ -213,20 +216,35 @@ class Service:
         writes = asked.max_rationale_tokens != 0 or mode == "direct"
         return mode if writes else "direct"  # so that it need not wait for those that write
 
-    async def _prepare(self, raw: Raw, side: Side, instruction: str | None, allowance: Allowance) -> Prompt:
+    def _with_task(self, task: str | None) -> Embedder:
+        """The embedder with a training task's prompts."""
+        if task not in self._of_task:
+            raise BadInput(not_one_of("task", task, self.embedder.tasks or ["null"]), "task")
+        return self._of_task[task]
+
+    async def _prepare(
+        self, embedder: Embedder, raw: Raw, side: Side, instruction: str | None, allowance: Allowance
+    ) -> Prompt:
         """The prompt of one input. A cancelled request ends between two of its inputs."""
         with self.held.loan() as loan:
             files = await fetch_files(raw, allowance, loan)
             self.num_preparing += 1
             try:
                 return await asyncio.get_running_loop().run_in_executor(
-                    self._threads, self._prompt, raw, files, side, instruction
+                    self._threads, self._prompt, embedder, raw, files, side, instruction
                 )
             finally:
                 self.num_preparing -= 1
 
-    def _prompt(self, raw: Raw, files: Sequence[bytes | str], side: Side, instruction: str | None) -> Prompt:
-        return make_prompt(self.embedder, raw, files, side, instruction, self.options, self.held)
+    def _prompt(
+        self,
+        embedder: Embedder,
+        raw: Raw,
+        files: Sequence[bytes | str],
+        side: Side,
+        instruction: str | None,
+    ) -> Prompt:
+        return make_prompt(embedder, raw, files, side, instruction, self.options, self.held)
 
     def _check_dimensions(self, dimensions: int | None, param: str) -> None:
         sizes = self.embedder.sizes
@@ -295,7 +313,7 @@ class Service:
         options: dict[str, Any] = {"may_cut": body.truncate, "allowance": Allowance(self.options)}
         asked = [body.asked()]
         query = await self._answer(body, asked, "query", max_tokens=body.max_tokens_per_query, **options)
-        plain = Asked(model=body.model)  # documents are embedded as in training
+        plain = Asked(model=body.model, task=body.task)  # documents are embedded as in training
         inputs = body.inputs()
         documents = await self._answer(
             plain, inputs, "document", max_tokens=body.max_tokens_per_doc, **options
@@ -315,9 +333,12 @@ class Service:
         inputs = body.inputs()
         if len(inputs) != 1 or isinstance(body.input, list):
             raise BadInput("a search has one query: a text, or one message", "input")
-        answered = await self._answer(body, inputs, "query")
         index = self.index
         assert index is not None
+        task = index.about["task"]
+        if body.task not in (None, task):
+            raise BadInput(not_one_of("task", body.task, [task or "null"]) + ", as of the index", "task")
+        answered = await self._answer(body.model_copy(update={"task": task}), inputs, "query")
         query_1D = self.embedder.cut(answered.embeddings, index.about["dimensions"])
         search = partial(
             index.search,

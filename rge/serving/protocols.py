@@ -154,6 +154,8 @@ class Asked(_Strict):
     mode: Mode | None = None
     max_rationale_tokens: Annotated[int, Field(ge=0)] | None = None
     instruction: str | None = None
+    task: Name | None = None
+    """A training task, whose prompts and instruction to use."""
     user: Name | None = None
     """OpenAI's clients send it."""
     stream: Literal[False] | None = None
@@ -162,6 +164,11 @@ class Asked(_Strict):
     """-1, as in vLLM: as many as fit."""
     priority: int = 0
     request_id: Name | None = None
+
+    @property
+    def training_task(self) -> str | None:
+        """The training task, if one is named."""
+        return self.task
 
     def notes(self) -> list[str]:
         """Warnings about options without an effect."""
@@ -206,6 +213,7 @@ _SIDES: dict[str, Side] = {
     "document": "document", "passage": "document", "search_document": "document", "retrieval.passage": "document",
 }  # fmt: skip
 """The sides by other clients' names."""
+_JINA_SIDES = ("retrieval.query", "retrieval.passage")
 
 
 class EmbeddingsAsked(_OpenAiAsked):
@@ -219,8 +227,8 @@ class EmbeddingsAsked(_OpenAiAsked):
     return_rationale: bool = False
     input_type: Literal["query", "document", "search_query", "search_document", "passage"] | None = None
     """The side by Voyage's, Cohere's and NIM's names."""
-    task: Literal["retrieval.query", "retrieval.passage"] | None = None
-    """The side by Jina's names."""
+    task: Name | None = None
+    """A training task, or the side by Jina's names: ``retrieval.query``, ``retrieval.passage``."""
     truncation: bool | None = None
     truncate: bool | Literal["NONE", "END"] | None = None
     output_dimension: Annotated[int, Field(ge=1)] | None = None
@@ -235,14 +243,21 @@ class EmbeddingsAsked(_OpenAiAsked):
             ("side", "input_type", "task"), ("dimensions", "output_dimension"), ("encoding_format", "embedding_type"),
         ):  # fmt: skip
             values = {key: getattr(self, key) for key in keys if getattr(self, key) is not None}
+            if self.training_task is not None:
+                values.pop("task", None)
             if len({_SIDES.get(value, value) for value in values.values()}) > 1:
                 raise ValueError(f"{' and '.join(values)} contradict each other")
         return self
 
     @property
+    def training_task(self) -> str | None:
+        """The training task, if one is named."""
+        return None if self.task in _JINA_SIDES else self.task
+
+    @property
     def asked_side(self) -> Side | None:
         """The side by any of its names."""
-        name = self.side or self.input_type or self.task
+        name = self.side or self.input_type or (self.task if self.task in _JINA_SIDES else None)
         return None if name is None else _SIDES[name]
 
     @property

@@ -33,7 +33,7 @@ from rge.index.embed import main as embed
 from rge.index.reading import Reader
 from rge.index.search import main as search
 from rge.index.sources import SourceError, read_source
-from rge.index.store import Index
+from rge.index.store import Index, SearchIndexError
 
 COLOURS = ("red", "green", "blue", "gold", "teal", "plum")
 
@@ -362,6 +362,54 @@ def test_captions_are_embedded_where_that_is_asked(photos, capsys, demo):
     assert "0 added, 1 changed" in capsys.readouterr().out
     with pytest.raises(UserError, match="was made with captions=embed, not show"):
         index(["pho tos", "out=gallery", "captions=show"])
+
+
+@pytest.fixture
+def of_tasks(tmp_path):
+    """The demo with a task of other wording and smaller pictures."""
+    folder = shutil.copytree(DEMO, tmp_path / "of tasks")
+    settings = json.loads((folder / "rge.json").read_text())
+    settings["instructions"]["by_task"] = {"naming": "Name it.", "rest": None}
+    settings["tasks"] = {"naming": {"profile": "plain", "pixels": {"min": 784, "max": 784}}}
+    (folder / "rge.json").write_text(json.dumps(settings))
+    return Embedder.from_pretrained(folder)
+
+
+@pytest.mark.slow
+def test_an_index_and_a_file_of_vectors_have_the_prompts_of_a_task(photos, of_tasks, tmp_path, capsys):
+    checkpoint = f"checkpoint={of_tasks.checkpoint}"
+    with pytest.raises(UserError):
+        index(["pho tos", "out=gallery", checkpoint, "task=other"])
+    assert not Index.exists("gallery")
+    index(["pho tos", "out=gallery", checkpoint, "task=naming"])
+    stored = vectors(Index.open("gallery"), str(photos), ["blue.png"])["blue.png"]
+    shown = photos / "blue.png"
+    named = of_tasks.encode_document(images=shown, task="naming")
+    np.testing.assert_allclose(stored, named, atol=1e-5)
+    assert np.abs(stored - of_tasks.encode_document(images=shown)).max() > 1e-3
+    # Later calls use the index's task, and no other.
+    Image.new("RGB", (44, 50), "white").save(photos / "new.png")
+    index(["pho tos", "out=gallery"])
+    stored = vectors(Index.open("gallery"), str(photos), ["new.png"])["new.png"]
+    new = of_tasks.encode_document(images=photos / "new.png", task="naming")
+    np.testing.assert_allclose(stored, new, atol=1e-5)
+    with pytest.raises(SearchIndexError):
+        index(["pho tos", "out=gallery", "task=rest"])
+    with pytest.raises(SearchIndexError):
+        search(["gallery", "a wall", "task=rest"])
+    capsys.readouterr()
+    query = of_tasks.encode_query("a wall", mode="direct", task="naming")
+    for words in ([], ["task=naming"]):
+        search(["gallery", "a wall", "mode=direct", "k=1", *words])
+        [[hit]] = Index.open("gallery").search(query[None], 1)
+        assert capsys.readouterr().out.split()[1:3] == [f"{hit.score:.4f}", hit.id]
+    for side, expected in (
+        ("document", of_tasks.encode_document("a padlock", task="naming")),
+        ("query", of_tasks.encode_query("a padlock", mode="direct", task="naming")),
+    ):
+        embed(["pho tos", f"out={side}.parquet", checkpoint, "task=naming", f"side={side}", "mode=direct"])
+        rows = {row["id"]: row["vector"] for row in pq.read_table(f"{side}.parquet").to_pylist()}
+        np.testing.assert_allclose(rows["sub/notes.txt"], expected, atol=1e-5)
 
 
 def test_unreadable_files_are_counted_listed_and_fatal_beyond_a_share(photos, capsys):

@@ -449,9 +449,9 @@ def test_an_index_that_is_made_anew_under_a_reader(index, asked):
     remake(seed=1)  # as many commits as before
     found, expected = (each.search(vectors(1), 9, **asked) for each in (reader, Index.open(index.uri)))
     assert found == expected
-    for other in ({"checkpoint": "mine", "checkpoint_hash": "b" * 64}, {"size": 8}):
+    for other in ({"checkpoint": "mine", "checkpoint_hash": "b" * 64}, {"size": 8}, {"task": "naming"}):
         remake(**other)
-        with pytest.raises(SearchIndexError, match="was re-created by another checkpoint or with other"):
+        with pytest.raises(SearchIndexError, match="was re-created by another checkpoint, or with other"):
             reader.search(vectors(1), 9, **asked)
 
 

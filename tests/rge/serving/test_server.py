@@ -10,6 +10,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import signal
 import socket
 import struct
@@ -388,6 +389,64 @@ def test_an_index_is_searched_with_the_rationale_beside_the_hits(embedder, check
     Index.create(tmp_path / "other", checkpoint="theirs", checkpoint_hash="f" * 64, dimensions=32)
     with pytest.raises(UserError, match="was made by another checkpoint: theirs"):
         load(ServeOptions(**(options | {"index": str(tmp_path / "other")})))
+
+
+@pytest.mark.slow
+def test_a_request_names_a_task_of_training(checkpoint, tmp_path):
+    """Its wording, instruction and length, for queries and documents, in every form and in searches."""
+    pytest.importorskip("lancedb")
+    folder = shutil.copytree(checkpoint, tmp_path / "of tasks")
+    settings = json.loads((folder / "rge.json").read_text())
+    settings["instructions"]["by_task"] = {"naming": "name it", "rest": None}
+    settings["tasks"] = {"naming": {"profile": "plain", "max_prompt_tokens": 100}}
+    (folder / "rge.json").write_text(json.dumps(settings))
+    embedder = Embedder.from_pretrained(folder)
+    made = {"checkpoint_hash": embedder.checkpoint_hash, "dimensions": embedder.size, "task": "naming"}
+    index = Index.create(tmp_path / "gallery", checkpoint="mine", **made)
+    documents = embedder.encode_document(TEXTS, task="naming")
+    with writing(tmp_path / "gallery"):
+        index.put([
+            Row("/place", text, "s", "d", vector, text, None, {}, None)
+            for text, vector in zip(TEXTS, documents, strict=True)
+        ])  # fmt: skip
+    index.refresh(ann_from=1000)
+    options = {"checkpoint": str(folder), "index": str(tmp_path / "gallery"), "port": 0}
+    with running(load(ServeOptions(**options))) as url:
+
+        def post(path="/v1/embeddings", **body):
+            return httpx.post(url + path, json=body, timeout=60)
+
+        for task in ("naming", "rest", None):
+            queries = embedder.encode_query(TEXTS, task=task)
+            assert_same(vectors(post(input=TEXTS, task=task)), queries)
+            found = vectors(post(input=TEXTS, task=task, side="document"))
+            assert_same(found, embedder.encode_document(TEXTS, task=task))
+            tei = post("/embed", inputs=TEXTS, task=task)
+            assert_same(np.array(tei.json()), queries)
+            ranked = post("/v1/rerank", query="egg", documents=TEXTS, task=task).json()["results"]
+            scores = embedder.encode_document(TEXTS, task=task) @ embedder.encode_query("egg", task=task)
+            found = [hit["relevance_score"] for hit in ranked]
+            np.testing.assert_allclose(found, np.sort(scores)[::-1], atol=1e-5)
+        # A long text is cut at the task's length.
+        assert post(input="a key " * 60, task="rest").json().get("warnings") is None
+        assert post(input="a key " * 60, task="naming").json()["warnings"]
+        # A search has the index's task.
+        scores = documents @ embedder.encode_query("egg", task="naming")
+        for task in ({}, {"task": "naming"}):
+            hits = post("/v1/search", input="egg", k=3, **task).json()["data"]
+            np.testing.assert_allclose([hit["score"] for hit in hits], np.sort(scores)[::-1][:3], atol=1e-5)
+        for path, body in (
+            ("/v1/search", {"input": "egg", "task": "rest"}),
+            ("/v1/search", {"input": "egg", "task": "other"}),
+            ("/v1/embeddings", {"input": "egg", "task": "other"}),
+            ("/v2/embed", {"texts": ["egg"], "input_type": "search_query", "task": "other"}),
+            ("/v1/rerank", {"query": "egg", "documents": ["a"], "task": "other"}),
+        ):
+            wrong = post(path, **body)
+            error = wrong.json().get("error", {})
+            assert (wrong.status_code, error.get("param", "task")) == (400, "task")
+            assert "naming" in wrong.text
+            assert str(tmp_path) not in wrong.text
 
 
 def test_a_batch_of_conversations_as_vllm_takes_it(client, embedder, picture):
@@ -941,7 +1000,7 @@ def test_slow_searches_do_not_keep_others_waiting(embedder):
     """Eight searches held the threads that decode pictures, also after their clients had left."""
 
     class Slow:
-        about = {"dimensions": embedder.size}
+        about = {"dimensions": embedder.size, "task": None}
         ended, started = threading.Event(), []
 
         def search(self, *_, **__):

@@ -2,7 +2,7 @@
 
 No config, no collectives.
 
-Shape suffixes: B = queries of this rank, C = candidates of all ranks, N = selected tokens, D = hidden size, V = vocabulary.
+Shape suffixes: B = queries of this rank (of all ranks for a gathered loss), C = candidates of all ranks, N = selected tokens, D = hidden size, V = vocabulary.
 """
 
 import inspect
@@ -52,8 +52,28 @@ CONTRASTIVE_LOSSES: Registry[ContrastiveLoss] = Registry(
     ),
 )
 
-register_loss = CONTRASTIVE_LOSSES.register
-"""Decorator: ``loss.terms={NAME: WEIGHT}`` selects the function in training and validation; logged as ``loss_NAME``."""
+_GATHERED: dict[str, ContrastiveLoss] = {}
+
+
+def register_loss(name: str, *, gathered: bool = False) -> Callable[[ContrastiveLoss], ContrastiveLoss]:
+    """Decorator: ``loss.terms={NAME: WEIGHT}`` selects the function in training and validation; logged as ``loss_NAME``.
+
+    A loss usually gets the queries of its process. With `gathered`, it gets those of all processes, as rows of all its arguments,
+    and returns a sum over them, which is the same on every process.
+    """
+
+    def add(loss: ContrastiveLoss) -> ContrastiveLoss:
+        CONTRASTIVE_LOSSES.add(name, loss)
+        if gathered:
+            _GATHERED[name] = loss
+        return loss
+
+    return add
+
+
+def is_gathered(name: str) -> bool:
+    """Whether the registered loss gets the queries of all processes."""
+    return _GATHERED.get(name) is CONTRASTIVE_LOSSES[name]
 
 
 @register_loss("info_nce")
@@ -169,16 +189,20 @@ def contrastive_losses(
     temperature: float,
     sizes: Sequence[int] = (),
     teacher: Teacher | None = None,
+    gather: Callable[[Tensor], Tensor] | None = None,
+    num_processes: int = 1,
 ) -> dict[str, Tensor]:
     """The registered losses that a recipe names, each the mean over the full embedding and its first n components.
 
     Source of the mean: Matryoshka Representation Learning (arXiv:2205.13147). Differs: the paper's sum with weights of
     one is a mean here, so that the ratio to the LM loss stays what the recipe says. A cut embedding is normalised again.
     `terms` are weights by registered name, `sizes` further numbers of components, `teacher` a judge's scores for those that read
-    them (None: there are none), the rest as in `info_nce`.
+    them (None: there are none), the rest as in `info_nce`. `gather` returns the rows of all processes, with gradient, for losses that
+    see all queries; None: there is only this one.
 
     Returns:
-        By name, without the weights, summed over B; and ``contrastive_loss``, their weighted sum, which is trained.
+        By name, without the weights, summed over B, or this process's equal share of a sum over all queries; and
+        ``contrastive_loss``, their weighted sum, which is trained.
 
     Raises:
         ValueError: a size that is not below the full one, or is given twice; and as the losses.
@@ -189,14 +213,30 @@ def contrastive_losses(
         raise ValueError(
             f"embeddings have {full} components; truncated sizes must be smaller, each listed once: {list(sizes)}"
         )
-    cuts = [(q_BD, c_CD)]
-    cuts += [(F.normalize(q_BD[:, :n], dim=-1), F.normalize(c_CD[:, :n], dim=-1)) for n in sizes]
+    teacher = teacher or Teacher(torch.full(positive_BC.shape, float("nan")), 1.0, 1.0)
+
+    def compared(
+        q: Tensor, positive: Tensor, ignored: Tensor, judged: Teacher
+    ) -> Callable[[str], list[Tensor]]:
+        cuts = [(q, c_CD)]
+        cuts += [(F.normalize(q[:, :n], dim=-1), F.normalize(c_CD[:, :n], dim=-1)) for n in sizes]
+
+        def of(name: str) -> list[Tensor]:
+            if not len(q):  # of a source that only other processes have queries of
+                return [q.sum()]
+            more = {"teacher": judged} if takes_teacher(name) else {}
+            loss = CONTRASTIVE_LOSSES[name]
+            return [loss(q, c, positive, ignored, temperature=temperature, **more) for q, c in cuts]
+
+        return of
+
+    own = everyone = compared(q_BD, positive_BC, ignored_BC, teacher)
+    if gather is not None and any(map(is_gathered, terms)):
+        judged = teacher._replace(score_BC=gather(teacher.score_BC))
+        everyone = compared(gather(q_BD), gather(positive_BC), gather(ignored_BC), judged)
     losses = {}
     for name in terms:
-        loss, more = CONTRASTIVE_LOSSES[name], {}
-        if takes_teacher(name):
-            more = {"teacher": teacher or Teacher(torch.full(positive_BC.shape, float("nan")), 1.0, 1.0)}
-        found = [loss(q, c, positive_BC, ignored_BC, temperature=temperature, **more) for q, c in cuts]
+        found = everyone(name) if is_gathered(name) else own(name)
         if (
             wrong := next((one for one in found if not isinstance(one, Tensor) or one.dim()), None)
         ) is not None:
@@ -208,7 +248,7 @@ def contrastive_losses(
             raise UserError(
                 f"loss.terms: {name} must return a scalar tensor, the sum of the queries' losses, and returned {got}"
             )
-        losses[name] = torch.stack(found).mean()
+        losses[name] = torch.stack(found).mean() / (num_processes if is_gathered(name) else 1)
     weighted = [losses[name] * weight for name, weight in terms.items()]
     return losses | {"contrastive_loss": sum(weighted[1:], weighted[0])}
 

@@ -3,7 +3,7 @@
 Shape suffixes: B = queries of this rank, C = candidates of all ranks, D = hidden size.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,12 +13,14 @@ from torch import Tensor
 
 from rge.config import Recipe
 from rge.data.collate import Batch
+from rge.distributed import collectives as dist
 from rge.loss_config import AdaptiveConfig
 from rge.losses import (
     Teacher,
     alignment,
     contrastive_losses,
     hit_at_1,
+    is_gathered,
     lead_over_negatives,
     takes_teacher,
 )
@@ -135,6 +137,11 @@ class Objective:
         return self.alpha_con > 0 and any(map(takes_teacher, self.terms))
 
     @property
+    def gathers(self) -> bool:
+        """Whether a contrastive loss sees the queries of all ranks, so that `contrastive` is collective."""
+        return any(map(is_gathered, self.terms))
+
+    @property
     def compares(self) -> bool:
         """Whether states of queries are compared with candidates, for a loss or for rewards."""
         return self.alpha_con > 0 or self.alpha_rl > 0
@@ -227,13 +234,15 @@ class Objective:
         ignored_BC: Tensor,
         num_added: int = 0,
         score_BC: Tensor | None = None,
+        num_each: int | None = None,
     ) -> Contrast:
         """The contrastive losses, the same in training and in validation; masks as in `rge.losses.info_nce`.
 
         `q_ND` are states of B queries, equally many each, in the order of `query_branches`; hit_at_1 does not count the last
-        `num_added` of each. `score_BC` are a judge's scores, NaN where there is none; None: there are none.
+        `num_added` of each. `score_BC` are a judge's scores, NaN where there is none; None: there are none. If the objective `gathers`,
+        all ranks call it equally often, with any number of queries; one without queries needs `num_each`, the number of states of each.
         """
-        num_each = q_ND.shape[0] // positive_BC.shape[0]
+        num_each = num_each or q_ND.shape[0] // positive_BC.shape[0]
         q_BSD = q_ND.unflatten(0, (-1, num_each))
         total: dict[str, Any] = {}
         figures: dict[str, tuple[Tensor, int]] = {}
@@ -248,7 +257,7 @@ class Objective:
                 teacher = Teacher(of_states, self.teacher_temperature, self.teacher_scale)
             losses = contrastive_losses(
                 q, c_CD, *masks, terms=self.terms, temperature=self.temperature, sizes=self.matryoshka_dims,
-                teacher=teacher,
+                teacher=teacher, gather=_of_all_ranks(q.device) if self.gathers else None, num_processes=dist.world_size(),
             )  # fmt: skip
             for name, loss in losses.items():
                 total[name] = total.get(name, 0) + loss * (weight * num_each / size)
@@ -284,6 +293,17 @@ class Objective:
         yield "", slice(0, first), 1 - sum(self.states.values())
         for place, (name, share) in enumerate(self.states.items(), start=first):
             yield f"_{name}", slice(place, place + 1), share
+
+
+def _of_all_ranks(device: torch.device) -> Callable[[Tensor], Tensor]:
+    """Gathers the rows of all ranks, with gradient; those on the host over a device that processes may need for it."""
+
+    def gather(rows: Tensor) -> Tensor:
+        plain = rows.to(torch.uint8) if rows.dtype == torch.bool else rows
+        found = dist.gather_rows(plain.to(device), dist.gather_sizes(len(rows), device))
+        return found.to(rows.device, rows.dtype)
+
+    return gather
 
 
 def _is_scored(score_BC: Tensor, positive_BC: Tensor) -> Tensor:

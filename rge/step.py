@@ -84,7 +84,7 @@ class TrainingStep:
             rollout,
             self.micro_batch_size,
             self.micro_batch_tokens,
-            by_source=several,
+            num_sources=len(self.sources) if several else 0,
         )
         share, by_source = _Share(forward), _BySource(forward, self.sources) if several else None
         comparing = _Comparing(forward, share.con_scale, credit, self.keep)
@@ -136,10 +136,10 @@ class _Forward:
         micro_batch_size: int,
         micro_batch_tokens: int | None = None,
         *,
-        by_source: bool = False,
+        num_sources: int = 0,
     ):
         rollout = rollout or Rollout(())
-        self.by_source = by_source  # losses are needed by source
+        self.num_sources, self.by_source = num_sources, num_sources > 0  # losses are needed by source
         self.embedder, self.objective, self.batch, self.rollout = embedder, objective, batch, rollout
         self.rationales = rollout.rationales or ()
         self.micro_batch_size = micro_batch_size
@@ -235,8 +235,10 @@ class _Forward:
         scores = judged_scores(batch, len(identity_C), offset) if objective.needs_scores else None
         contrast = objective.contrastive(q_ND, c_CD, positive_BC, ignored_BC, num_added, scores)
         compared = Comparison(contrast, int(negative_BC.sum()), int((negative_BC & labelled_BC).sum()))
-        for source in sorted(set(batch.sources)) if self.by_source else ():
-            rows = torch.tensor([row for row, one in enumerate(batch.sources) if one == source])
+        for source in self._compared_sources(device) if self.by_source else ():
+            rows = torch.tensor(
+                [row for row, one in enumerate(batch.sources) if one == source], dtype=torch.long
+            )
             q_BSD = q_ND.detach().unflatten(0, (len(batch.queries), -1))
             with torch.no_grad():
                 own = objective.contrastive(
@@ -246,6 +248,7 @@ class _Forward:
                     ignored_BC[rows],
                     num_added,
                     None if scores is None else scores[rows],
+                    self.num_each,
                 )
             compared.by_source[source] = Comparison(
                 own, int(negative_BC[rows].sum()), int((negative_BC & labelled_BC)[rows].sum())
@@ -260,6 +263,14 @@ class _Forward:
             contrast.figures["easy_rate"] = easy_B.sum(), 1
             compared.easy_B = easy_B
         return compared
+
+    def _compared_sources(self, device: torch.device) -> list[int]:
+        """The sources of this rank's queries, or of all ranks' if every rank has to compare the same ones."""
+        own = set(self.batch.sources)
+        if not self.objective.gathers:
+            return sorted(own)
+        counts = dist.sum_over_ranks([float(source in own) for source in range(self.num_sources)], device)
+        return [source for source, count in enumerate(counts) if count]
 
     def _queries(self, number: int, *, states_only: bool = False) -> Packed:
         """A chunk's queries with all their branches; with `states_only`, those whose state is read."""

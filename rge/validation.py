@@ -172,16 +172,24 @@ class Validation:
         first = sum(sizes[: dist.rank()])
         num_each = len(q_ND) // sum(len(batch.queries) for batch in chunks)
         sums: defaultdict[str, float] = defaultdict(float)
-        row = 0
+        row, parts = 0, []
         for batch in chunks:
             positive_BC, ignored_BC, _ = candidate_masks(batch, identity_C, first)
             q = q_ND[row : row + len(batch.queries) * num_each]
             scores = None
             if self.objective.needs_scores:
                 scores = judged_scores(batch, len(identity_C), first)
-            contrast = self.objective.contrastive(q, c_CD, positive_BC, ignored_BC, score_BC=scores)
-            for name, (total, size) in contrast.figures.items():
-                sums[name] += float(total) / size
+            parts.append((q, positive_BC, ignored_BC, scores))
             row += len(q)
             first += len(batch.candidates)
+            if self.objective.gathers and batch is not chunks[-1]:
+                continue  # it compares the queries of all chunks at once
+            q, positive_BC, ignored_BC, *judged = (
+                torch.cat(part) for part in zip(*parts, strict=True) if part[0] is not None
+            )
+            score_BC = judged[0] if judged else None
+            contrast = self.objective.contrastive(q, c_CD, positive_BC, ignored_BC, score_BC=score_BC)
+            for name, (total, size) in contrast.figures.items():
+                sums[name] += float(total) / size
+            parts = []
         return dict(sums)

@@ -3,6 +3,7 @@
 import json
 import random
 
+import batch_losses
 import numpy as np
 import pytest
 import torch
@@ -117,6 +118,13 @@ def test_the_figures_are_those_of_a_plain_loop(lively, records, micro_batch_size
     weighted = 0.3 * expected["val_loss_lm"] + 0.7 * expected["val_loss_contrastive"]
     assert found["val_loss"] == pytest.approx(weighted, rel=1e-5)
     assert 0 <= found["val_forced_rate"] <= 1
+
+
+def test_a_loss_of_the_global_batch_sees_all_queries(lively, records):
+    objective = Objective(0.0, 1.0, 0.1, "none", terms={batch_losses.NAME: 1.0})
+    with batch_losses.registered():
+        few, all_at_once = (make(records, lively, objective, size).measure(lively) for size in (2, 50))
+    assert few == pytest.approx(all_at_once, rel=1e-5)
 
 
 def test_each_source_is_measured_on_its_own(lively, records):

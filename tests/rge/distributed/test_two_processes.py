@@ -4,6 +4,7 @@ import copy
 from pathlib import Path
 from types import SimpleNamespace
 
+import batch_losses
 import forked
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -84,6 +85,7 @@ NAMES += RL_NAMES
 NAMES += ["both states-100", "both states-2"]
 NAMES += ["adaptive states-100", "adaptive states-2"]
 NAMES += ["judged-self-100", "judged-self-2"]  # one rank's queries have scores
+NAMES += ["gathered-self-100", "gathered-self-2", "gathered-none-groups-2"]  # a loss sees all queries
 NAMES += ["capped-self-2", "capped-self-once-100"]
 NAMES += ["mixed-self-tokens-100", "one rank without pictures-none-tokens-3"]  # cut by tokens
 NAMES += ["mixed-self-keep-2", "mixed-self-once-keep-2", "mixed-none-keep-2", "rl dapo-keep-2"]
@@ -168,11 +170,13 @@ def cases(paired, lively_path, make_batch, roll_out, without_negatives, longer_r
             longer_rationales(without_negatives(make_batch(builder, 10, pictures[1], pictures[1])), builder),
         ]
         for batch in batches if "-groups-" in name else ():
-            batch.sources.extend(row % 2 for row in range(len(batch.queries)))
-            batch.groups.extend(row % 2 for row in range(len(batch.queries)))
+            one = layout == "gathered" and batch is batches[1]  # the second rank has one source only
+            of_rows = [1 if one else row % 2 for row in range(len(batch.queries))]
+            batch.sources.extend(of_rows)
+            batch.groups.extend(of_rows)
             owners = {column: row for row, column in enumerate(batch.positive)}
             owners |= {column: row for row, columns in enumerate(batch.negatives) for column in columns}
-            batch.candidate_groups.extend(owners[column] % 2 for column in range(len(batch.candidates)))
+            batch.candidate_groups.extend(of_rows[owners[column]] for column in range(len(batch.candidates)))
         rationales, rl = [roll_out(embedder, batch) for batch in batches], None
         if layout == "capped":
             settings = {"max_new_tokens": 12, "batch_size": 8, "caps": [0, 2, 12, 5, 1]}
@@ -197,6 +201,11 @@ def cases(paired, lively_path, make_batch, roll_out, without_negatives, longer_r
             terms = {"info_nce": 0.5, "kl": 0.3, "margin_mse": 0.2}
             objective = Objective(
                 1 / 11, 10 / 11, 0.07, terms=terms, teacher_temperature=0.2, teacher_scale=0.5
+            )
+        elif layout == "gathered":
+            terms = {"info_nce": 0.5, batch_losses.NAME: 0.5}
+            objective = Objective(
+                1 / 11, 10 / 11, 0.07, name.split("-")[1], terms=terms, matryoshka_dims=(16,)
             )
         elif layout == "no lm loss":
             objective = Objective(0.0, 1.0, 0.07)
@@ -240,7 +249,8 @@ def test_a_step_on_two_processes_equals_one(cases, lively_path, backbone_of, nam
         credit = stage.begin(whole, rationales, False)
     rollout = Rollout(rationales, easy_share=case["easy_share"])
     step = TrainingStep(lively, lively, case["objective"], 100, sources=case["sources"])
-    report = flattened(step(whole, rollout, credit))
+    with batch_losses.registered():
+        report = flattened(step(whole, rollout, credit))
     assert first["report"] == second["report"]
     # A policy's loss at its writing is the mean of advantages, nearly nothing.
     assert flattened(first["report"]) == pytest.approx(report, rel=1e-5, abs=1e-6 if credit else None)

@@ -11,6 +11,7 @@ case its report and its gradients after DDP's mean.
 import sys
 from pathlib import Path
 
+import batch_losses
 import torch
 
 from rge.distributed import collectives as dist
@@ -51,7 +52,7 @@ for name, case in torch.load(folder / "cases.pt", weights_only=False).items():
             reference = Reference(moved, 1.0, micro_batch_size=2)
         stage = Reinforcement(case["rl"], embedder, reference, folder)
         credit = stage.begin(batch, case["rationales"][rank], False)
-    report = TrainingStep(
+    step = TrainingStep(
         model,
         embedder,
         case["objective"],
@@ -61,7 +62,9 @@ for name, case in torch.load(folder / "cases.pt", weights_only=False).items():
         backward=accelerator.backward,
         no_sync=lambda: dist.no_sync(accelerator, model),
         sources=case["sources"],
-    )(batch, Rollout(case["rationales"][rank], encoded, case["easy_share"]), credit)
+    )
+    with batch_losses.registered():
+        report = step(batch, Rollout(case["rationales"][rank], encoded, case["easy_share"]), credit)
     gradients = {key: parameter.grad.clone() for key, parameter in embedder.named_parameters()}
     rollout = rollout_report(Rollout(case["rationales"][rank]), 1.0, embedder.device)
     norm = dist.optimizer_step(accelerator, model, optimizer, max_grad_norm=0.0)

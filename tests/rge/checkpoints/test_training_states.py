@@ -264,7 +264,12 @@ def test_a_resume_with_a_key_that_changes_rounding_says_so(tmp_path, monkeypatch
     trained = Trained(tmp_path / "joint/state")
     started = launch.describe(trained.states.accelerator)
     trained.save(
-        3, recipe=to_dict(load_recipe(["recipe=demo"])), launch=started, validated=None, best=(0.0, 0)
+        3,
+        recipe=to_dict(load_recipe(["recipe=demo"])),
+        launch=started,
+        validated=None,
+        best=(0.0, 0),
+        identity={},
     )
 
     def resume(*overrides):
@@ -288,6 +293,7 @@ def test_a_stage_that_is_over_leaves_nothing_of_its_own_to_the_next(tmp_path, mo
     monkeypatch.setattr(checkpoint_manager, "stop_after_this_step_at_signals", lambda: None)
     monkeypatch.setattr(checkpoint_manager.CheckpointManager, "_export", lambda *_: None)
     recipe = load_recipe(["recipe=demo"])
+    recipe.rl.sources = recipe.joint.sources
 
     class Registered:
         def __init__(self, value):

@@ -25,7 +25,7 @@ from rge.common.options import AtLeastOne, one_of, parse_options
 from rge.common.schema import Positive, QueryPart, Record, Target
 from rge.data.sources import json_line
 from rge.tables.rows import num_rows, table_rows
-from rge.web.releases import FETCHED, fetch_release
+from rge.web.releases import FETCHED, check_whole, fetch_release
 
 COLUMNS = ("qry", "qry_image_path", "pos_text", "pos_image_path")
 NEGATIVES = ("neg_text", "neg_image_path")
@@ -112,11 +112,7 @@ def fetch(options: FetchOptions) -> dict[str, Any]:
         if round(count / 1000) < PUBLISHED[name]
     ]
     write_json(options.out / FETCHED, about | {"rows": counts, "partial": lacking})
-    if lacking and not options.partial:
-        raise UserError(
-            f"{options.out} is incomplete: {'; '.join(lacking)}. Run the same command again, or pass partial=true to continue with "
-            "this part"
-        )
+    check_whole(options.out, lacking, partial=options.partial)
     for words in lacking:
         print(f"WARNING: partial: {words}", file=sys.stderr)
     print(f"{options.out}: {sum(counts.values()):,} rows in {len(names)} sets")

@@ -175,8 +175,9 @@ class Objective:
 
         ``words``: the oracle rationale; ``direct``: ``<emb>`` alone.
         """
-        wanted = {"words": True, "direct": self.adaptive is not None}
-        return [name for name, is_wanted in wanted.items() if is_wanted and self.alpha_lm > 0]
+        if self.alpha_lm == 0:
+            return []
+        return ["words"] if self.adaptive is None else ["words", "direct"]
 
     def query_nll(self, q: Readout, easy_B: Tensor | None = None) -> Tensor:
         """Summed LM loss of queries over their weighted targets; `easy_B` as in `num_lm_tokens`."""

@@ -24,7 +24,7 @@ from rge.common.files import write_json
 from rge.common.mmeb_prompts import SETS
 from rge.common.options import one_of
 from rge.tables.rows import num_rows
-from rge.web.releases import FETCHED, Repositories, fetch_release
+from rge.web.releases import FETCHED, Repositories, check_whole, fetch_release
 
 _LONG_DOCUMENTS = {
     "ViDoSeek-doc": "ViDoSeek",
@@ -72,11 +72,7 @@ def fetch(options: FetchOptions) -> Path:
     counts = None if release.count is None else release.count(options.out)
     lacking = _lacking(counts or {})
     write_json(options.out / FETCHED, about | {"counts": counts, "partial": lacking})
-    if lacking and not options.partial:
-        raise UserError(
-            f"{options.out} is incomplete: {'; '.join(lacking)}. Run the same command again, or pass partial=true to "
-            "continue with this part"
-        )
+    check_whole(options.out, lacking, partial=options.partial)
     for words in lacking:
         print(f"WARNING: partial: {words}", file=sys.stderr)
     tables = (

@@ -113,3 +113,11 @@ def _joined(pieces: Sequence[Path]) -> Iterator[Any]:
             return next(filter(None, (file.read(size) for file in files)), b"")
 
         yield SimpleNamespace(read=read)
+
+
+def check_whole(out: Path, lacking: Sequence[str], *, partial: bool) -> None:
+    """Refuse (UserError) a release of which something is lacking, unless `partial` allows it."""
+    if lacking and not partial:
+        raise UserError(
+            f"{out} is incomplete: {'; '.join(lacking)}. Run the same command again, or pass partial=true to continue with this part"
+        )

@@ -48,7 +48,7 @@ def tree() -> str:
     lines = [
         "# What each file is for",
         "",
-        "The first sentence of every file's docstring (`python scripts/docs_site.py > docs/tree.md`). Read first: "
+        "The first sentence of each file's docstring, by `python scripts/docs_site.py > docs/tree.md`. Read first: "
         + ", ".join(f"`rge/{name}`" for name in READ_FIRST)
         + ".",
     ]
@@ -62,16 +62,15 @@ def tree() -> str:
             lines += ["", f"## `{folder.relative_to(ROOT).as_posix()}/`", ""]
             if package.exists() and (says := first_sentence(package)):
                 lines += [says, ""]
-            lines += ["| File | What it is for |", "|---|---|"]
-            lines += [f"| `{path.name}` | {first_sentence(path)} |" for path in files]
+            lines += [f"- `{path.name}`: {first_sentence(path)}" for path in files]
     return "\n".join(lines) + "\n"
 
 
 def first_sentence(path: Path) -> str:
-    """What a file's docstring says first, for a cell of a table."""
+    """What a file's docstring says first."""
     text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     paragraph = " ".join(text.split("\n\n")[0].split())
-    return re.split(r"(?<=[.!?])\s", paragraph)[0].replace("|", "\\|")
+    return re.split(r"(?<=[.!?])\s", paragraph)[0]
 
 
 if __name__ == "__main__":

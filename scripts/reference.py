@@ -4,6 +4,7 @@ python scripts/reference.py
 """
 
 import inspect
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from data_prep.study.build import StudyOptions
 from eval.__main__ import COMMANDS, command_of
 from eval.benchmarks.registry import BENCHMARKS
 from eval.verify.__main__ import VerifyOptions
-from rge.common.options import keys
+from rge.common.options import Key, keys
 from rge.config import CheckOptions, Recipe
 from rge.diagnose.__main__ import DIAGNOSES
 from rge.explore.__main__ import ExploreOptions
@@ -61,48 +62,59 @@ def commands() -> Iterator[tuple[str, type, type | None]]:
 
 
 class Page:
-    """The page. Keys with the same meaning are described once: where they come again, they are named with a link to that place."""
+    """The page. Keys with the same meaning are described once; where they come again, they are named with a link to that place."""
 
     def __init__(self) -> None:
         self.lines = [
             "# Reference",
             "",
-            "Every key of every command. `...`: the key is required; `[]` stands for each entry of a list, `*` for each name of a mapping.",
-            "Written by `python scripts/reference.py`; `rge COMMAND --help` prints the same in full. `rge recipes` has no keys: it lists what",
-            "`recipe=` and `--config_file` can name, and with a name prints its path.",
+            "Every key of every command, as `rge COMMAND --help` prints it; written by `python scripts/reference.py`. A command is called as",
+            "`rge COMMAND key=value ...`; `train`, `check` and `plan` also take `recipe=NAME`. In brackets: type and default. A key whose",
+            "default is `null` takes `null` too; `[]` stands for each entry of a list, `*` for each name of a mapping. `rge recipes` has no",
+            "keys: it lists what `recipe=` and `--config_file` can name, and with a name prints its path.",
         ]
         self.described: dict[tuple[str, str, str | None, str], tuple[str, str]] = {}
 
     def add(self, command: str, schema: type, shared: type | None) -> None:
         """Describe a command, without the keys of `shared`, those of another."""
         known = {key.name for key in keys(shared)} if shared else set()
-        title = f"{command} recipe=NAME" if command in ("rge train", "rge check", "rge plan") else command
         self.lines += ["", f"## {command}", "", inspect.cleandoc(schema.__doc__ or ""), ""]
-        self.lines += [f"`{title} key=value ...`", ""]
-        if shared or command == "rge plan":
-            whose = "rge eval run" if shared and shared is not Recipe else "rge train"
-            self.lines += [f"Also every key of [{whose}]({_anchor(whose)}).", ""]
-        rows, again = [], defaultdict(list)
+        rows, again, referred = [], defaultdict(list), set()
         for key in keys(schema):
             if key.name in known:
                 continue
             prefix, leaf = _parted(key.name)
             first = self.described.setdefault((leaf, key.kind, key.default, key.about), (command, prefix))
             if first == (command, prefix):
-                default = "..." if key.default is None else f"`{key.default}`"
-                cells = (f"`{key.name}`", default, key.kind, key.about)
-                rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+                rows.append(f"- `{key.name}` ({_brackets(key)}): {key.about}")
             else:
-                again[first, prefix].append(leaf)
+                referred.add(key.name)
+                if (
+                    re.sub(r"[.*[\]]+$", "", prefix) not in referred
+                ):  # else the section itself is described elsewhere
+                    again[first, prefix].append(leaf)
         if rows:
-            self.lines += ["| key | default | type | meaning |", "|---|---|---|---|", *rows, ""]
+            self.lines += [*rows, ""]
+        elsewhere = []
+        if shared or command == "rge plan":
+            whose = "rge eval run" if shared and shared is not Recipe else "rge train"
+            elsewhere.append(f"every key of [{whose}]({_anchor(whose)})")
         for ((whose, before), prefix), leaves in again.items():
             places = [f"under `{before}`"] if before else []
             places += [f"in [{whose}]({_anchor(whose)})"] if whose != command else []
             there = [leaf for (leaf, *_), place in self.described.items() if place == (whose, before)]
             names = ", ".join(f"`{leaf}`" for leaf in leaves) if leaves != there else "all keys"
-            self.lines += [f"{f'Under `{prefix}`: ' if prefix else ''}{names}, as {' '.join(places)}.", ""]
+            elsewhere.append(f"{f'under `{prefix}` ' if prefix else ''}{names}, as {' '.join(places)}")
+        if elsewhere:
+            self.lines += [f"Also {'; '.join(elsewhere)}.", ""]
         self.lines.pop()
+
+
+def _brackets(key: Key) -> str:
+    """The type of a key, unless its default shows it, and the default."""
+    kind = key.kind.removesuffix(" | null") if key.default == "null" else key.kind
+    typed = [] if key.default in ("true", "false") else [kind.replace(" | ", "/")]
+    return ", ".join([*typed, "required" if key.default is None else f"`{key.default}`"])
 
 
 def _parted(name: str) -> tuple[str, str]:

@@ -69,8 +69,8 @@ class Page:
             "# Reference",
             "",
             "Every key of every command, as `rge COMMAND --help` prints it; written by `python scripts/reference.py`. A command is called as",
-            "`rge COMMAND key=value ...`; `train`, `check` and `plan` also take `recipe=NAME`. In brackets: type and default. A key whose",
-            "default is `null` takes `null` too; `[]` stands for each entry of a list, `*` for each name of a mapping. `rge recipes` has no",
+            "`rge COMMAND key=value ...`; `train`, `check` and `plan` also take `recipe=NAME`. In brackets: the default, and the type where",
+            "the default does not show it. A key with the default `null` takes `null` too; `[]` stands for each entry of a list, `*` for each name of a mapping. `rge recipes` has no",
             "keys: it lists what `recipe=` and `--config_file` can name, and with a name prints its path.",
         ]
         self.described: dict[tuple[str, str, str | None, str], tuple[str, str]] = {}
@@ -112,9 +112,16 @@ class Page:
 
 def _brackets(key: Key) -> str:
     """The type of a key, unless its default shows it, and the default."""
+    if key.default not in (None, "null") and key.kind in (
+        "text",
+        "integer",
+        "number",
+        "path",
+        "true or false",
+    ):
+        return f"`{key.default}`"
     kind = key.kind.removesuffix(" | null") if key.default == "null" else key.kind
-    typed = [] if key.default in ("true", "false") else [kind.replace(" | ", "/")]
-    return ", ".join([*typed, "required" if key.default is None else f"`{key.default}`"])
+    return f"{kind.replace(' | ', '/')}, {'required' if key.default is None else f'`{key.default}`'}"
 
 
 def _parted(name: str) -> tuple[str, str]:

@@ -6,7 +6,7 @@ something wrong: presentation times come from the packets. Times are in seconds 
 
 import io
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, islice
@@ -149,6 +149,21 @@ def probe(source: Source, source_fps: float | None = None) -> Probe:
     if _orientation(frame) in _TURNED:
         width, height = height, width
     return Probe(width, height, timeline.seconds, None if timeline.times is None else len(timeline.times))
+
+
+def num_frames(source: str | bytes) -> int:
+    """The number of frames, counted without decoding. Raises `VideoError`."""
+    with _Opened(source) as clip:
+        return sum(1 for _ in clip.packets())
+
+
+def numbered(source: str | bytes, numbers: Iterable[int]) -> Iterator[tuple[int, Image.Image]]:
+    """The frames with these numbers, from 0, upright; for rules that count frames. Raises `VideoError`."""
+    wanted = set(numbers)
+    with _Opened(source) as clip:
+        for number, frame in enumerate(islice(clip.frames(), max(wanted, default=-1) + 1)):
+            if number in wanted:
+                yield number, _upright(frame)
 
 
 def check_upload(source: bytes) -> None:
@@ -441,9 +456,7 @@ def _shown(
                 continue
             if frame.is_corrupt:
                 raise VideoError(f"the frame at {time:.3f} s is damaged", title(source))
-            picture = frame.to_image()
-            if (turn := _orientation(frame)) is not None:
-                picture = picture.transpose(turn)
+            picture = _upright(frame)
             size = found[0][0].size if found else rule.frame_size(picture.size, len(targets))
             found.append((_scaled(picture, size), time))
             last = frame
@@ -534,6 +547,11 @@ def _orientation(frame: "av.VideoFrame") -> Image.Transpose | None:
     matrix = np.frombuffer(bytes(data), np.int32)
     a, b, c, d = (int(np.sign(np.round(matrix[index] / 65536))) for index in (0, 1, 3, 4))
     return _ORIENTATIONS.get((a, b, c, d))
+
+
+def _upright(frame: "av.VideoFrame") -> Image.Image:
+    picture, turn = frame.to_image(), _orientation(frame)
+    return picture if turn is None else picture.transpose(turn)
 
 
 def _scaled(picture: Image.Image, size: tuple[int, int]) -> Image.Image:

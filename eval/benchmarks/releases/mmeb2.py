@@ -1,4 +1,4 @@
-"""MMEB-V2 (arXiv:2507.04590): its image and visual-document parts; the video part is not supported.
+"""MMEB-V2 (arXiv:2507.04590): pictures, videos and visual documents.
 
 Layouts, as ``src/data/eval_dataset`` of github.com/TIGER-AI-Lab/VLM2Vec (6e1e1d4) reads them:
 
@@ -6,13 +6,15 @@ Layouts, as ``src/data/eval_dataset`` of github.com/TIGER-AI-Lab/VLM2Vec (6e1e1d
             ``qry_inst``, ``qry_text``, ``qry_img_path``, ``tgt_inst``, ``tgt_text`` and ``tgt_img_path`` (lists, the right one first);
             pictures below ``image-tasks`` of ``TIGER-Lab/MMEB-V2``, whose archive has them in a folder ``MMEB``, which the
             release's script then removes
+``video``   18 sets, see `eval.benchmarks.releases.mmeb2_video`
 ``visdoc``  24 sets: a folder per set with ``queries``, ``corpus`` and ``qrels`` (``query-id``, ``query``; ``corpus-id``, ``image``; ``score``)
 
 As in the released code, texts are assembled as for MMEB-V1, differently for each kind of task. A candidate is identified by
 its text, its picture's path or both, and of candidates with the same identity only the first is embedded.
 """
 
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import starmap
@@ -30,6 +32,7 @@ from eval.benchmarks.release_files import (
     read_qrels,
     read_rows,
 )
+from eval.benchmarks.releases import mmeb2_video
 from eval.benchmarks.releases.mmeb import OwnCandidates, refuse_lacking, targets_of
 from eval.scoring.output_files import Scored
 from eval.scoring.protocol import Protocol
@@ -62,30 +65,30 @@ DOCUMENTS: dict[str, tuple[str, str]] = {
 }
 """The 24 sets of the leaderboard, with their meta-task and the hub's split."""
 COLUMNS = ("qry_inst", "qry_text", "qry_img_path", "tgt_inst", "tgt_text", "tgt_img_path")
-MAIN = {"image": "hit@1", "visdoc": "ndcg@5"}
+MAIN = {"image": "hit@1", "video": "hit@1", "visdoc": "ndcg@5"}
 
 
 @dataclass
 class Mmeb2Options(PictureOptions):
     """Make a suite of retrieval sets from one part of the release of MMEB-V2."""
 
-    part: Literal["image", "visdoc"] = "image"
+    part: Literal["image", "video", "visdoc"] = "image"
     """Part of the benchmark."""
     sets: tuple[str, ...] = ("all",)
-    """Sets, by the release's names; by default all 36 or 24."""
+    """Sets, by the release's names; by default all 36, 18 or 24."""
     images: Path | None = None
     """Folder that the image part's paths are relative to (image-tasks of TIGER-Lab/MMEB-V2); null: src/image-tasks,
     src."""
+    frames: Path | None = None
+    """Folder of the video part's frames (video-tasks/frames of TIGER-Lab/MMEB-V2); null: src/video-tasks/frames, src."""
 
 
 def import_mmeb2(options: Mmeb2Options) -> list[str]:
     """Read one part of MMEB-V2 and write a suite; returns the names of its sets."""
-    if options.part == "visdoc" and options.images is not None:
-        raise ReleaseError("images= applies to part=image only: other tables include their pictures")
-    members, import_one = SETS, _import_images
-    if options.part == "visdoc":
-        members = {name: {"meta_task": task} for name, (task, _) in DOCUMENTS.items()}
-        import_one = _import_documents
+    for option, part in (("images", "image"), ("frames", "video")):
+        if getattr(options, option) is not None and options.part != part:
+            raise ReleaseError(f"{option}= applies to part={part} only, got part={options.part}")
+    members, import_one = _PARTS[options.part]
     names = chosen("sets", options.sets, members)
     missing = [name for name in names if not (options.src / name).is_dir()]
     refuse_lacking(options.src, missing, len(names), f"{len(members)} is not an MMEB-V2")
@@ -172,6 +175,24 @@ def _import_documents(name: str, options: Mmeb2Options, about: dict[str, str]) -
     options.write(name, meta=_meta(name, options) | about, queries=queries, corpus=corpus, qrels=qrels)
 
 
+def _import_videos(name: str, options: Mmeb2Options, about: dict[str, str]) -> None:
+    with tempfile.TemporaryDirectory() as saved:
+        draft = mmeb2_video.read(name, options.src, options.frames, Path(saved))
+        meta = _meta(name, options) | {"candidates_never_seen": draft.num_hidden} | about
+        options.write(name, meta=meta, **draft.parts())
+
+
+_PARTS: dict[str, tuple[dict[str, dict[str, str]], Callable[[str, Mmeb2Options, dict[str, str]], None]]] = {
+    "image": (SETS, _import_images),
+    "video": (
+        {name: {"meta_task": one.meta_task} for name, one in mmeb2_video.MEMBERS.items()},
+        _import_videos,
+    ),
+    "visdoc": ({name: {"meta_task": task} for name, (task, _) in DOCUMENTS.items()}, _import_documents),
+}
+"""Sets of each part, and what imports one."""
+
+
 def _meta(name: str, options: Mmeb2Options) -> dict[str, Any]:
     return {
         "name": f"MMEB-V2 {name}",
@@ -186,7 +207,7 @@ def _meta(name: str, options: Mmeb2Options) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Mmeb2(Protocol):
-    """MMEB-V2: each part with its own metric; equal scores count as in MMEB-V1 in the image part."""
+    """MMEB-V2: each part with its own metric; equal scores count as in MMEB-V1, but for visual documents."""
 
     def main_metric(self, wanted: RetrievalSet) -> str:
         """hit@1 or nDCG@5."""
@@ -198,7 +219,7 @@ class Mmeb2(Protocol):
 
     def score(self, wanted: RetrievalSet, ranking: Ranking) -> Scored:
         """As `Protocol.score`; equal scores of visual documents are ordered by id."""
-        protocol = self if wanted.meta.get("part") == "image" else replace(self, ties="id")
+        protocol = replace(self, ties="id") if wanted.meta.get("part") == "visdoc" else self
         return Protocol.score(protocol, wanted, ranking)
 
     def figures(self, wanted: RetrievalSet, scored: Scored, *, seed: int) -> dict[str, Any]:
@@ -213,14 +234,15 @@ class Mmeb2(Protocol):
 
 
 _SAID = (
-    "image: hit@1 within each query's own candidates; visual documents: nDCG@5 with linear gains over the whole pool",
+    "image: hit@1 within each query's own candidates; video: hit@1, of classification (but for SmthSmthV2) and retrieval in the whole "
+    "pool, of the others within each query's own candidates; visual documents: nDCG@5 with linear gains over the whole pool",
     "overall is the unweighted mean of the sets, likewise each meta-task",
 )
 PROTOCOLS = (
-    Mmeb2("mmeb2", "clean", ("hit@1", "ndcg@5"), (*_SAID, "image: equal scores count against the model"), ties="worst"),
+    Mmeb2("mmeb2", "clean", ("hit@1", "ndcg@5"), (*_SAID, "image and video: equal scores count against the model"), ties="worst"),
     Mmeb2("mmeb2", "official", ("hit@1", "ndcg@5"), (
         *_SAID,
-        "image: equal scores count for the model; the released argsort does not define their order",
+        "image and video: equal scores count for the model; the released argsort does not define their order",
         "gains stay with their documents; the released scorer (6e1e1d4) reorders documents by a set(), but not their gains, so "
         "its figures for graded sets depend on Python's hash seed",
         "released code: TIGER-AI-Lab/VLM2Vec 6e1e1d4 (January 2026); its change of 21 September 2026 (#213) reads states after the "

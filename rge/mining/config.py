@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from rge.common.errors import UserError
+from rge.common.modes import Mode
 from rge.common.options import AtLeastOne, BelowOne, Count, NotNegative
 
 
@@ -60,3 +61,7 @@ class MineConfig(MiningRules):
     query_mode: Literal["reasoning", "direct"] | None = None
     """Query state to mine with; null: that of `loss.anchor`. After a rationale, each mining writes one for every query of
     the next `every` steps."""
+
+    def mode(self, anchor: str) -> Mode:
+        """Mode of the queries in a stage whose `loss.anchor` is this."""
+        return self.query_mode or ("direct" if anchor == "none" else "reasoning")

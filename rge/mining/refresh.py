@@ -28,7 +28,6 @@ from rge.checkpoints.training_state import complete_states
 from rge.common.commands import progress_bar
 from rge.common.errors import UserError
 from rge.common.files import read_json, write_json
-from rge.common.modes import Mode
 from rge.common.schema import Target
 from rge.config import Recipe
 from rge.data.collate import Batch, Named, Source, StepBatches, query_item, target_item
@@ -43,6 +42,7 @@ from rge.model.packing import Branch
 from rge.model.prompts import Prompt
 from rge.objective import Objective
 from rge.rollout.generate import generate
+from rge.rollout.micro_batches import within
 
 Mined = dict[tuple[int, int], list[Named]]
 """Negatives of records, by number of the source and of the record in it."""
@@ -135,9 +135,10 @@ class _Mining:
     def __init__(self, recipe: Recipe, batches: StepBatches, objective: Objective, embedder: EmbeddingModel):
         self.settings, self.batches, self.embedder = recipe.data.mine, batches, embedder
         self.micro_batch_size = recipe.train.micro_batch_size
+        self.micro_batch_tokens = recipe.train.micro_batch_tokens
         self.max_new_tokens = recipe.rollout.max_new_tokens
-        served: Mode = "direct" if objective.anchor == "none" else "reasoning"
-        self.mode = self.settings.query_mode or served
+        self.mode = self.settings.mode(objective.anchor)
+        self.query_rows = recipe.rollout.batch_size if self.mode == "reasoning" else self.micro_batch_size
 
     def __call__(self, steps: range) -> tuple[Mined, dict[str, float]]:
         """The negatives of the records of these steps, and figures; the same on every rank."""
@@ -173,6 +174,7 @@ class _Mining:
             table.targets,
             lambda name: source.builder.build(target_item(name.of(source)), "candidate"),
             self._direct,
+            self.micro_batch_size,
             source,
             f"mining before step {step + 1}, candidates",
         )
@@ -180,6 +182,7 @@ class _Mining:
             [table.queries[place].item for place in places],
             lambda index: source.builder.build(query_item(source.record(index)), "query"),
             self._queries,
+            self.query_rows,
             source,
             f"mining before step {step + 1}, queries",
         )
@@ -230,15 +233,16 @@ class _Mining:
         keys: Sequence[T],
         prompt: Callable[[T], Prompt],
         states: Callable[[Sequence[Prompt]], Tensor],
+        size: int,
         source: Source,
         desc: str,
     ) -> tuple[np.ndarray, int, np.ndarray]:
         """This rank's share of the embeddings (rows, D), its first row, and which of its rows could be read.
 
-        Threads prepare the next micro batch while the model embeds one. An unreadable item ends the run, or with
+        Threads prepare the next `size` prompts while the model embeds some, in parts of `train.micro_batch_tokens`. An unreadable item ends the run, or with
         ``data.on_bad=skip`` gets zeros.
         """
-        size, num = self.micro_batch_size, -(-len(keys) // self.micro_batch_size)
+        num = -(-len(keys) // size)
         first, stop = (end * num // dist.world_size() * size for end in (dist.rank(), dist.rank() + 1))
         own = keys[first:stop]
         state_ND = np.zeros((len(own), self.embedder.model.config.get_text_config().hidden_size), np.float32)
@@ -260,9 +264,9 @@ class _Mining:
                 following = [threads.submit(prepared, key) for key in after]
                 prompts = [future.result() for future in current]
                 rows = [start + place for place, one in enumerate(prompts) if one is not None]
-                if rows:
-                    found = states([one for one in prompts if one is not None])
-                    state_ND[rows] = found.float().cpu().numpy()
+                usable = [one for one in prompts if one is not None]
+                for part in within([*map(len, usable)], self.micro_batch_tokens):
+                    state_ND[rows[part]] = states(usable[part]).float().cpu().numpy()
                 usable_N[start : start + len(prompts)] = [one is not None for one in prompts]
                 bar.update(len(prompts))
         return state_ND, first, usable_N
@@ -277,7 +281,7 @@ class _Mining:
         if self.mode != "reasoning":
             return self._direct(prompts)
         written = generate(
-            self.embedder, prompts, max_new_tokens=self.max_new_tokens, batch_size=self.micro_batch_size
+            self.embedder, prompts, max_new_tokens=self.max_new_tokens, batch_size=self.query_rows
         )
         states = [rationale.state_D for rationale in written]
         assert all(state is not None for state in states), "computed with the current weights"

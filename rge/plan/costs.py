@@ -12,7 +12,7 @@ their backward needs is kept (`train.keep_activations`). A frozen vision tower r
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -41,6 +41,9 @@ PROCESS_GIB, WORKER_GIB = 3.0, 0.5
 
 PROCESS_DESCRIPTORS, WORKER_DESCRIPTORS = 128, 8
 """Upper bounds on open files: per process, sockets and libraries included, and per data worker."""
+
+MINED_ROW = 2048
+"""Bytes of main memory per query or candidate in a mining's table: ids, hashes and contents."""
 
 NCCL_GIB = 1.0
 """Shared memory per container that NCCL's guide asks for (docker run --shm-size=1g)."""
@@ -244,6 +247,8 @@ class Load:
     beside: int = 0  # tokens of branches of further states
     trains_candidates: bool = True  # otherwise they are only ranked, for rewards
     updates: int = 1  # optimizer updates per rollout
+    mining: "Load | None" = None  # what this rank embeds for `data.mine`, every so many steps
+    every: int = 1  # of these
 
     @property
     def tail(self) -> int:
@@ -321,7 +326,14 @@ class Setup:
 
 
 def flops(shapes: Shapes, load: Load, setup: Setup) -> dict[str, float]:
-    """FLOPs of one rank's step, by phase."""
+    """FLOPs of one rank's step, by phase; of a mining, a step's share."""
+    found = _step_flops(shapes, load, setup)
+    if load.mining is not None:
+        found["mining"] = mining_flops(shapes, load.mining, setup) / load.every
+    return found
+
+
+def _step_flops(shapes: Shapes, load: Load, setup: Setup) -> dict[str, float]:
     s, n, picture = shapes, load, shapes.picture
     width = 4 * s.attention
 
@@ -382,6 +394,15 @@ def flops(shapes: Shapes, load: Load, setup: Setup) -> dict[str, float]:
     return {name: count if name in once else n.updates * count for name, count in found.items()}
 
 
+def mining_flops(shapes: Shapes, load: Load, setup: Setup) -> float:
+    """FLOPs of one rank's share of a mining (`rge.mining.refresh`): passes without gradient, the writing, and the search."""
+    twice = replace(setup, once=False, keep="none", dropout=False)
+    found = _step_flops(shapes, replace(load, chunks=2), twice)
+    passes = ("rollout", "queries without gradient", "candidates without gradient")
+    search = 2.0 * shapes.hidden * load.queries * setup.num_gpus * load.candidates
+    return sum(found.get(name, 0.0) for name in passes) + search
+
+
 def naming_flops(shapes: Shapes, *, pictures: int, name_tokens: int, train_text: bool) -> tuple[float, float]:
     """FLOPs of a step of ``model.scratch.naming`` (`rge.scratch.pretrain_vision.teach`): choosing alone, and with saying.
 
@@ -418,8 +439,15 @@ def memory(shapes: Shapes, load: Load, setup: Setup) -> dict[str, float]:
         writing = float(shapes.cached * setup.dtype_bytes) * rows * room + setup.engine
         if setup.shares_weights:  # gathered during the rollout, in the computing dtype
             writing += 2.0 * s.parameters
+    mining = 0.0
+    if n.mining is not None:  # between two steps: one layer of a pass, or the rationales' keys and values
+        rows = min(setup.rollout_rows, n.mining.queries)
+        cached = float(shapes.cached * setup.dtype_bytes) * rows * (n.prompt + n.mining.own + 2)
+        passed = setup.micro_queries * max(n.prompt, n.candidate) * float(s.inside) * setup.dtype_bytes
+        mining = max(passed, cached * bool(n.mining.own)) + 2.0 * s.parameters * setup.shares_weights
     if n.reference and not setup.adapters:  # a frozen copy, whole on every process
         weights += setup.dtype_bytes * s.parameters
+    inside = training + writing if setup.captures else max(training, writing)
     stays = setup.remembers(load)
     made = n.pictures * s.picture.placeholders * s.picture.feature * setup.dtype_bytes
     return {
@@ -429,6 +457,7 @@ def memory(shapes: Shapes, load: Load, setup: Setup) -> dict[str, float]:
         "pictures": pixel_bytes(shapes, load) + stays * float(made),
         "activations": training if setup.captures or training >= writing else 0.0,
         "rollout": writing if setup.captures or writing > training else 0.0,
+        "mining": max(mining - inside, 0.0),  # what it needs more than a step
         KEPT: kept_bytes(shapes, load, setup)[0],
     }
 
@@ -505,8 +534,10 @@ def host(recipe: Recipe, shapes: Shapes, load: Load, setup: Setup, options: Plan
     weights = float(setup.dtype_bytes * shapes.parameters)  # loaded here before they go to a GPU
     each = PROCESS_GIB * GIB + num_workers * WORKER_GIB * GIB + max(batches, weights)
     copied = state_copy(shapes, setup, processes) if recipe.train.background_save else 0.0
+    mined = mined_bytes(shapes, load, setup, recipe.data.mine.depth())
     return {
-        "memory": processes * each + copied,
+        "memory": processes * (each + mined) + copied,
+        "of that, mining": processes * mined,
         "of that, batches": processes * batches,
         "of that, kept": 0.0,  # activations, see `kept_bytes`
         "of that, a state being written": copied,
@@ -514,6 +545,16 @@ def host(recipe: Recipe, shapes: Shapes, load: Load, setup: Setup, options: Plan
         "shared memory": NCCL_GIB * GIB if on_gpu and processes > 1 else 0.0,
         "descriptors of a process": descriptors(num_workers),
     }
+
+
+def mined_bytes(shapes: Shapes, load: Load, setup: Setup, depth: int) -> float:
+    """Bytes of main memory of one process for a mining: states, what is found, and a row for each query and candidate."""
+    if load.mining is None:
+        return 0.0
+    queries, candidates = (setup.num_gpus * size for size in (load.mining.queries, load.mining.candidates))
+    states = 4.0 * shapes.hidden * (load.mining.candidates + 2 * queries)  # queries of all, gathered
+    found = 12.0 * queries * depth * 2 * setup.num_gpus
+    return states + found + MINED_ROW * (queries + candidates)
 
 
 def state_copy(shapes: Shapes, setup: Setup, processes: int) -> float:
@@ -542,16 +583,36 @@ def step_seconds(
 
     Generation is bound by memory: a token reads all weights of the text model and the rows' keys and values.
     """
-    seconds = num_flops / peak
-    if load.own:
-        rows = load.queries * load.each
-        passes = -(-rows // setup.rollout_rows)
-        weights = setup.dtype_bytes * (shapes.layers * shapes.layer + shapes.hidden * shapes.vocabulary)
-        cache = (
-            shapes.cached * setup.dtype_bytes * min(setup.rollout_rows, rows) * (load.prompt + load.own / 2)
-        )
-        seconds += passes * (load.own + 2) * (weights + cache) / bandwidth
+    written = _writing_bytes(shapes, load, setup)
+    if load.mining is not None:
+        written += _writing_bytes(shapes, load.mining, setup) / load.every
+    seconds = num_flops / peak + written / bandwidth
     return seconds + 2 * load.updates * kept_bytes(shapes, load, setup)[1] / (HOST_TBS * 1e12)
+
+
+def mining(
+    shapes: Shapes, load: Load, setup: Setup, step: float, peak: float, bandwidth: float
+) -> dict[str, float]:
+    """One mining over all GPUs, for a plan; its share of the time is over that of steps of `step` seconds, mining included."""
+    if load.mining is None:
+        return {}
+    of_rank = mining_flops(shapes, load.mining, setup)
+    seconds = of_rank / peak + _writing_bytes(shapes, load.mining, setup) / bandwidth
+    numbers: dict[str, float] = {"queries": load.mining.queries, "candidates": load.mining.candidates}
+    numbers |= {"tokens": sum(load.mining.tokens.values()), "flops": of_rank}
+    whole = {name: setup.num_gpus * number for name, number in numbers.items()}
+    return whole | {"seconds": seconds, "share": seconds / load.every / step}
+
+
+def _writing_bytes(shapes: Shapes, load: Load, setup: Setup) -> float:
+    """Bytes of device memory that a rank reads to write its rationales."""
+    if not load.own:
+        return 0.0
+    rows = load.queries * load.each
+    weights = setup.dtype_bytes * (shapes.layers * shapes.layer + shapes.hidden * shapes.vocabulary)
+    together = min(setup.rollout_rows, rows)
+    cache = shapes.cached * setup.dtype_bytes * together * (load.prompt + load.own / 2)
+    return -(-rows // setup.rollout_rows) * (load.own + 2) * (weights + cache)
 
 
 def communication(shapes: Shapes, load: Load, setup: Setup) -> float:

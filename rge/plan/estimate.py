@@ -198,6 +198,12 @@ def _estimated(plans: Plans, name: str, figures: Plan) -> Iterator[str]:
         f"  estimated by rge.plan: {figures.memory_total / GIB:,.1f}{room} GiB per process "
         f"({figures.memory_from / GIB:,.1f} to {figures.memory_to / GIB:,.1f}); {_time(plans, name, figures)}"
     )
+    if mined := figures.mining:
+        yield (
+            f"  data.mine: at most {mined['candidates']:,.0f} candidates and {mined['queries']:,.0f} queries every {load.every:,} "
+            f"steps, {mined['flops'] / 1e12:,.3g} TFLOP"
+            + (f", {mined['share']:.0%} of the time" if plans.speed is not None else "")
+        )
     if load.chunks > 1 and load.contrastive:
         yield (
             f"  kept between the {load.chunks} micro batches' first forward pass and their backward pass: "
@@ -231,7 +237,9 @@ def _longest(layouts: Sequence[Layout | None], queries: int) -> dict[str, int] |
     targets = [layout.column("prompts") - 1 - layout.column("negatives") for layout in known]
     largest_N = np.sort(np.concatenate(targets))[-queries:]
     positives = math.ceil(largest_N.sum() / max(len(largest_N), 1))
-    return most | {"rationale": max(most["rationale"] - 1, 1), "positives": positives}  # without `<emb>`
+    most |= {"rationale": max(most["rationale"] - 1, 1), "positives": positives}  # without `<emb>`
+    records = sum(len(layout.sizes_NK) for layout in known)
+    return most | {"records": records, "targets": sum(len(layout.targets_T3) for layout in known)}
 
 
 def _duration(hours: float) -> str:

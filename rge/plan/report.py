@@ -45,6 +45,7 @@ class Plan(Way):
     bytes_sent: dict[str, float]  # per GPU and step, by back end
     batch_bytes: float  # pictures of a rank's batch
     host: dict[str, float]  # of one machine, see `rge.plan.costs.host`
+    mining: dict[str, float]  # one of `data.mine` over all GPUs, and its share of the time; empty without it
     why: str  # of `Setup.keep`
     fastest: list[Way]
     steps: int
@@ -146,6 +147,7 @@ def plan(
         },
         batch_bytes=costs.pixel_bytes(shapes, load),
         host=host,
+        mining=costs.mining(shapes, load, way.setup, way.seconds, *options.speed(options.reached)),
         why=why,
         fastest=[] if options.cpu or room.host == 0 else fastest(recipe, shapes, load, base, options, room),
         steps=steps,
@@ -180,7 +182,7 @@ def load_of(recipe: Recipe, shapes: Shapes, options: PlanOptions, longest: Longe
     learned = sum(name != "direct" for name in targets)
     only_read = objective.alpha_con > 0 and objective.anchor == "oracle" and "words" not in targets
     beside = len(states) + ("direct" in targets)
-    return Load(
+    load = Load(
         queries=queries,
         candidates=queries * (positives + recipe.data.max_negatives) * objective.needs_candidates,
         chunks=-(-queries // recipe.train.micro_batch_size),
@@ -202,6 +204,28 @@ def load_of(recipe: Recipe, shapes: Shapes, options: PlanOptions, longest: Longe
         trains_candidates=objective.trains_candidates,
         updates=objective.num_updates,
     )
+    every = min(recipe.data.mine.every, options.steps or stage.steps or 1000)
+    if not every or objective.alpha_con == 0:
+        return load
+    num_records, num_targets = _mined(recipe, stage, options, longest, every)
+    writes = recipe.data.mine.mode(objective.anchor) == "reasoning"
+    mining = replace(
+        load, queries=-(-num_records // gpus), candidates=-(-num_targets // gpus), own=rationale * writes, oracle=0,
+        read_own=True, contrastive=True, label_candidates=False, each=1, sampled=False, oracles=1, learned=1,
+        reference=False, beside=0, trains_candidates=True, updates=1,
+    )  # fmt: skip
+    return replace(load, mining=mining, every=every)
+
+
+def _mined(
+    recipe: Recipe, stage: StageConfig, options: PlanOptions, longest: Mapping[str, int], every: int
+) -> tuple[int, int]:
+    """Queries and candidates that one mining embeds at most: the window's, and the targets of the pools' records and the window's."""
+    drawn, pools = every * stage.batch_size, recipe.data.mine.pool * max(len(stage.sources), 1)
+    if "records" not in longest:  # of unknown sources
+        return drawn, (drawn + pools) * (options.positives + recipe.data.max_negatives)
+    size = max(longest["records"], 1)
+    return min(drawn, size), -(-min(drawn + pools, size) * longest["targets"] // size)
 
 
 def _largest(recipe: Recipe, shapes: Shapes, options: PlanOptions) -> dict[str, int]:
@@ -307,6 +331,11 @@ def report(recipe: Recipe, found: Plan, origin: str, options: PlanOptions) -> st
     section(
         f"FLOPs per step{all_gpus}", {name: f"{count / scale:,.3f} {unit}" for name, count in phases.items()}
     )
+    if mined := found.mining:
+        rows = {name: f"{mined[name]:,.0f}" for name in ("queries", "candidates", "tokens")}
+        rows["FLOPs"] = f"{mined['flops'] / scale:,.3f} {unit}"
+        rows["hours"], rows["share of the time"] = _hours(mined["seconds"] / 3600), f"{mined['share']:.1%}"
+        section(f"a mining, every {load.every:,} steps{all_gpus} (estimate)", rows)
     memory = in_gib({kind: size for kind, size in found.memory.items() if size})
     memory["all"] = f"{found.memory_total / GIB:,.2f} of {options.gpu_gib:.4g} GiB"
     memory["range of the estimate"] = f"{found.memory_from / GIB:,.1f} to {found.memory_to / GIB:,.1f} GiB"

@@ -51,6 +51,18 @@ def chunks_of(
     return _cut(rows, columns, count)
 
 
+def within(lengths: Sequence[int], most: int | None) -> list[slice]:
+    """Runs of rows of at most `most` tokens together, or of one row that has more; None: all in one run."""
+    ends, tokens = [0], 0
+    for row, length in enumerate(lengths):
+        if row > ends[-1] and most is not None and tokens + length > most:
+            ends, tokens = [*ends, row], 0
+        tokens += length
+    return [
+        slice(start, end) for start, end in zip(ends, [*ends[1:], len(lengths)], strict=True) if end > start
+    ]
+
+
 def _cut(rows: Sequence[int], columns: Sequence[int], count: int) -> list[Chunk]:
     """Queries and candidates of these weights in `count` chunks."""
     return list(zip(_even(rows, count), _even(columns, count), strict=True))

@@ -100,6 +100,34 @@ def test_mined_are_the_nearest_of_the_present_states(recipe, lively, anchor):
     assert figures["mined_mean"] == pytest.approx(found / len(drawn))
 
 
+@pytest.mark.parametrize("anchor", ["none", "self"])
+def test_micro_batches_stay_within_their_tokens(recipe, lively, anchor, monkeypatch):
+    largest = []
+    pack = type(lively).pack_prompts if anchor == "self" else type(lively).pack
+    name = pack.__name__
+
+    def noted(self, prompts, *others):
+        largest.append((sum(map(len, prompts)), len(prompts)))
+        return pack(self, prompts, *others)
+
+    monkeypatch.setattr(type(lively), name, noted)
+
+    def mined(*words):
+        largest.clear()
+        made = recipe(f"loss.anchor={anchor}", "rollout.max_new_tokens=5", *words)
+        records = {made.joint.sources[0].key: open_records(made.joint.sources[0])}
+        batches = make_batches(made, made.joint, lively.processor, records)
+        with torch.no_grad():
+            return _Mining(made, batches, Objective.of(made, "joint"), lively)(range(2))[0]
+
+    whole = mined()
+    most = max(largest)[0] * 3 // 4
+    bounded = mined(f"train.micro_batch_tokens={most}")
+    assert all(tokens <= most or rows == 1 for tokens, rows in largest)
+    assert any(rows > 1 for _, rows in largest)
+    assert bounded == whole
+
+
 def test_a_batch_draws_from_what_was_mined(recipe, lively):
     made = recipe("data.max_negatives=2")
     batches = make_batches(

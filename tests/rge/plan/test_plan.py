@@ -63,6 +63,7 @@ from rge.plan.costs import (
     host,
     kept_bytes,
     memory,
+    mining_flops,
     naming_flops,
     pixel_bytes,
     shapes_of,
@@ -304,6 +305,62 @@ def test_flops_against_the_counter(deep, batch, count_flops, micro_batch_size):
     planned = sum(size for name, size in found.items() if name != "rollout")
     assert twice["rollout"] == pytest.approx(rollout, rel=0.1)
     assert planned == pytest.approx(counted, rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("own", [0, 12])
+def test_flops_of_a_mining_against_the_counter(deep, batch, count_flops, own):
+    """Every query once, after a rationale or directly, and every candidate once; without gradient."""
+    with torch.no_grad():
+        deep.model.get_input_embeddings().weight[deep.emb_id] = 0
+
+    def states(prompts: list[Prompt]) -> None:
+        deep(deep.pack(prompts, [[Branch([deep.emb_id], read_state=True)]] * len(prompts)))
+
+    def mine() -> None:
+        with torch.no_grad():
+            if own:
+                generate(deep, batch.queries, max_new_tokens=own, batch_size=5)
+            else:
+                states(batch.queries)
+            states(batch.candidates)
+
+    counted = count_flops(mine)
+    load = dataclasses.replace(load_of(deep, batch, own, 1), oracle=0, label_candidates=False)
+    assert mining_flops(shapes_of(deep.model, PIXELS), load, Setup()) == pytest.approx(counted, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("longest", "queries", "candidates"),
+    [
+        (None, 50 * 512, (50 * 512 + 2 * 1000) * 3),
+        ({"records": 20_000, "targets": 30_000}, 20_000, 30_000),  # fewer than are drawn
+        ({"records": 100_000, "targets": 150_000}, 25_600, 27_600 * 1.5),
+    ],
+)
+def test_what_is_mined_is_planned(the_3b, longest, queries, candidates):
+    sources = '[{"path": "a.jsonl"}, {"path": "b.jsonl"}]'
+    words = ["data.max_negatives=2", f"joint.sources={sources}", "joint.batch_size=512"]
+    mine = ["data.mine.every=50", "data.mine.pool=1000"]
+    options = PlanOptions(num_gpus=8, gpu_gib=141)
+    if longest is not None:
+        sizes = {name: 500 for name in ("query", "candidate", "query_pictures", "candidate_pictures")}
+        longest = sizes | {"rationale": 30, "positives": 1} | longest
+
+    def planned(*more: str) -> plan.Plan:
+        recipe = load_recipe(["recipe=qwen25vl_3b", *words, *more])
+        return plan.plan(recipe, the_3b, options, longest)
+
+    without, found = planned(), planned(*mine)
+    assert without.mining == {}
+    assert found.mining["queries"] == queries
+    assert found.mining["candidates"] == candidates
+    assert found.mining["flops"] / 50 == pytest.approx(found.flops - without.flops)
+    assert found.mining["share"] == pytest.approx(1 - without.seconds / found.seconds)
+    assert found.host["memory"] - without.host["memory"] >= 4 * found.shapes.hidden * candidates
+    direct = planned(*mine, "data.mine.query_mode=direct").mining
+    tokens = found.mining["tokens"] - direct["tokens"]
+    assert tokens == queries * (found.load.own + 1)
 
 
 @pytest.fixture

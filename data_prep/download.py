@@ -1,4 +1,4 @@
-"""``rge data download records=FILE out=FOLDER``: fetch pictures that records name by web address.
+"""``rge data download``: fetch pictures that records name by web address.
 
 Training reads no web address: a run would depend on other people's servers, and each epoch would fetch every picture again. The
 command stores each picture once in ``out/pictures`` and writes ``out/<name>.jsonl``, whose records name the files. It resumes:

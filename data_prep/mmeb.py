@@ -1,6 +1,7 @@
-"""The command line: ``rge data mmeb fetch out=DIR [records=DIR]``, and ``rge data mmeb src=DIR out=DIR [split=original] [key=value ...]``.
+"""The commands ``rge data mmeb fetch`` and ``rge data mmeb``.
 
-The first downloads MMEB's training files from the hub, and compares their numbers of rows with the published ones. The second reads MMEB's training files (``TIGER-Lab/MMEB-train``) and writes one file of training records per set. Expected layout: a
+The first downloads MMEB's training files from the hub, and compares their numbers of rows with the published ones. The second reads
+them (``TIGER-Lab/MMEB-train``) and writes one file of training records per set. Expected layout: a
 folder per set with ``original-*.parquet``, ``diverse_instruction-*.parquet`` or ``train-*.parquet`` (or .jsonl) and the columns ``qry``,
 ``qry_image_path``, ``pos_text``, ``pos_image_path``, ``neg_text``, ``neg_image_path``, where "" is a missing part and
 ``<|image_1|>`` in a text marks the picture; all pictures below one folder.

@@ -1,4 +1,4 @@
-"""Reword the questions of records or of a retrieval set: ``rge data paraphrase records=FILE out=FILE``.
+"""``rge data paraphrase``: reword the questions of records or of a retrieval set.
 
 A model rewords each question as PinPoint does (arXiv:2603.04598, design 1): six wordings, concise or detailed, as a question or as a
 request. Records get them as ``query.paraphrases``, of which training draws one a step. A retrieval set gets a query for each wording, with

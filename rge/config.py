@@ -51,8 +51,8 @@ class ValidationConfig:
     max_records: AtLeastOne = 512
     """Number of records of each source used, from the beginning; each query is ranked against the targets of all of them."""
     metric: Literal["hit_at_1", "loss", "loss_contrastive", "loss_lm"] = "hit_at_1"
-    """Metric for choosing the best checkpoints: hit_at_1 (higher is better), loss, loss_contrastive or loss_lm (lower).
-    A stage without a contrastive loss, such as the cold start, uses loss_lm; one without an LM loss has none."""
+    """Metric for choosing the best checkpoints. A stage without a contrastive loss, such as the cold start, uses
+    loss_lm; one without an LM loss has none."""
     best_by: str | None = None
     """Name of the source by whose metric the best checkpoints are chosen; null: by the mean over the sources."""
     keep_best: Count = 1

@@ -1,4 +1,4 @@
-"""Validation during training: retrieval on a small held-out set, as the checkpoint will be used: after greedy rationales of its own.
+"""Validation during training: retrieval on a small held-out set, after greedy rationales of its own.
 
 All targets are candidates for every query, so that hit@1 is comparable between steps. Without gradients, augmentation or random
 numbers, so that training is not affected.

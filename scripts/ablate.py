@@ -1,4 +1,4 @@
-"""Train every value of one recipe key with several seeds, evaluate every run, and write one table and one plot.
+"""Train every value of one recipe key with several seeds, evaluate every run, write a table and a plot.
 
     python scripts/ablate.py recipe=demo sweep='loss.anchor=[self,oracle,none]' seeds=3 \
         init=runs/demo/cold_start/final set=data_prep/demo/data/test out=runs/ablate_anchor \

@@ -1,4 +1,4 @@
-"""Measure one part of the project: ``python scripts/bench.py NAME key=value ...``; ``--help`` lists the names, and a bench's options.
+"""Measure one part of the project: ``python scripts/bench.py NAME key=value ...``.
 
 Every bench prints its tables and, last, their figures as one JSON object. What is compared is timed in turns, under the same load; on a
 busy machine, trust CPU time. Threads: OMP_NUM_THREADS.

@@ -48,20 +48,20 @@ def tree() -> str:
     lines = [
         "# What each file is for",
         "",
-        "The first sentence of each file's docstring, by `python scripts/docs_site.py > docs/tree.md`. Read first: "
-        + ", ".join(f"`rge/{name}`" for name in READ_FIRST)
-        + ".",
+        "The first sentence of each file's docstring, by `python scripts/docs_site.py > docs/tree.md`; a `__main__.py` is the "
+        "command of its folder. Read first: " + ", ".join(f"`rge/{name}`" for name in READ_FIRST) + ".",
     ]
     for top in ("rge", "data_prep", "eval", "scripts"):
         folders = sorted({path.parent for path in (ROOT / top).rglob("*.py")})
         for folder in folders:
-            files = sorted(path for path in folder.glob("*.py") if path.name != "__init__.py")
+            files = sorted(
+                path for path in folder.glob("*.py") if path.name not in ("__init__.py", "__main__.py")
+            )
             package = folder / "__init__.py"
-            if not files:
+            says = [first_sentence(package), ""] if package.exists() else []
+            if not files and not any(says):
                 continue
-            lines += ["", f"## `{folder.relative_to(ROOT).as_posix()}/`", ""]
-            if package.exists() and (says := first_sentence(package)):
-                lines += [says, ""]
+            lines += ["", f"## `{folder.relative_to(ROOT).as_posix()}/`", "", *says]
             lines += [f"- `{path.name}`: {first_sentence(path)}" for path in files]
     return "\n".join(lines) + "\n"
 

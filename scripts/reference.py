@@ -22,6 +22,7 @@ from eval.__main__ import COMMANDS, command_of
 from eval.benchmarks.registry import BENCHMARKS
 from eval.verify.__main__ import VerifyOptions
 from rge.common.options import Key, keys
+from rge.common.registry import PluginOptions
 from rge.config import CheckOptions, Recipe
 from rge.diagnose.__main__ import DIAGNOSES
 from rge.explore.__main__ import ExploreOptions
@@ -38,11 +39,12 @@ DATA = {
     "paraphrase": ParaphraseOptions, "negatives": NegativesOptions,
 }  # fmt: skip
 
-
 OWN = {
     "plan": PlanOptions, "embed": EmbedOptions, "index": IndexOptions, "search": SearchOptions, "explore": ExploreOptions,
     "verify": VerifyOptions, "serve": ServeOptions, "compare-runs": CompareRunsOptions,
 }  # fmt: skip
+[PLUGINS] = keys(PluginOptions)
+"""A key of most commands, described at the top of the page."""
 
 
 def commands() -> Iterator[tuple[str, type, type | None]]:
@@ -72,6 +74,8 @@ class Page:
             "`rge COMMAND key=value ...`; `train`, `check` and `plan` also take `recipe=NAME`. In brackets: the default, and the type where",
             "the default does not show it. A key with the default `null` takes `null` too; `[]` stands for each entry of a list, `*` for each name of a mapping. `rge recipes` has no",
             "keys: it lists what `recipe=` and `--config_file` can name, and with a name prints its path.",
+            "",
+            f"`plugins` (list of text, `[]`), where it is named below: {PLUGINS.about}",
         ]
         self.described: dict[tuple[str, str, str | None, str], tuple[str, str]] = {}
 
@@ -81,7 +85,7 @@ class Page:
         self.lines += ["", f"## {command}", "", inspect.cleandoc(schema.__doc__ or ""), ""]
         rows, again, referred = [], defaultdict(list), set()
         for key in keys(schema):
-            if key.name in known:
+            if key.name in known or key == PLUGINS:
                 continue
             prefix, leaf = _parted(key.name)
             first = self.described.setdefault((leaf, key.kind, key.default, key.about), (command, prefix))
@@ -95,7 +99,7 @@ class Page:
                     again[first, prefix].append(leaf)
         if rows:
             self.lines += [*rows, ""]
-        elsewhere = []
+        elsewhere = ["`plugins`"] if PLUGINS in keys(schema) and PLUGINS.name not in known else []
         if shared or command == "rge plan":
             whose = "rge eval run" if shared and shared is not Recipe else "rge train"
             elsewhere.append(f"every key of [{whose}]({_anchor(whose)})")

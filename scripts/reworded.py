@@ -1,4 +1,4 @@
-"""The demo's records with nine wordings of every question, and its test questions in other words: `python scripts/reworded.py out=DIR`.
+"""The demo's records with nine wordings of every question, and its test questions in other words.
 
     train/      relations.jsonl and text.jsonl with paraphrases, and their pictures
     test/       retrieval set: every question as trained, with a word that is in no record, and in other words that all are in records

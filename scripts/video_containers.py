@@ -1,4 +1,4 @@
-"""What becomes of one clip in many containers, as a Markdown table: `python scripts/video_containers.py folder=DIR`.
+"""What becomes of one clip in many containers, as a Markdown table.
 
 The page on content shows that of the package iscc-samples, which is not installed::
 

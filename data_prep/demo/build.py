@@ -1,4 +1,4 @@
-"""Rebuild the shipped picture set: ``rge data demo [out=DIR] [icons=DIR]``.
+"""``rge data demo``: rebuild the shipped picture set.
 
 The tables next to this file are the only source, and the result is the same every time.
 

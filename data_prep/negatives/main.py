@@ -1,4 +1,4 @@
-"""The command line: ``rge data negatives checkpoint=DIR records=FILE.jsonl out=FILE.jsonl [key=value ...]``.
+"""The command ``rge data negatives``.
 
 Queries and candidates are embedded once and cached, so a second call with other margins encodes nothing, and a killed one
 continues. Each query's nearest wrong candidates within the limits become its negatives; a judge may call some of them right.

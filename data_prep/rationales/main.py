@@ -1,4 +1,4 @@
-"""The command line: ``rge data rationales records=FILE.jsonl out=FILE.jsonl model.name=NAME [key=value ...]``.
+"""The command ``rge data rationales``.
 
 A model that sees query and target writes a rationale for every positive of every record. Rationales that fail a check are
 left out and counted by reason, as are records without any rationale. Answers are stored next to the result, so the command

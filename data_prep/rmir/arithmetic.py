@@ -1,4 +1,4 @@
-"""Arithmetic of the pipeline as pure functions (section numbers: RMIR paper): majority of the panel, TSR, the split, reading level."""
+"""Arithmetic of the pipeline as pure functions: majority of the panel, TSR, the split, reading level."""
 
 import re
 from collections import Counter

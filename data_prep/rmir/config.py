@@ -30,12 +30,11 @@ class LibraryConfig:
     """The pictures to start from."""
 
     path: str | None = None
-    """A folder of pictures, including subfolders; a table (.csv, .tsv, .xlsx, .jsonl, .json); Parquet files or WebDataset tars (one,
-    a folder of them, or a pattern such as "shards/*.parquet"); or a folder saved by `datasets`. On disk, or at an
-    address that fsspec supports (s3://, gs://, hf:// ..., each with its package)."""
+    """A folder of pictures, a table, Parquet files or WebDataset tars (one, a folder of them, or a pattern such as
+    "shards/*.parquet"), or a folder saved by `datasets`; on disk, or at an address that fsspec supports."""
     exclude: list[str] = field(default_factory=list)
-    """Files and folders of a folder to leave out, by patterns as in ``.gitignore``. Folders of thumbnails and deleted files
-    (``@eaDir/``, ``#recycle/``, ``$RECYCLE.BIN/`` and the like) always are, unless a pattern brings them back: ``!@eaDir/``."""
+    """Files and folders to leave out, by patterns as in ``.gitignore``. Folders of thumbnails and deleted files
+    (``@eaDir/``, ``#recycle/`` and the like) always are, unless a pattern brings them back: ``!@eaDir/``."""
     quoting: Quoting = "auto"
     """Whether quotation marks enclose cells of a CSV or TSV (``quoted``) or belong to the text (``none``); ``auto``: what its
     lines show, and an error if that is unclear."""
@@ -47,8 +46,7 @@ class LibraryConfig:
     image_column: str = "image"
     """Column with the encoded pictures, paths relative to the table's folder, or addresses."""
     caption_column: str | None = "caption"
-    """Column of the captions; null: there are none. Captions may be missing or empty: ``caption.model`` writes them, or such pictures are
-    only found by the image index."""
+    """Column of the captions; null: there are none. ``caption.model`` writes missing ones."""
     licence: str = "unknown"
     """Licence of pictures for which ``licence_column`` has none, to be recorded in the data set."""
     source_column: str = "source"
@@ -62,19 +60,18 @@ class LibraryConfig:
     """Minimum side of a picture, px; smaller ones are left out and counted."""
     filters: list[str] = field(default_factory=list)
     """Content filters: your own functions as module:function, each of which takes a Pillow image and returns the reason
-    to leave it out, or None. The data set's card names them."""
+    to leave it out, or None."""
     shard_size: AtLeastOne = 5000
     """Pictures inspected and embedded at once; at most this many have to be redone when a run is stopped."""
     memory_mb: AtLeastOne = 768
     """Memory for pictures that are not separate files, MB: if they are large, fewer than ``shard_size`` are processed
     at once."""
     changed: Literal["stop", "extend"] = "stop"
-    """What to do if pictures were added, removed or changed since the seed stage read the library: stop with a message;
-    or extend, which adds new ones, drops removed ones, and keeps everything made from the others."""
+    """What to do if pictures were added, removed or changed since the seed stage read the library: stop, or extend,
+    which keeps everything made from the others."""
     near_duplicates: Annotated[int, Field(ge=0, le=16)] | None = None
-    """Largest number of bits (of 64) in which two perceptual hashes may differ for the later picture to be left out as
-    a near-duplicate; 4 finds the same picture in another size or compression. null: only identical files are left out,
-    as in the paper."""
+    """A picture whose perceptual hash differs from an earlier one's in at most this many of 64 bits is left out; 4
+    finds the same picture in another size or compression. null: only identical files are, as in the paper."""
 
 
 @dataclass
@@ -237,8 +234,8 @@ class SplitConfig:
     tsr_threshold: Share = 0.9
     """Queries with a greater TSR go to the test set. The paper gives no value; this one is ours."""
     tsr_list: Literal["retrieved", "surviving"] = "retrieved"
-    """Which part of the image index's list TSR uses: retrieved (all of it, as in "a list of retrieved images for a
-    query"); or surviving (without the doubted images, which the previous step removes "from the entire seed dataset")."""
+    """Which part of the image index's list TSR uses: all that was retrieved, or what survives without the doubted
+    images."""
     disjoint: Literal["none", "inputs", "all"] = "none"
     """none; inputs: drop training queries about a picture that a test query is about; all: no picture is in both sets,
     in any role (input, answer, negative, member of the test corpus)."""
@@ -289,8 +286,8 @@ class RmirConfig:
     only the models' own caps."""
     on_unanswered: Literal["wait", "proceed"] = "wait"
     """What to do after a stage with unanswered calls (outages): wait until the same command has made them again; or
-    proceed without the items they are about, and redo the later stages once they are answered. Or after none of a library's
-    first pictures could be reached: stop; or proceed, and count them as lost."""
+    proceed without the items they are about, and redo the later stages once they are answered. Likewise if none of a
+    library's first pictures can be reached."""
     seed: SeedConfig = field(default_factory=SeedConfig)
     caption: CaptionConfig = field(default_factory=CaptionConfig)
     generate: GenerateConfig = field(default_factory=GenerateConfig)

@@ -1,4 +1,4 @@
-"""The command line, and what it checks before a run: ``rge data rmir [status] config=NAME [stage=all|NAME] [dry_run=true] [key=value ...]``."""
+"""The command ``rge data rmir``, and what it checks before a run."""
 
 import json
 import os

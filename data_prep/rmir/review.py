@@ -63,8 +63,8 @@ class ReviewOptions:
     seed: int = 0
     """Seed of the sample."""
     apply: tuple[Path, ...] = ()
-    """Files saved by the page, one per person, instead of out=: if these people agree against the panel, an answer is
-    removed from the data set or added to it. Changes by an earlier apply= that these files do not support are undone."""
+    """Files saved by the page, one per person, instead of out=: an answer on which these people agree against the panel
+    is removed from the data set or added to it."""
     agree: AtLeastOne = 2
     """Number of people who must give the same verdict on a triplet, with none disagreeing, for apply= to act on it."""
 

@@ -1,4 +1,4 @@
-"""Make the study set from the shipped pictures: ``rge data study [out=DIR] [doses=[1,3,10,30,100]] [in_words=true]``.
+"""``rge data study``: make the study set from the shipped pictures.
 
     train/hidden_100.jsonl, ...        training records of an arm at a dose
     train/hidden_100_cold.jsonl, ...   for the cold start: also with the facts that training does not embed

@@ -1,4 +1,4 @@
-"""Design of the study set: its questions, its right answers, and oracle texts that leak what the query does not show.
+"""Design of the study set: its questions, its right answers, and oracle texts that leak.
 
 Every picture is one of the demo's drawings on a coloured ground (`GROUNDS`), with a serial from A0 to J9: the bar above
 encodes the letter by colour, the bar below the digit. A query shows a thing and asks for a relation ("Which tool do you use

@@ -1,4 +1,4 @@
-"""Accuracy against test-time cost: no rationale, one of at most N tokens for each query, or only for some queries.
+"""Accuracy against test-time cost: caps on rationales, or rationales for some queries only.
 
     rge eval budget checkpoint=DIR set=DIR out=DIR [caps=4,8,16] [auto=0.25,0.5]
 
@@ -50,11 +50,11 @@ class BudgetOptions(RunOptions):
     """Evaluate a checkpoint in all modes: accuracy against tokens and time."""
 
     caps: tuple[Count, ...] | None = None
-    """Caps on every rationale, in tokens: each is a point of a curve from direct to reasoning. null: 1, 2, 4, ... below the
-    longest rationale, for a checkpoint of rge."""
+    """Caps on every rationale, in tokens: each is a point of a curve from direct to reasoning. null: 1, 2, 4, ... below
+    the longest rationale."""
     auto: tuple[Fraction, ...] = (0.02, 0.1, 0.25, 0.5, 0.75, 0.9, 0.98)
-    """For a checkpoint that decides for itself (docs/modes.md): thresholds: it writes no rationale if the probability of
-    `<emb>` as the first token is at least this high; each is a point of a curve."""
+    """For a checkpoint that decides for itself (docs/modes.md): it writes no rationale if the probability of `<emb>` as
+    the first token is at least this high; each threshold is a point of a curve."""
     metric: str | None = None
     """Metric of the table and the plot; null: the benchmark's first."""
 

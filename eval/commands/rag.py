@@ -1,4 +1,4 @@
-"""Answer a set's questions with retrieved documents, and let judges score the answers: MM-BRIGHT's Table 7, for any set with answers.
+"""Answer a set's questions with retrieved documents, and let judges score the answers.
 
     rge eval rag set=DIR out=DIR of=DIR,... generator.name=NAME generator.base_url=ADDRESS judge.name=NAME judge.base_url=ADDRESS
 

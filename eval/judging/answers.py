@@ -1,4 +1,4 @@
-"""Answers of a generator, and a judge's scores of them: 0 to 100, in tens, for the share of the reference answer that is covered, after its reason.
+"""Answers of a generator, and a judge's scores of them, 0 to 100 for the covered share of the reference.
 
 Source: MM-BRIGHT, Appendix G and Figure 17, after BRIGHT. Differs: the wording is ours.
 """

@@ -1,4 +1,4 @@
-"""Training records for a judge that describes (`rge.judging.description`), which learns from the LM loss of a cold start."""
+"""Training records for a judge that describes (`rge.judging.description`)."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -21,8 +21,7 @@ class JudgeRecordsOptions(PluginOptions):
     src: tuple[Path, ...]
     """Files of training records with rationales."""
     descriptions: tuple[Path, ...]
-    """Files of training records whose rationales say what the positive shows, in words that hold for every picture with
-    its identity, such as the demo's naming.jsonl."""
+    """Files of training records whose rationales say what the positive shows, such as the demo's naming.jsonl."""
     out: Path
     """File of records to write."""
 

@@ -1,4 +1,4 @@
-"""Evaluations side by side: the page of a comparison, and example cards with the rankings and rationales of all."""
+"""The page of a comparison, and example cards with the rankings and rationales of all evaluations."""
 
 import hashlib
 from collections import defaultdict

@@ -1,4 +1,4 @@
-"""Content of ``results.json``, typed: how a ranking was made (`Made`), what is measured (`Measured`), and the figures (`Results`).
+"""Content of ``results.json``, typed: how a ranking was made, what is measured, and the figures.
 
 The types say what else one has to know about a key: `DECIDES` marks what determines the figures, and `Asked` holds what a
 reranking copies from the first ranking, and what the members of a suite have in common.

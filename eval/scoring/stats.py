@@ -1,4 +1,4 @@
-"""Paired tests on per-query values by cluster, Holm's correction, effect sizes, power, and statistics over paraphrases; for intervals see `rge.stats.intervals`.
+"""Paired tests by cluster, Holm's correction, effect sizes, power, statistics over paraphrases.
 
 Differences are tested by flipping the signs of whole groups (Smucker, Allan and Carterette 2007 recommend
 randomisation; Wilcoxon and sign tests err at large n), with p = (b + 1) / (B + 1), which is never 0.

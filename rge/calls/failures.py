@@ -1,4 +1,4 @@
-"""Failures of calls: which are retried, which are stored, which stop the run, and which of these a provider's error is.
+"""Failures of calls: which are retried, which are stored, which stop the run.
 
 ===========  ==================================================  ==================================================
 unanswered   time-out, no connection, 429, 5xx, a web page,      retried; after the last retry, left to the next run

@@ -82,7 +82,7 @@ class ModelConfig:
     """For models that reason before they answer, such as low; null: not sent. Raise ``max_tokens`` to leave room for
     it."""
     structured: bool = False
-    """Have the endpoint constrain answers to a JSON schema and verdicts to the allowed words (OpenAI, vLLM)."""
+    """Have the endpoint constrain answers to a JSON schema and verdicts to the allowed words."""
     draws_a_call: AtLeastOne = 1
     """Samples of one prompt per call (``n``), so that the prompt is paid for once; requires that the endpoint supports
     the field."""
@@ -95,8 +95,7 @@ class ModelConfig:
     batch_poll_s: Positive = 30.0
     """Seconds between polls of submitted batches."""
     batch_wait_s: Positive = 180_000.0
-    """How long a run waits until one of its batches ends (50 hours; providers end them after 24 or 48); the same command
-    then continues to wait."""
+    """How long a run waits until one of its batches ends (50 hours; providers end them after 24 or 48)."""
     family: str | None = None
     """Family of models with shared blind spots, for the agreement statistics of judges; null: the model is its own
     family."""

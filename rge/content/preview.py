@@ -1,4 +1,4 @@
-"""What people are shown of a picture, a page, a document or a clip: one picture, with the first pages or some frames side by side."""
+"""What people are shown of any part: one picture, with the first pages or some frames side by side."""
 
 import io
 import math

@@ -37,13 +37,13 @@ class TrainConfig:
     log_every: Annotated[AtLeastOne, MAY_DIFFER] = 10
     """Steps between lines of metrics.jsonl and of trackers."""
     back_end: Annotated[BackEndName, MAY_DIFFER] = "ddp"
-    """The minimum that is sharded across processes: ddp (nothing), zero1 (the optimizer's state and float32 weights),
-    zero2 (gradients too), zero3 or fsdp2 (everything). A launch that names no back end gets this one. A launch config
-    that shards as much or more is used unchanged; one that shards less is refused. No effect with one process."""
+    """The minimum that is sharded across processes: ddp (nothing), zero1 (optimizer state and float32 weights), zero2
+    (gradients too), zero3 or fsdp2 (everything). A launch that names no back end gets this one, one that shards less is
+    refused (docs/scaling.md)."""
     num_processes: Annotated[AtLeastOne | None, MAY_DIFFER] = None
     """Number of processes that this run must have; any other number is an error. null: as many as the launcher starts."""
     silence_s: Annotated[Positive, MAY_DIFFER] = 45.0
-    """With several processes: a process without a heartbeat for this many seconds counts as dead, and ends the run.
-    Raise it if processes may freeze for longer and then continue, in a debugger or a paused container for example."""
+    """With several processes: one without a heartbeat for this many seconds counts as dead, and ends the run. Raise it
+    if processes may freeze, in a debugger or a paused container for example."""
     deterministic: Annotated[bool, ROUNDING] = False
     """torch.use_deterministic_algorithms: bit-exact repeats on GPU, slower."""

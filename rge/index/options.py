@@ -22,8 +22,8 @@ class Reading(PluginOptions):
     read by page. In a folder, ``x.txt`` or ``x.jpg.txt`` next to ``x.jpg`` is its caption, and any other ``.txt`` is an item of its own; hidden files are
     skipped."""
     exclude: tuple[str, ...] = ()
-    """Files and folders of a folder to leave out, by patterns as in ``.gitignore``. Folders of thumbnails and deleted files
-    (``@eaDir/``, ``#recycle/``, ``$RECYCLE.BIN/`` and the like) always are, unless a pattern brings them back: ``!@eaDir/``."""
+    """Files and folders to leave out, by patterns as in ``.gitignore``. Folders of thumbnails and deleted files
+    (``@eaDir/``, ``#recycle/`` and the like) always are, unless a pattern brings them back: ``!@eaDir/``."""
     id: str = "id"
     """Column of a table: ids of the rows. Without it, a row's id is its picture's path (``a.png#2`` in the second row
     with that picture), else its number."""
@@ -51,8 +51,8 @@ class Reading(PluginOptions):
     batch_size: AtLeastOne = 64
     """Items embedded at once."""
     max_file_pixels: AtLeastOne | None = None
-    """Largest picture, in pixels of the file; larger ones are unreadable. null: 89 million, the size from which a picture could be a
-    trap that fills the memory, and 250 million for a JPEG, which above 89 million is decoded at a smaller size."""
+    """Largest picture, in pixels of the file; larger ones are unreadable. null: 89 million, beyond which a picture
+    could be made to fill the memory; 250 million for a JPEG, which is then decoded at a smaller size."""
     max_unreadable: Share = 0.1
     """Share of items that may be unreadable (they are counted and listed); more are an error. A single one never is, unless
     this is 0."""
@@ -167,7 +167,6 @@ class SearchOptions(PluginOptions):
     """SQL condition on the index's columns: ``"year > 2023 and album = 'Rome'"``. Pictures have ``year``, ``month``,
     ``taken``, ``latitude``, ``longitude`` (from EXIF) and ``album`` (their folder); tables have their own columns."""
     hybrid: bool = False
-    """Also search for the question's words in captions, file names and metadata, and fuse the two rankings by rank. A file whose name
-    is typed comes first."""
+    """Also search for the question's words in captions, file names and metadata, and fuse the two rankings by rank."""
     exact: bool = False
     """Compare with every vector, even if there is an approximate index."""

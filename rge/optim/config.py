@@ -42,8 +42,8 @@ class OptimConfig:
     max_grad_norm: NotNegative = 1.0
     """Maximum global norm of the gradient (clipping), the same on every back end; 0: no clipping."""
     skip_nonfinite: Annotated[Count, MAY_DIFFER] = 0
-    """Successive steps without an update that a stage survives because their loss or gradient is not finite, e.g. after a
-    single bad batch; one more ends it. `skipped_steps` in metrics.jsonl shows them. May be raised when a run is resumed."""
+    """Successive steps that a stage survives without an update, because their loss or gradient is not finite; one more
+    ends it. May be raised when a run is resumed."""
 
 
 @dataclass

@@ -15,8 +15,8 @@ class PlanOptions:
     """Estimate what a recipe takes on a machine, without loading weights."""
 
     cpu: bool = False
-    """Plan for one process on this machine's CPU, with its free memory and its speed, measured in one second with
-    torch's number of threads. num_gpus, gpu_gib, peak_tflops, bandwidth_tbs and back_end are then ignored."""
+    """Plan for one process on this machine's CPU, with its free memory and its measured speed; the keys about GPUs are
+    then ignored."""
     num_gpus: AtLeastOne = 8
     """Number of GPUs, with one process each."""
     gpu_gib: Annotated[float, Field(ge=1)] = 80.0

@@ -49,8 +49,8 @@ class RLConfig(StageConfig):
     rewards: list[RewardConfig] = field(default_factory=lambda: [RewardConfig("margin")])
     """Terms of the reward, each with name, weight and options."""
     candidates: str = "batch"
-    """What rewards rank: batch, the step's candidates on all processes; or pool:PATH, a fixed, harder pool: a folder
-    with a retrieval set's corpus.parquet, or a file of training records, whose positives and negatives form the pool."""
+    """What rewards rank: batch, the step's candidates on all processes; or pool:PATH, a fixed, harder pool
+    (docs/rl.md)."""
     pool_every: AtLeastOne = 50
     """Steps between embeddings of the pool; without a pool it has no effect."""
     loss_type: Literal["grpo", "dr_grpo", "dapo"] = "dapo"
@@ -60,14 +60,13 @@ class RLConfig(StageConfig):
     std_floor: NotNegative = 1e-4
     """Added to that standard deviation: equal rationales differ in reward by rounding."""
     epsilon: Share = 0.2
-    """Lower clipping: ratios of a token's probability to its probability when written are clipped at 1 - epsilon. No
-    effect in a rollout's first update, in which the ratios are 1 (`num_iterations`)."""
+    """Lower clipping: ratios of a token's probability to its probability when written are clipped at 1 - epsilon. In a
+    rollout's first update they are 1."""
     epsilon_high: NotNegative | None = None
     """Upper clipping, at 1 + epsilon_high; null: epsilon. DAPO uses 0.28."""
     beta: NotNegative = 0.0
-    """Weight, within the policy gradient, of the KL divergence (k3) from the checkpoint that the stage starts from; 0
-    needs no reference model. With adapters the reference is the model without them; otherwise a frozen copy is kept in
-    memory."""
+    """Weight, within the policy gradient, of the KL divergence (k3) from the checkpoint that the stage starts from: the
+    model without its adapters, or else a frozen copy in memory."""
     num_iterations: AtLeastOne = 1
     """Optimizer updates per rollout; after the first, ratios differ from 1 and clipping begins."""
     vllm_importance_sampling_correction: bool = True

@@ -1,4 +1,4 @@
-"""The address that a server listens on; bound before a model is loaded, so that a wrong one fails early."""
+"""The address that a server listens on, bound before a model is loaded."""
 
 import ipaddress
 import socket

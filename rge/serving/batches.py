@@ -1,4 +1,4 @@
-"""Dynamic batching: collects concurrent requests into micro-batches for the model, which runs in a thread of its own.
+"""Dynamic batching: collects concurrent requests into micro-batches for the model.
 
 The input that has waited longest goes first, with those of its mode that are closest to it in length. A batch that is not full
 waits a few milliseconds for others, but not for a lone client.

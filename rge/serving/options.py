@@ -31,8 +31,7 @@ class ServeOptions(PluginOptions):
     """Environment variable with the key that requests must send as a bearer token; null: no key."""
     allowed_hosts: tuple[Annotated[str, Field(pattern=r"^(\*|(\*\.)?[^*/:\s]+)$")], ...] = ()
     """Host names that clients may use for this server, besides its addresses (``*.example.com``: all subdomains);
-    empty: localhost and host=, or any if a key is required. This keeps web pages from reading a server in their
-    visitor's network."""
+    empty: localhost and host=, or any if a key is required."""
     cors_origins: tuple[Annotated[str, Field(pattern=r"^(\*|null|[\w+.-]+://[^*/\s]+)$")], ...] = ()
     """Web origins whose pages may call this server from a browser, such as https://example.com; ``*``: all."""
     access_log: bool = True
@@ -63,25 +62,22 @@ class ServeOptions(PluginOptions):
     max_queue: AtLeastOne = 4096
     """Maximum number of waiting inputs; beyond it, requests get a 429."""
     max_waiting_mb: AtLeastOne = 2048
-    """Maximum memory for bodies and pictures of requests in progress, also while they are decoded; beyond it,
-    requests get a 503."""
+    """Maximum memory for bodies and pictures of requests in progress; beyond it, requests get a 503."""
     timeout_s: Positive = 120.0
     """Time limit of a request, from its first byte to its response; beyond it, 408 or 504."""
     drain_s: NotNegative = 30.0
     """Time to finish requests in progress after SIGTERM or Ctrl-C."""
     max_body_mb: AtLeastOne = 32
-    """Maximum size of a request's body; beyond it, 413. Also of the pictures that are fetched for a request together;
-    beyond it, 400."""
+    """Maximum size of a request's body, and of the pictures fetched for it together; beyond it, 413 or 400."""
     max_inputs: AtLeastOne = 2048
     """Maximum number of inputs per request; 2,048 is OpenAI's limit."""
     max_chars: AtLeastOne = 65_536
-    """Maximum number of characters of an input's text, and of an instruction. Text beyond the checkpoint's maximum
-    prompt is truncated with a warning."""
+    """Maximum number of characters of an input's text, and of an instruction."""
     max_pictures: AtLeastOne = 128
     """Maximum number of pictures, and pages of documents, per request."""
     max_picture_mp: Annotated[float, Field(gt=0, le=89)] = 50.0
-    """Maximum size of a picture in megapixels, checked before it is decoded. Pages of documents are rendered at a
-    lower resolution instead; the pictures in one may have as many together."""
+    """Maximum size of a picture in megapixels, checked before it is decoded. Pages of documents are rendered at a lower
+    resolution instead."""
     max_video_s: Positive = 600.0
     """Maximum length of a video in seconds, of which at most max_pictures frames are shown."""
     allow_urls: bool = False

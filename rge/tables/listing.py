@@ -1,4 +1,4 @@
-"""List the files of a folder: hidden and excluded ones are left out, and what is skipped is counted by kind.
+"""List the files of a folder: what is left out, and what is skipped, counted by kind.
 
 Every command that reads a folder of pictures lists it here, on this machine or in an object store.
 """

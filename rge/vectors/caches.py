@@ -1,4 +1,4 @@
-"""The caches of one embedder's embeddings, by side and mode: filled by all processes, and never used after software has changed."""
+"""The caches of one embedder's embeddings, by side and mode, filled by all processes."""
 
 import sys
 from collections.abc import Iterable, Sequence

@@ -1,4 +1,4 @@
-"""Time and memory of `data_prep rmir`, stage by stage, on made-up pictures with a made-up model, and extrapolated to larger libraries.
+"""Time and memory of `data_prep rmir`, stage by stage, on made-up pictures with a made-up model.
 
     python scripts/bench.py data_prep pictures=10000 out=runs/bench_data_prep/10000
     python scripts/bench.py data_prep table=runs/bench_data_prep paper=1000000

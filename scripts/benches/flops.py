@@ -1,6 +1,6 @@
-"""Counted FLOPs of one training step: `python scripts/bench.py flops steps=4 recipe=demo stage=rl init=CHECKPOINT`.
+"""Counted FLOPs of one training step.
 
-The other words are those of ``rge/train.py``; a few steps are really taken by one process, in a folder that is thrown away.
+``python scripts/bench.py flops steps=4 recipe=demo stage=rl init=CHECKPOINT``: all words but ``steps`` are those of ``rge/train.py``. A few steps are really taken by one process, in a folder that is thrown away.
 Everything that multiplies is counted: rollouts, forwards, backwards and the optimizer's own products. Validation is left out.
 """
 

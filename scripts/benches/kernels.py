@@ -1,4 +1,4 @@
-"""Kernels, launches, waits, captures and copies of a training step, counted without a GPU; ours compared with three passes. `bench.py kernels places=true`.
+"""Kernels, launches, waits, captures and copies of a training step, counted without a GPU. `bench.py kernels places=true`.
 
 Runs a step (rollout, both losses, backward) in bfloat16 on `tests/helpers/fake_gpu.py`, and the same step in stock transformers:
 `generate`, then one pass each for the LM loss, the contrastive state and the candidates. The second step of each is counted,

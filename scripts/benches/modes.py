@@ -1,4 +1,4 @@
-"""What a query costs in each mode of a checkpoint, in one run: `python scripts/bench.py modes checkpoint=demo`.
+"""What a query costs in each mode of a checkpoint, in one run.
 
 All modes that the checkpoint was trained for embed the same queries, in turns. Seconds cover everything from open records to
 embeddings; FLOPs are counted. A decode step is one more token of a query, ``<emb>`` included; modes that write nothing have none,

@@ -1,4 +1,4 @@
-"""Audit of a finished run: agreement of judges, yield of each index, shortcuts, overlap of the two sets, evidence for TSR, and language.
+"""Audit of a finished run: agreement, indices, shortcuts, overlap of the two sets, language.
 
 It makes no model calls. Sources in the RMIR paper: future work (section 5: model diversity, and shortcut rates measured by unimodal
 retrieval), Appendix B.2 (does TSR predict further right answers?), and 3.2 (words a query, and their reading level).

@@ -1,4 +1,4 @@
-"""The report of a run (counts, costs, rejections, and our ratios next to the paper's), and the card of its data set."""
+"""The report of a run, and the card of its data set."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence

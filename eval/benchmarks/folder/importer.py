@@ -61,8 +61,8 @@ class TableOptions(PluginOptions):
     exclude_query_image: bool = True
     """Remove a query's own picture from its ranking, unless it is a right answer."""
     exclude: tuple[str, ...] = ()
-    """Files and folders of src to leave out, by patterns as in ``.gitignore``. Folders of thumbnails and deleted files
-    (``@eaDir/``, ``#recycle/``, ``$RECYCLE.BIN/`` and the like) always are, unless a pattern brings them back: ``!@eaDir/``."""
+    """Files and folders to leave out, by patterns as in ``.gitignore``. Folders of thumbnails and deleted files
+    (``@eaDir/``, ``#recycle/`` and the like) always are, unless a pattern brings them back: ``!@eaDir/``."""
     pictures: Literal["embed", "link"] = "embed"
     """embed copies pictures into the set's tables, link makes hard links to them in its folder."""
 

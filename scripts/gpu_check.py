@@ -1,4 +1,4 @@
-"""One command for a machine with GPUs: check every fast path, and time a step of the 3B model.
+"""For a machine with GPUs: check every fast path, and time a step of the 3B model.
 
     python scripts/gpu_check.py [out=gpu_check] [steps=20] [queries=64] [micro_batch=8] [checks=all]
 

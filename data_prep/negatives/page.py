@@ -1,4 +1,4 @@
-"""The report's page: what was dropped by which rule, and examples as pictures, in one file that works offline."""
+"""The report's page: what was dropped by which rule, and examples as pictures."""
 
 import hashlib
 import io

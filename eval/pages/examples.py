@@ -1,4 +1,4 @@
-"""Choose example queries and show them as cards: pictures (each embedded once), rationales, rankings and right answers."""
+"""Choose example queries and show them as cards."""
 
 import base64
 import hashlib

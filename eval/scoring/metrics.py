@@ -1,4 +1,4 @@
-"""Ranking metrics (recall, nDCG, MRR, ...) as pure numpy functions, and their best and worst case over ties.
+"""Ranking metrics as pure numpy functions, and their best and worst case over ties.
 
 Shape suffixes: Q = queries, K = ranks of a ranking (best first), P = maximum number of positives. Values are fractions
 of one. A ranking is an array ``rows_QK`` of candidate rows, padded with -1. `judge` converts it to the gain at each rank,

@@ -1,4 +1,4 @@
-"""Parquet tables of a retrieval set: columns that are checked when they are read, and items with their pictures."""
+"""Parquet tables of a retrieval set, checked when they are read, and items with their pictures."""
 
 import json
 import os

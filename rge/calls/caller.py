@@ -1,4 +1,4 @@
-"""Client for model APIs: rate limits, retries, budgets, and a cache that never pays twice for one answer.
+"""Client for model APIs: rate limits, retries, budgets, and a cache of answers.
 
 An answer is stored before it is parsed, so a malformed one is paid for once; it is then requested again with the format stated.
 Every call is a task; `ModelConfig.concurrency` of a model are in flight at a time. With ``mode=batch``, the calls of a model are

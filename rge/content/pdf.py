@@ -1,4 +1,4 @@
-"""Pages of PDF documents as pictures, by PDFium; counted and measured from the file's structure alone.
+"""Pages of PDF documents as pictures, by PDFium.
 
 PDFium is not thread-safe, so one lock guards every call. Documents stay open for the next page, a few at a time. A forked process
 opens them again, since it would share the position in the file with its parent.

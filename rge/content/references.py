@@ -1,4 +1,4 @@
-"""One text for each picture, page, document or clip, as the columns of tables, index rows and command lines hold it.
+"""One text for each picture, page, document or clip, for tables, index rows and command lines.
 
     photo.jpg    manual.pdf    manual.pdf#page=3    talk.mp4    talk.mp4#t=10,20
 

@@ -1,4 +1,4 @@
-"""What a prompt shows of each part: pictures, pages as pictures, and clips as frames with their times; or only their sizes.
+"""What a prompt shows of each part: pictures, pages, and frames with their times; or only their sizes.
 
 Files are opened when their part's turn comes. Sizes come from headers, and equal those of what is shown.
 """

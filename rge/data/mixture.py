@@ -1,4 +1,4 @@
-"""The records of each step, a pure function of seed and step: a run resumes by its step number, on any number of processes."""
+"""The records of each step, a pure function of seed and step, for any number of processes."""
 
 import hashlib
 import math

@@ -1,4 +1,4 @@
-"""When one process dies, end the others with its reason instead of letting them wait.
+"""When one process dies, end the others with its reason.
 
 A launcher ends the processes of its own machine. Those of other machines would wait in their next collective until its
 time-out, which must be long enough for writing a checkpoint. So every process publishes heartbeats, and the reason if it

@@ -1,4 +1,4 @@
-"""Initialise accelerate for the recipe (DeepSpeed's and FSDP2's settings), and refuse launches that do not match it.
+"""Initialise accelerate for the recipe, and refuse launches that do not match it.
 
 A recipe sets the minimum sharding (``train.back_end``) and the computing dtype (``model.dtype``); trained weights, gradients
 summed over micro batches and the optimizer's state are float32. A launch without a back end gets the recipe's; a launch config

@@ -1,4 +1,4 @@
-"""Work on many machines: Ray Data maps blocks over actors, one per device, and results come back in the blocks' order.
+"""Work on many machines: Ray Data maps blocks over actors, one per device.
 
     for result in mapped(make, blocks, address="auto"):
         ...

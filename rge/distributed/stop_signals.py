@@ -1,4 +1,4 @@
-"""A cluster's SIGTERM and a user's Ctrl-C take effect between two steps, on all processes together.
+"""SIGTERM and Ctrl-C take effect between two steps, on all processes together.
 
 The step is finished, a state is saved, and every process exits with 143 or 130.
 """

@@ -1,4 +1,4 @@
-"""Checkpoints of RGE: our own, and the released one, with our prompts or (``as=release``) exactly as its authors run it.
+"""Checkpoints of RGE: our own, and the released one (``as=release``: exactly as its authors run it).
 
 The authors' evaluation (github.com/MCG-NJU/RGE, ``eval_ar.py`` with the versions of its requirements.txt) works as
 follows. The user turn is MMEB's text, reworded, with picture tokens at the placeholder and a newline at the end. Sides

@@ -1,4 +1,4 @@
-"""UME-R1 (github.com/XMUDeepLIT/UME-R1): generative embeddings at ``<gen_emb>``, discriminative ones at ``<disc_emb>``.
+"""UME-R1 (github.com/XMUDeepLIT/UME-R1), generative and discriminative.
 
 ``reasoning`` is its generative mode and ``direct`` its discriminative one; RMIR's published rows embed queries in the
 former and candidates in the latter, as `eval.commands.run` does. Both prompts have ``<disc_emb>`` after the input; the

@@ -1,4 +1,4 @@
-"""The explorer's queries: embedded after the model's own rationale, after a given one and directly, and searched."""
+"""The explorer's queries, embedded after the model's own rationale, after a given one and directly."""
 
 import random
 import threading

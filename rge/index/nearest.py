@@ -1,4 +1,4 @@
-"""The nearest vectors by inner product, in float32: by faiss on a CPU, by torch where there is a GPU.
+"""The nearest vectors by inner product, by faiss on a CPU, by torch on a GPU.
 
 Shape suffixes: Q = queries, N = vectors, D = dimensions, K = found.
 """

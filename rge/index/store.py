@@ -1,4 +1,4 @@
-"""An index: vectors and their provenance in a LanceDB table, in a folder or an object store; checks ``where=`` conditions.
+"""An index: a LanceDB table of vectors with their provenance; checks ``where=`` conditions.
 
     with writing("gallery"):
         index = Index.create("gallery", checkpoint="demo", checkpoint_hash=embedder.checkpoint_hash, dimensions=embedder.size)

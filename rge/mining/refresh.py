@@ -1,4 +1,4 @@
-"""Negatives that training mines itself: every so many steps, with the present model, for the records of the steps to come.
+"""Negatives that training mines itself, every so many steps, with the present model.
 
     step 0: mine --> batches of steps 0 ... N-1     step N: mine --> batches of steps N ... 2N-1     ...
 

@@ -1,4 +1,4 @@
-"""The nearest allowed candidates of every query, block by block of candidates, the same for any blocks and any division of the pool.
+"""The nearest allowed candidates of every query, block by block of candidates.
 
 Shape suffixes: Q = queries, C = candidates, D = embedding dimension, K = candidates kept.
 

@@ -1,4 +1,4 @@
-"""What is mined: the distinct queries and candidates of records, and which candidates are right for which queries.
+"""What is mined: distinct queries and candidates of records, and which are right for which.
 
 Two candidates with one id, one identity or equal content are right together; so are they for two records that ask the same.
 """

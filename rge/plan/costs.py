@@ -1,4 +1,4 @@
-"""Costs of a training step: tokens, FLOPs, memory and communication, from a model's shapes and a recipe's numbers.
+"""Costs of a training step: tokens, FLOPs, memory and communication.
 
 Picture costs are measured in a pass of the vision tower; the rest is formulas. FLOPs count matrix products (a multiplication
 and an addition are two) and attention densely, as `torch.utils.flop_counter` does; ``tests/rge/plan/test_plan.py`` compares

@@ -1,4 +1,4 @@
-"""A recipe's model without its weights: architecture on the `meta` device, from the hub, a directory or a table.
+"""A recipe's model without its weights, on the `meta` device.
 
 The table, known_models.yaml, has the published configs of the models in our recipes, so that ``rge plan`` works offline.
 """

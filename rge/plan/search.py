@@ -1,4 +1,4 @@
-"""Find the fastest settings for a step that fit in memory, according to the plan's FLOPs and memory.
+"""Find the fastest settings for a step that fit in memory.
 
 The settings varied give the same losses and gradients up to rounding: micro batch size, gradient checkpointing, how often
 prompts are encoded, where activations of several micro batches are kept, and the back end.

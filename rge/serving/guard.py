@@ -1,4 +1,4 @@
-"""Middleware: hosts, API key, body size, memory, time limits, disconnected clients, metrics."""
+"""Middleware: hosts, API key, size, memory, time limits, disconnected clients, metrics."""
 
 import asyncio
 import hmac

@@ -1,4 +1,4 @@
-"""Read a sheet of a workbook (.xlsx, .xlsm), in time and memory of its cells, not of its dimensions.
+"""Read a sheet of a workbook (.xlsx, .xlsm), in time and memory of its cells.
 
 A styled cell without a value may be far from all others, and a sheet's dimensions include it.
 """

@@ -1,4 +1,4 @@
-"""Releases on the Hugging Face hub: downloaded at one commit, resumed, and unpacked.
+"""Releases on the Hugging Face hub: downloaded at one commit, and unpacked.
 
 All files of a repository come from one commit, recorded in ``fetch.json``. Repeating the download resumes an interrupted one at the
 same commit; an archive is unpacked once.

@@ -1,4 +1,4 @@
-"""A training step in our form and as passes of stock transformers, on the same weights, prompts, rationales and candidates.
+"""A training step in our form and as passes of stock transformers, on the same inputs.
 
     three passes  transformers' `generate`; LM forward on [prompt][oracle]; contrastive forward on [prompt][own, <emb>]
     ours          `rge.rollout.micro_batches.encode_prompts` runs the prompts, with gradient; `rge.rollout.generate` continues from

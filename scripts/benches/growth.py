@@ -1,4 +1,4 @@
-"""How index, update, search, conditions, pre-flight and near-duplicates grow with their data. `python scripts/bench.py growth`.
+"""How index, search, pre-flight and near-duplicates grow with their data. `python scripts/bench.py growth`.
 
 Seconds by number of rows, and the exponent from the last but one size to the last: 0 does not grow, 1 grows as the data does. Vectors lie
 around 2,000 centres; records are texts; pictures are of one scene, so that their hashes differ in few bits.

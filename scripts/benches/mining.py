@@ -1,4 +1,4 @@
-"""Mining of hard negatives against sentence-transformers' `mine_hard_negatives`, on the same made-up texts and vectors.
+"""Mining of hard negatives against sentence-transformers' `mine_hard_negatives`.
 
 `python scripts/bench.py mining`. Both get the vectors for free, the same rules, and write no file; the share of queries with equal lists is
 the last column. Each measurement is a process of its own; memory is its largest growth.

@@ -1,4 +1,4 @@
-"""Encoders of pictures and texts into unit vectors, and indices of pictures, by what they show or by their captions."""
+"""Encoders of pictures and texts, and indices of pictures, by what they show or by their captions."""
 
 import hashlib
 import re

@@ -1,4 +1,4 @@
-"""MMEB-V1: 36 sets of about 1,000 queries, each with its own candidates, the first of which is right.
+"""MMEB-V1: 36 sets, whose queries have their own candidates, the first of which is right.
 
 Layout (``TIGER-Lab/MMEB-eval``, split test): a folder or file per set, Parquet or JSON lines, with ``qry_text``,
 ``qry_img_path``, ``tgt_text`` (a list) and ``tgt_img_path`` (a list), where "" is a missing part and ``<|image_1|>`` in a

@@ -26,7 +26,7 @@ class TrainConfig:
     keep_activations: Annotated[Literal["auto", "device", "host", "none"], ROUNDING] = "auto"
     """Where a step of several micro batches keeps the activations of its first pass for the backward pass (with
     model.gradient_checkpointing, each layer's input), instead of computing them a second time: in the device's memory,
-    in pinned main memory, or nowhere. auto: on a GPU, wherever they fit according to the plan; otherwise nowhere."""
+    in pinned main memory, or nowhere. auto: wherever they fit according to the plan; otherwise nowhere."""
     save_every: Annotated[AtLeastOne, MAY_DIFFER] = 500
     """Steps between resumable checkpoints."""
     keep_last: Annotated[AtLeastOne, MAY_DIFFER] = 2

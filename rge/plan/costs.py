@@ -39,6 +39,9 @@ RESERVED_GIB = 4.0
 PROCESS_GIB, WORKER_GIB = 3.0, 0.5
 """Reserved host memory: per process with torch and its libraries, and per forked data worker for the pages it writes."""
 
+CPU_SHARE = 0.8
+"""Share of the free main memory that a training on CPUs may plan with, since other programs use it too."""
+
 PROCESS_DESCRIPTORS, WORKER_DESCRIPTORS = 128, 8
 """Upper bounds on open files: per process, sockets and libraries included, and per data worker."""
 

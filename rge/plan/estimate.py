@@ -46,7 +46,9 @@ class Plans:
 
     def __post_init__(self) -> None:
         recipe, accelerator = self.recipe, self.accelerator
-        self.device_name, figures = accelerator.device.type, dict[str, float]()
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
+        free_gib = main_memory() / GIB
+        self.device_name, figures = accelerator.device.type, {"gpu_gib": free_gib / processes}
         on_gpu = self.device_name == "cuda"
         if on_gpu:
             card = torch.cuda.get_device_properties(accelerator.device)
@@ -58,8 +60,8 @@ class Plans:
             cpu=not on_gpu,
             num_gpus=accelerator.num_processes,
             back_end=launch.back_end(accelerator).key,  # type: ignore[arg-type]
-            gpus_per_machine=int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes)),
-            host_gib=int(main_memory() / GIB),
+            gpus_per_machine=processes,
+            host_gib=int(free_gib),
             **figures,  # type: ignore[arg-type]
         )
         self.found: dict[str, Plan | str] = {}

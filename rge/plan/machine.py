@@ -88,18 +88,37 @@ def bytes_to_keep(recipe: Recipe, num_steps: Mapping[str, int], model: HubModel,
 
 
 def main_memory() -> float:
-    """Bytes of main memory that are free, within the container's limit (cgroup v2)."""
+    """Bytes of main memory that are free, within the limits of the process's control groups (versions 1 and 2)."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    with suppress(OSError, ValueError):  # "max" is no number
-        limit, used = (int((_CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
-        pairs = map(str.split, (_CGROUP / "memory.stat").read_text().splitlines())
-        # Cached files count as used, and make room for whatever needs it.
-        cached = sum(int(size) for name, size in pairs if name in ("active_file", "inactive_file"))
-        free = min(free, limit - used + cached)
-    return float(free)
+    for group, (most, now, cache) in _groups():
+        with suppress(OSError, ValueError):  # "max" is no number
+            limit, used = (int((group / name).read_text()) for name in (most, now))
+            pairs = map(str.split, (group / "memory.stat").read_text().splitlines())
+            # Cached files count as used, and make room for whatever needs it.
+            cached = sum(int(size) for name, size in pairs if name in cache)
+            free = min(free, limit - used + cached)
+    return max(float(free), 0.0)
+
+
+def _groups() -> Iterator[tuple[Path, tuple[str, str, tuple[str, str]]]]:
+    """Folders of this process's control groups of memory and of all above them, with the names of their figures.
+
+    A container sees its own group as the root; a job of Slurm's or systemd's is in a group below it.
+    """
+    version_2 = ("memory.max", "memory.current", ("active_file", "inactive_file"))
+    version_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file"))
+    mine = {"": "/", "memory": "/"}
+    with suppress(OSError):
+        lines = (line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines())
+        mine |= {controllers: path for _, controllers, path in lines if controllers in mine}
+    for root, path, names in ((_CGROUP, mine[""], version_2), (_CGROUP / "memory", mine["memory"], version_1)):
+        folder = root / path.lstrip("/")
+        for group in (folder, *folder.parents):
+            if group.is_relative_to(root):
+                yield group, names
 
 
 @functools.cache

@@ -123,11 +123,15 @@ def plan(
     load = load_of(recipe, shapes, options, longest)
     base = setup_of(recipe, model, options, load)
     host, main = costs.host(recipe, shapes, load, base, options), options.host_gib * GIB
+    device = options.gpu_gib * GIB
+    if options.cpu:
+        device = max(costs.CPU_SHARE * device - host["memory"] / options.processes, 0.0)
     room = Room(
-        gpu=None if options.cpu else options.gpu_gib * GIB,
+        device=device,
         reserved=reserved(recipe, options),
         host=max(main - host["memory"], 0.0) / options.processes if main else None,
         speed=options.speed(options.reached),
+        is_cpu=options.cpu,
     )
     way, why = decided(recipe, shapes, load, base, room)
     kept = options.processes * way.kept_on_host
@@ -182,10 +186,15 @@ def load_of(recipe: Recipe, shapes: Shapes, options: PlanOptions, longest: Longe
     learned = sum(name != "direct" for name in targets)
     only_read = objective.alpha_con > 0 and objective.anchor == "oracle" and "words" not in targets
     beside = len(states) + ("direct" in targets)
+    candidates = queries * (positives + recipe.data.max_negatives) * objective.needs_candidates
+    chunks = -(-queries // recipe.train.micro_batch_size)
+    if (limit := recipe.train.micro_batch_tokens) is not None:
+        tokens = queries * longest["query"] + candidates * longest["candidate"]
+        chunks = min(max(chunks, -(-tokens // limit)), queries)
     load = Load(
         queries=queries,
-        candidates=queries * (positives + recipe.data.max_negatives) * objective.needs_candidates,
-        chunks=-(-queries // recipe.train.micro_batch_size),
+        candidates=candidates,
+        chunks=chunks,
         prompt=longest["query"],
         candidate=longest["candidate"],
         own=rationale * objective.needs_rollout,
@@ -266,7 +275,7 @@ def setup_of(recipe: Recipe, model: HubModel, options: PlanOptions, load: Load) 
         and recipe.model.dtype == "bfloat16"
         and recipe.model.attn_implementation in ("auto", "varlen")
         and recipe.rollout.backend == "own",
-        micro_queries=min(recipe.train.micro_batch_size, load.queries),
+        micro_queries=min(recipe.train.micro_batch_size, -(-load.queries // load.chunks)),
         dropout=lora is not None and lora.dropout > 0,
         engine=engine_bytes(recipe, options) if recipe.rollout.vllm_sleep else 0.0,
     )

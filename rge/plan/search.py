@@ -27,10 +27,11 @@ class ImpossibleKeeping(RecipeError):
 class Room:
     """Resources of a process."""
 
-    gpu: float | None  # bytes of GPU memory; None without a GPU
+    device: float  # bytes of a GPU's memory; without a GPU, of main memory
     reserved: float  # bytes of it set aside
-    host: float | None  # bytes of main memory available for activations; None: unknown
-    speed: tuple[float, float]  # achieved FLOP/s, and bytes per second of GPU memory
+    host: float | None  # bytes of main memory available for a GPU's activations; None: unknown
+    speed: tuple[float, float]  # achieved FLOP/s, and bytes per second of the device's memory
+    is_cpu: bool = False
 
 
 @dataclass(kw_only=True)
@@ -55,7 +56,7 @@ class Way:
         kept = self.kept_on_host * (1 + surely * ACTIVATIONS_OFF_BY)
         if kept and (surely if room.host is None else kept > room.host):
             return False
-        return room.gpu is None or (self.memory_to if surely else self.memory_total) <= room.gpu
+        return (self.memory_to if surely else self.memory_total) <= room.device
 
 
 def way_of(shapes: Shapes, load: Load, setup: Setup, room: Room) -> Way:
@@ -79,12 +80,15 @@ def way_of(shapes: Shapes, load: Load, setup: Setup, room: Room) -> Way:
     )
 
 
-def ways(recipe: Recipe, load: Load, setup: Setup, asked: str, prompt_pass: str) -> Iterator[Setup]:
+def ways(
+    recipe: Recipe, load: Load, setup: Setup, asked: str, prompt_pass: str, *, is_cpu: bool = False
+) -> Iterator[Setup]:
     """The setup with each way to keep activations (`asked`) and encode prompts (`prompt_pass`), simplest first."""
     several = load.chunks > 1 and load.contrastive
     places = ["none"]
     if several:
-        places = ["none", "device", "host"] if asked == "auto" else [asked]
+        # A CPU's own memory is the host's.
+        places = ["none", "device", "host"][: 2 if is_cpu else 3] if asked == "auto" else [asked]
     wanted = {"once": [True], "twice": [False], "auto": [False, True] if several else [True]}[prompt_pass]
     by_us = load.own > 0 and recipe.rollout.backend == "own"
     for keep in places:
@@ -92,6 +96,7 @@ def ways(recipe: Recipe, load: Load, setup: Setup, asked: str, prompt_pass: str)
             "auto",
             queries_a_rank=load.queries,
             micro_batch_size=setup.micro_queries,
+            micro_batch_tokens=recipe.train.micro_batch_tokens,
             sharded=setup.shares_weights,
             has_dropout=setup.dropout,
             keep=keep,
@@ -107,26 +112,26 @@ def decided(recipe: Recipe, shapes: Shapes, load: Load, setup: Setup, room: Room
         ImpossibleKeeping: the recipe asks for one encoding of prompts, and what it keeps does not fit.
     """
     asked, prompt_pass = recipe.train.keep_activations, recipe.rollout.prompt_pass
-    found = [way_of(shapes, load, one, room) for one in ways(recipe, load, setup, asked, prompt_pass)]
+    setups = ways(recipe, load, setup, asked, prompt_pass, is_cpu=room.is_cpu)
+    found = [way_of(shapes, load, one, room) for one in setups]
     found.sort(key=lambda way: way.seconds)
     if asked != "auto":
         return found[0], f"train.keep_activations={asked}"
     none = next(way for way in found if way.setup.keep == "none")
     if all(way.setup.keep == "none" for way in found):
         return none, "one micro batch" if load.contrastive else "nothing is compared"
-    if room.gpu is None:
-        return none, "no GPU"
     best = next(way for way in found if way is none or way.has_room(room, surely=True))
     if best is none:
         if load.own and prompt_pass == "once":
             raise ImpossibleKeeping(
                 f"rollout.prompt_pass=once keeps what {load.chunks} micro batches need of their prompts, for which the device "
-                "has no room according to the plan: set train.keep_activations=host, or rollout.prompt_pass=auto"
+                "has no room according to the plan: set "
+                f"{'' if room.is_cpu else 'train.keep_activations=host, or '}rollout.prompt_pass=auto"
             )
         most = min(way.memory_to for way in found if way.setup.keep == "device")
-        return none, f"the device would need up to {most / GIB:,.0f} of {room.gpu / GIB:,.0f} GiB"
+        return none, f"the device would need up to {most / GIB:,.1f} of {room.device / GIB:,.1f} GiB"
     place = f", {best.kept_on_host / GIB:,.0f} GiB of main memory" if best.kept_on_host else ""
-    return best, f"up to {best.memory_to / GIB:,.0f} of {room.gpu / GIB:,.0f} GiB{place}"
+    return best, f"up to {best.memory_to / GIB:,.1f} of {room.device / GIB:,.1f} GiB{place}"
 
 
 def refused(recipe: Recipe, options: PlanOptions, back_end: str) -> str | None:

@@ -94,8 +94,6 @@ def problems(recipe: Recipe, stages: Sequence[str], accelerator: Accelerator) ->
     """Reasons why the stages cannot generate rationales as configured."""
     sharded, lora = dist.shards_parameters(accelerator), recipe.model.lora
     keep = recipe.train.keep_activations
-    if keep == "auto" and accelerator.device.type == "cpu":
-        keep = "none"  # on a GPU the plan decides
     for name in stages:
         try:
             if recipe.rollout.backend == "vllm":

@@ -172,6 +172,7 @@ def test_everything_that_is_wrong_is_said_at_once(home, accelerator):
             "model.path=/nowhere/model",
             "train.num_processes=2",
             "rollout.prompt_pass=once",
+            "train.keep_activations=none",
             "rollout.temperature=0",
             "train.micro_batch_size=1",
         )

@@ -240,7 +240,7 @@ ENTRIES: dict[str, Changes | Refused] = {
     "train.micro_batch_size": Changes("train.micro_batch_size=2", "calls"),
     "train.micro_batch_tokens": Changes("train.micro_batch_tokens=60", "calls"),
     "train.keep_activations": Changes(
-        "train.keep_activations=device", "calls", ("train.micro_batch_size=2",)
+        "train.keep_activations=none", "calls", ("train.micro_batch_size=2",)
     ),
     "train.save_every": Changes("train.save_every=1", "files"),
     "train.keep_last": Changes("train.keep_last=1", "files", ("joint.steps=3", "train.save_every=1")),

@@ -64,6 +64,18 @@ def test_flops_of_a_step_are_without_those_of_validation(bench, monkeypatch):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.slow
+def test_the_step_of_sentence_transformers_has_our_loss_and_gradients(bench):
+    from benches import peers
+
+    small = {"batch": 4, "micro_batch": 2, "tokens": 32, "hidden": 64, "layers": 2, "repeats": 1}
+    found = peers.compared(True, peers.Options(**small))
+    kept, twice, theirs = (found[name] for name in ("ours, kept", "ours, computed twice", "sentence-transformers"))
+    assert kept["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
+    assert twice["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
+    assert 0 < max(kept["gradients apart"], twice["gradients apart"]) < 1e-5
+
+
 def test_peak_growth_sees_what_was_freed_again(bench):
     from benches import harness
 

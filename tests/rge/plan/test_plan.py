@@ -46,7 +46,7 @@ from rge.model.families import FAMILIES, family_of
 from rge.model.packing import Branch, pack_prompts, pack_tails, to_device
 from rge.model.prompts import Prompt, PromptBuilder
 from rge.objective import Objective
-from rge.plan import estimate, machine
+from rge.plan import costs, estimate, machine
 from rge.plan import report as plan
 from rge.plan.__main__ import main
 from rge.plan.costs import (
@@ -271,7 +271,41 @@ def test_files_that_a_container_has_read_leave_its_memory_free(tmp_path, monkeyp
     (tmp_path / "memory.stat").write_text("".join(f"{name} {size}\n" for name, size in kinds.items()))
     assert machine.main_memory() == 52_000_000
     (tmp_path / "memory.max").write_text("max\n")
-    assert machine.main_memory() > 64_000_000
+    free = machine.main_memory()
+    assert free > 64_000_000
+    # Of a group below the root, and of the older kind: the tightest on the way up counts.
+    lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    mine = next((path for _, controllers, path in lines if controllers == "memory"), "/")
+    for folder, limit in ((tmp_path / "memory", 9_000_000), (tmp_path / "memory" / mine.lstrip("/"), 5_000_000)):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "memory.limit_in_bytes").write_text(f"{limit}\n")
+        (folder / "memory.usage_in_bytes").write_text("4000000\n")
+        (folder / "memory.stat").write_text("inactive_file 7\ntotal_inactive_file 1000\n")
+        assert machine.main_memory() == limit - 4_000_000 + 1000
+
+
+def test_on_a_cpu_activations_are_kept_in_its_free_memory(monkeypatch, capsys):
+    """Under the plan's upper estimate, with what a process needs besides, and never twice in the same memory."""
+    monkeypatch.setattr(plan, "cpu_speed", lambda dtype: (0.1, 0.01))
+    words = ["recipe=demo", "cpu=true", "for=joint", "train.micro_batch_size=12"]
+
+    def kept(gib: float, *more: str) -> dict:
+        monkeypatch.setattr(plan, "main_memory", lambda: gib * GIB)
+        main([*words, *more])
+        return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+    roomy, tight, whole = kept(64), kept(4), kept(64, "train.micro_batch_size=48")
+    assert (roomy["setup"]["keep"], tight["setup"]["keep"], whole["setup"]["keep"]) == ("device", "none", "none")
+    assert roomy["setup"]["once"]
+    assert roomy["flops"] < 0.9 * tight["flops"]
+    needed = (roomy["memory_to"] + roomy["host"]["memory"]) / GIB / costs.CPU_SHARE
+    assert kept(1.01 * needed)["setup"]["keep"] == "device"
+    assert kept(0.99 * needed)["setup"] != roomy["setup"]
+    with pytest.raises(RecipeError, match="set rollout.prompt_pass=auto"):
+        kept(4, "rollout.prompt_pass=once")
+    limited = kept(64, "train.micro_batch_size=48", "train.micro_batch_tokens=1000")
+    assert limited["load"]["chunks"] > 4
+    assert (limited["setup"]["keep"], limited["setup"]["once"]) == ("device", True)
 
 
 def test_a_cpu_is_as_fast_as_it_was_measured_to_be():

@@ -109,12 +109,19 @@ def _groups() -> Iterator[tuple[Path, tuple[str, str, tuple[str, str]]]]:
     A container sees its own group as the root; a job of Slurm's or systemd's is in a group below it.
     """
     version_2 = ("memory.max", "memory.current", ("active_file", "inactive_file"))
-    version_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file"))
+    version_1 = (
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        ("total_active_file", "total_inactive_file"),
+    )
     mine = {"": "/", "memory": "/"}
     with suppress(OSError):
         lines = (line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines())
         mine |= {controllers: path for _, controllers, path in lines if controllers in mine}
-    for root, path, names in ((_CGROUP, mine[""], version_2), (_CGROUP / "memory", mine["memory"], version_1)):
+    for root, path, names in (
+        (_CGROUP, mine[""], version_2),
+        (_CGROUP / "memory", mine["memory"], version_1),
+    ):
         folder = root / path.lstrip("/")
         for group in (folder, *folder.parents):
             if group.is_relative_to(root):

@@ -1,4 +1,4 @@
-"""A contrastive step in micro batches against sentence-transformers' CachedMultipleNegativesRankingLoss: `python scripts/bench.py peers`.
+"""A contrastive step in micro batches against sentence-transformers' cached loss. `python scripts/bench.py peers`.
 
 Both get the same text model's weights, the same token ids and candidates, one micro batch size and no dropout; queries are embedded
 directly, without a rationale. Losses and gradients are first compared. Texts are of equal length, so that nothing is padded, or of `tokens`
@@ -107,7 +107,11 @@ def compared(varied: bool, options: Options) -> Rows:
         value.backward()
         return value.item()
 
-    forms = {"ours, kept": ours("device"), "ours, computed twice": ours("none"), "sentence-transformers": theirs}
+    forms = {
+        "ours, kept": ours("device"),
+        "ours, computed twice": ours("none"),
+        "sentence-transformers": theirs,
+    }
     text_model, found = family_of(embedder.model).decoder(embedder.model), {}
     for name, work in forms.items():
         embedder.zero_grad(set_to_none=True)
@@ -126,7 +130,8 @@ def compared(varied: bool, options: Options) -> Rows:
     wall, cpu = in_turns(forms, options.repeats)
     seconds, cpu_seconds = medians(wall), medians(cpu)
     return {
-        name: {"s": seconds[name], "CPU s": cpu_seconds[name], **figures} for name, (figures, _) in found.items()
+        name: {"s": seconds[name], "CPU s": cpu_seconds[name], **figures}
+        for name, (figures, _) in found.items()
     }
 
 

@@ -70,7 +70,9 @@ def test_the_step_of_sentence_transformers_has_our_loss_and_gradients(bench):
 
     small = {"batch": 4, "micro_batch": 2, "tokens": 32, "hidden": 64, "layers": 2, "repeats": 1}
     found = peers.compared(True, peers.Options(**small))
-    kept, twice, theirs = (found[name] for name in ("ours, kept", "ours, computed twice", "sentence-transformers"))
+    kept, twice, theirs = (
+        found[name] for name in ("ours, kept", "ours, computed twice", "sentence-transformers")
+    )
     assert kept["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
     assert twice["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
     assert 0 < max(kept["gradients apart"], twice["gradients apart"]) < 1e-5

@@ -276,7 +276,10 @@ def test_files_that_a_container_has_read_leave_its_memory_free(tmp_path, monkeyp
     # Of a group below the root, and of the older kind: the tightest on the way up counts.
     lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
     mine = next((path for _, controllers, path in lines if controllers == "memory"), "/")
-    for folder, limit in ((tmp_path / "memory", 9_000_000), (tmp_path / "memory" / mine.lstrip("/"), 5_000_000)):
+    for folder, limit in (
+        (tmp_path / "memory", 9_000_000),
+        (tmp_path / "memory" / mine.lstrip("/"), 5_000_000),
+    ):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "memory.limit_in_bytes").write_text(f"{limit}\n")
         (folder / "memory.usage_in_bytes").write_text("4000000\n")
@@ -295,7 +298,11 @@ def test_on_a_cpu_activations_are_kept_in_its_free_memory(monkeypatch, capsys):
         return json.loads(capsys.readouterr().out.splitlines()[-1])
 
     roomy, tight, whole = kept(64), kept(4), kept(64, "train.micro_batch_size=48")
-    assert (roomy["setup"]["keep"], tight["setup"]["keep"], whole["setup"]["keep"]) == ("device", "none", "none")
+    assert (roomy["setup"]["keep"], tight["setup"]["keep"], whole["setup"]["keep"]) == (
+        "device",
+        "none",
+        "none",
+    )
     assert roomy["setup"]["once"]
     assert roomy["flops"] < 0.9 * tight["flops"]
     needed = (roomy["memory_to"] + roomy["host"]["memory"]) / GIB / costs.CPU_SHARE

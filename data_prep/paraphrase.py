@@ -72,8 +72,8 @@ class ParaphraseOptions:
     temperature: float = 0.7
     """Sampling temperature."""
     on_unanswered: Literal["wait", "proceed"] = "wait"
-    """What to do if calls are unanswered (outages): wait until the same command has made them again, or proceed
-    without these wordings."""
+    """What to do if calls are unanswered (outages): wait until the same command has made them again, or proceed without
+    them."""
     prices: Path | None = None
     """Price table (YAML) for a writer without prices in its settings; null: rge/calls/prices.yaml."""
     dry_run: bool = False

@@ -31,8 +31,8 @@ class NegativesOptions(MiningRules, ModelOptions, PluginOptions):
     keep: bool = True
     """Keep the negatives that records have, and add to them; false: replace them."""
     judge: str | None = None
-    """Vision-language model that is asked whether a candidate is right: a directory or an id on the hub. A right one is no
-    negative, and every target gets the judge's score."""
+    """Vision-language model that is asked whether a candidate is right, and scores every target: a directory or an id
+    on the hub."""
     judge_endpoint: ModelConfig | None = None
     """Or one behind an OpenAI-compatible endpoint with top_logprobs, with the same keys as a model of ``rge data rmir``."""
     ask: str = "yes_no"

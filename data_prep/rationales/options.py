@@ -35,8 +35,8 @@ class RationaleOptions:
     """Parquet table with id and caption of target pictures, for the leak score; null: ``pictures.parquet`` next to the
     records, if it exists and has captions."""
     on_unanswered: Literal["wait", "proceed"] = "wait"
-    """What to do if calls are unanswered (outages): wait until the same command has made them again, or proceed
-    without these pairs."""
+    """What to do if calls are unanswered (outages): wait until the same command has made them again, or proceed without
+    them."""
     encoder: EncoderConfig | None = None
     """Encoder of target pictures for the leak score, of kind siglip or checkpoint; null: the checkpoint of `select`, if
     there is one."""

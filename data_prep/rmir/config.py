@@ -41,17 +41,15 @@ class LibraryConfig:
     sheet: str | None = None
     """Sheet of a workbook; null: the only one that is not empty."""
     id_column: str | None = "id"
-    """Column of the pictures' ids; in tars, the sample's name is used if its JSON has no such key. null: rows are
-    numbered, file by file."""
+    """Column of the pictures' ids; null: rows are numbered, file by file."""
     image_column: str = "image"
     """Column with the encoded pictures, paths relative to the table's folder, or addresses."""
     caption_column: str | None = "caption"
     """Column of the captions; null: there are none. ``caption.model`` writes missing ones."""
     licence: str = "unknown"
-    """Licence of pictures for which ``licence_column`` has none, to be recorded in the data set."""
+    """Licence of pictures for which ``licence_column`` has none."""
     source_column: str = "source"
-    """Column that says where each picture comes from, such as its web page; recorded in the data set if the table has
-    it."""
+    """Column that says where each picture comes from, such as its web page."""
     author_column: str = "author"
     """Column with the picture's author."""
     licence_column: str = "licence"
@@ -62,10 +60,9 @@ class LibraryConfig:
     """Content filters: your own functions as module:function, each of which takes a Pillow image and returns the reason
     to leave it out, or None."""
     shard_size: AtLeastOne = 5000
-    """Pictures inspected and embedded at once; at most this many have to be redone when a run is stopped."""
+    """Pictures inspected and embedded at once: at most what a stopped run redoes."""
     memory_mb: AtLeastOne = 768
-    """Memory for pictures that are not separate files, MB: if they are large, fewer than ``shard_size`` are processed
-    at once."""
+    """Memory for pictures that are not separate files, MB."""
     changed: Literal["stop", "extend"] = "stop"
     """What to do if pictures were added, removed or changed since the seed stage read the library: stop, or extend,
     which keeps everything made from the others."""
@@ -95,8 +92,7 @@ class EncoderConfig:
     """What turns pictures or texts into vectors."""
 
     kind: str = "siglip"
-    """For pictures: siglip, checkpoint (of this project, direct mode) or pixels; of rationales, siglip or checkpoint. For captions:
-    text, checkpoint or hashing."""
+    """For pictures: siglip, checkpoint (of this project) or pixels; for captions: text, checkpoint or hashing."""
     path: str | None = None
     """Hub name or folder, for siglip, text and checkpoint."""
     batch_size: AtLeastOne = 64
@@ -157,7 +153,7 @@ class GenerateConfig:
     max_inputs: AtLeastOne | None = None
     """Number of seed pictures to ask about, drawn at random; null: all."""
     content_policy: bool = True
-    """Have the model decline pictures that are politically sensitive or sexually explicit, as the paper's prompt A.1 does."""
+    """Have the model decline pictures that are politically sensitive or sexually explicit, as in the paper."""
     max_query_words: AtLeastOne = 24
     """Maximum words of a query; longer ones count as malformed. The paper asks for fewer than 25."""
     max_target_words: AtLeastOne = 50
@@ -187,9 +183,9 @@ class RetrieveConfig:
     exclude_input: bool = True
     """Exclude a query's own picture from its candidates; the paper does not say."""
     more: list[IndexSpec] = field(default_factory=list)
-    """Further indices with other encoders, whose candidates are judged too. TSR still uses the first image index only."""
+    """Further indices with other encoders, whose candidates are judged too."""
     memory_mb: AtLeastOne = 512
-    """Memory for retrieval, MB: queries are embedded and searched in blocks of that size."""
+    """Memory for retrieval, MB."""
 
 
 @dataclass
@@ -223,8 +219,7 @@ class KeepConfig:
     min_confidence: Annotated[float, Field(gt=0.5, le=1)] = 1.0
     """Share of the panel that must agree for a verdict to count."""
     remove_doubted_inputs: bool = False
-    """Also drop queries about a doubted picture. By default they stay, since the doubt is about the picture as a
-    target."""
+    """Also drop queries about a doubted picture; by default they stay."""
 
 
 @dataclass
@@ -246,9 +241,9 @@ class AuditConfig:
     """Shortcuts: queries that text alone or picture alone already solves."""
 
     ks: Annotated[list[AtLeastOne], Field(min_length=1)] = field(default_factory=lambda: [1, 5, 10])
-    """Cutoffs; a query counts as solved at k if one of its right answers is among the first k of the pool."""
+    """Cutoffs: a query is solved at k if a right answer is among the first k of the pool."""
     memory_mb: AtLeastOne = 512
-    """Memory for scores, MB; queries are compared with the pool in blocks of that size."""
+    """Memory for scores, MB."""
 
 
 @dataclass
@@ -258,9 +253,9 @@ class ExportConfig:
     name: str = "rmir"
     """Name of the data set in its records."""
     instruction: str = PICTURE_INSTRUCTION
-    """Task instruction of every query, that of the importers `rge eval import rmir` and `pinpoint`."""
+    """Task instruction of every query."""
     rationale: Literal["generator", "none"] = "generator"
-    """generator: the reasoning written with the query becomes the rationale of its positives; none: no rationale."""
+    """generator: the reasoning written with the query is the rationale of its positives; none: no rationale."""
 
 
 @dataclass
@@ -279,8 +274,7 @@ class RmirConfig:
     models: dict[str, ModelConfig] = field(default_factory=dict)
     """Models behind endpoints, under the names that the stages use."""
     prices: Path | None = None
-    """Price table (YAML: model name to input_price, output_price ... per million tokens) for models without prices in
-    their settings; null: rge/calls/prices.yaml."""
+    """Price table (YAML) for models without prices in their settings; null: rge/calls/prices.yaml."""
     budget: NotNegative | None = None
     """Cap on the total cost of all models, over all runs in one ``out``; each model needs a price, 0 if it is free. null:
     only the models' own caps."""
@@ -302,10 +296,9 @@ class RmirConfig:
     oracle: bool = False
     """Instead of calling models, answer from the shipped relation tables, with deliberate errors."""
     prompts: str | None = None
-    """Folder whose files replace the shipped prompts of the same name: kinds.md, constraints.md, content_policy.md,
-    generate.md, filter.md, judge.md, caption.md; null: none."""
+    """Folder whose files replace the shipped prompts of the same name (docs/data_prep.md); null: none."""
     queries_per_shard: AtLeastOne = 500
-    """Queries judged at once; at most this many have to be redone when a run is stopped."""
+    """Queries judged at once: at most what a stopped run redoes."""
 
 
 def load_config(words: Sequence[str], schema: type[C] = RmirConfig) -> C:  # type: ignore[assignment]

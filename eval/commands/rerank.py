@@ -63,8 +63,8 @@ class RerankOptions(PluginOptions):
     endpoint: ModelConfig | None = None
     """Or one behind an OpenAI-compatible endpoint with top_logprobs, see docs/data_prep.md for its keys."""
     ask: str = "yes_no"
-    """What the judge is asked: yes_no (does the candidate satisfy the query?), for any model; or description, for one that
-    was trained to describe (`records`); or your own scorer."""
+    """What the judge is asked: yes_no (does the candidate satisfy the query?), description (by a judge that was trained
+    for it), or your own scorer."""
     top_n: AtLeastOne = 20
     """Number of candidates per query that the judge sees."""
     mix: float | None = None

@@ -40,11 +40,10 @@ class ModelConfig:
     """Address of an OpenAI-compatible endpoint: https://api.anthropic.com/v1,
     https://generativelanguage.googleapis.com/v1beta/openai, or http://HOST:8000/v1 of `vllm serve`; null: OpenAI's own."""
     cache_as: str | None = None
-    """Name under which answers are cached, whatever the address; null: ``name``. Needed if two addresses serve one name: the same
-    for equal weights, another for others."""
+    """Name under which answers are cached, whatever the address; null: ``name``. Needed if two addresses serve one
+    name."""
     mode: Literal["calls", "batch"] = "calls"
-    """calls; or batch: OpenAI's batch API (or a compatible one), cheaper and within a day. Requests that fail
-    in a batch are repeated as calls."""
+    """calls; or batch: OpenAI's batch API, cheaper and within a day. What fails in a batch is repeated as calls."""
     key_env: str | None = None
     """Environment variable with the key; null: the endpoint needs none."""
     concurrency: AtLeastOne = 32
@@ -54,18 +53,17 @@ class ModelConfig:
     max_retries: Count = 6
     """Attempts after the first, on 5xx, time-outs and lost connections."""
     backoff_s: NotNegative = 1.0
-    """Upper bound of the first wait, which doubles with every attempt; the actual wait is random below it."""
+    """Upper bound of the first wait, which doubles with every attempt."""
     max_backoff_s: NotNegative = 60.0
-    """Longest wait before the next attempt, even if the endpoint asks for a longer one."""
+    """Longest wait before the next attempt."""
     max_limited_s: Positive = 600.0
-    """How long a call waits at an endpoint that returns 429; the run stops if it returns nothing else, or asks to wait
-    longer."""
+    """How long a call waits at an endpoint that returns nothing but 429 before the run stops."""
     reasks: Count = 2
     """How often an unreadable answer is requested again, with the format stated."""
     input_price: NotNegative | None = None
     """Price per million input tokens; null (with output_price null too): from the price table, or 0."""
     cached_price: NotNegative | None = None
-    """Price per million input tokens from the provider's prompt cache; null: ``input_price``."""
+    """Price per million cached input tokens; null: ``input_price``."""
     output_price: NotNegative | None = None
     """Price per million output tokens."""
     budget: NotNegative | None = None
@@ -79,13 +77,11 @@ class ModelConfig:
     token_limit: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
     """Field that caps the answer's length: max_tokens, or max_completion_tokens for OpenAI's newer models."""
     reasoning_effort: str | None = None
-    """For models that reason before they answer, such as low; null: not sent. Raise ``max_tokens`` to leave room for
-    it."""
+    """For models that reason first, such as low; null: not sent."""
     structured: bool = False
     """Have the endpoint constrain answers to a JSON schema and verdicts to the allowed words."""
     draws_a_call: AtLeastOne = 1
-    """Samples of one prompt per call (``n``), so that the prompt is paid for once; requires that the endpoint supports
-    the field."""
+    """Samples of one prompt per call (``n``), so that the prompt is paid for once."""
     extra_body: dict[str, Any] = field(default_factory=dict)
     """Further fields for every request, sent unchanged."""
     max_side_px: AtLeastOne = 1024

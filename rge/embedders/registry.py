@@ -272,8 +272,8 @@ class ModelOptions:
     """Training task of a checkpoint of rge whose prompt profile, picture sizes and maximum length to use; ``rge.json`` lists them.
     null: those of most tasks. `prompts`, `min_pixels` and so on go first."""
     query_prompt: str | None = None
-    """Words every query for any embedder, such as 'Instruct: {instruction} Query: {text}'; without {text}, it comes before the
-    text. It takes the place of the embedder's own prompt for queries."""
+    """Words every query for any embedder, in place of its own prompt, such as 'Instruct: {instruction} Query: {text}';
+    without {text}, it comes before the text."""
     combine: Combine = "sum"
     """How adapter=clip joins features of a text and of pictures: their sum, or, at unit length, a weighted sum or a point of
     the arc between them (slerp)."""

@@ -8,11 +8,12 @@ categories; PinPoint's AP@10 over min(positives, 10), negatives and paraphrases;
 trec_eval's: larger id first); or MM-BRIGHT's means of rounded domains. `eval run` does.
 """
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, Features, Image, List, Value
+from datasets import Dataset, Features, Image, List, Value, Video
 from mteb.abstasks.retrieval import AbsTaskRetrieval
 from mteb.abstasks.retrieval_dataset_loaders import RetrievalSplitData
 from mteb.abstasks.task_metadata import TaskMetadata
@@ -22,11 +23,14 @@ from eval.benchmarks.suite import is_suite, load_suite
 from eval.scoring.metrics import CUTOFFS
 from eval.sets.contents import with_content
 from eval.sets.retrieval_set import RetrievalSet, load_set
+from rge.common.errors import UserError
 from rge.common.files import find_shipped
 from rge.common.images import picture_bytes
+from rge.common.parts import ImagePart, TextPart, VideoPart
 from rge.common.schema import Item
 
 SPLIT, SUBSET = "test", "default"
+_LETTERS: dict[type, str] = {ImagePart: "i", VideoPart: "v", TextPart: "t"}
 METRICS = {name: name for name in ("ndcg", "map", "recall", "precision")} | {"hit": "hit_rate"}
 """MTEB's names of our metrics with a cutoff."""
 
@@ -98,9 +102,9 @@ def _metadata(wanted: RetrievalSet, queries: str, candidates: str, main_score: s
         "name": wanted.name.replace("/", "-"),
         "description": f"Retrieval set {wanted.name}.",
         "dataset": {"path": str(wanted.path), "revision": str(wanted.content)},
-        "type": "Any2AnyRetrieval" if "i" in both else "Retrieval",
+        "type": "Any2AnyRetrieval" if set(both) - {"t"} else "Retrieval",
         "category": f"{queries}2{candidates}",
-        "modalities": [name for name in ("text", "image") if name[0] in both],
+        "modalities": [name for name in ("text", "image", "video") if name[0] in both],
         "eval_splits": [SPLIT],
         "eval_langs": ["eng-Latn"],
         "main_score": main_score,
@@ -118,8 +122,18 @@ def _instructions(wanted: RetrievalSet) -> set[str]:
 
 def _kinds(items: Any) -> str:
     """MTEB's category letters for the modalities that any item has."""
-    kinds = {kind for item in items for kind in "i" * bool(item.pictures) + "t" * bool(item.text)}
-    return "".join(sorted(kinds))
+    kinds: set[str] = set()
+    for item in items:
+        order = "".join(_LETTERS.get(type(part), "?") for part in item.content)
+        clips = [part for part in item.content if isinstance(part, VideoPart)]
+        if not re.fullmatch("i*v?t*", order) or any(
+            isinstance(part.video, tuple) or part != VideoPart(part.video) for part in clips
+        ):
+            raise UserError(
+                f"item {item.id!r}: MTEB's tables have pictures, a whole clip and a text, in this order; `rge eval run` takes more"
+            )
+        kinds |= set(order)
+    return "".join(sorted(kinds, key="ivt".index))
 
 
 def _table(wanted: RetrievalSet, side: str, kinds: str, *, named: bool) -> Dataset:
@@ -131,6 +145,8 @@ def _table(wanted: RetrievalSet, side: str, kinds: str, *, named: bool) -> Datas
         features["text"] = Value("string")
     if "i" in kinds:
         features["image"] = List(Image()) if several else Image()
+    if "v" in kinds:
+        features["video"] = Video()
     if named:
         features["instruction"] = Value("string")
     source = {"path": str(wanted.path), "content": wanted.content, "side": side}
@@ -149,6 +165,8 @@ def _rows(
 def _cell(item: Item, name: str, several: bool) -> Any:
     if name == "id":
         return item.id
+    if name == "video":
+        return next((part.video for part in item.content if isinstance(part, VideoPart)), None)
     if name != "image":
         return getattr(item, name) or ""
     pictures = [{"bytes": picture_bytes(ref), "path": None} for ref in item.pictures]

@@ -433,3 +433,41 @@ def part_to_json(part: Part) -> dict[str, Any]:
 def parts_to_json(content: Content) -> list[dict[str, Any]]:
     """Content as a list of mappings."""
     return list(map(part_to_json, content))
+
+
+def parts_to_messages(content: Content, *, urls: bool = False) -> list[dict[str, Any]]:
+    """A chat of one message, in the form of transformers and sentence-transformers; `parts_from_json` reads its content.
+
+    `urls`: in that of OpenAI and vLLM, with addresses in place of references, and ``data:`` URLs in place of bytes.
+
+    Raises:
+        ValueError: with `urls`, a document or a list of frames, which that form does not have.
+    """
+    shown = []
+    for part in content:
+        (kind, value), *more = part_to_json(part).items()
+        if urls and kind != "text":
+            if kind == "pdf" or isinstance(value, list):
+                raise ValueError(
+                    f"a {kind} of {type(value).__name__} has no address: give pictures or a file"
+                )
+            kind = f"{kind}_url"
+            if isinstance(value, bytes):
+                value = f"data:application/octet-stream;base64,{base64.b64encode(value).decode()}"
+            value = {"url": value}
+        shown.append({"type": kind, kind: value, **dict(more)})
+    return [{"role": "user", "content": shown}]
+
+
+def parts_to_input(content: Content) -> str | dict[str, Any] | list[dict[str, Any]]:
+    """Content as an input of sentence-transformers: a text, a mapping in the order of its kinds, or else messages."""
+    written = list(map(part_to_json, content))
+    kinds = [next(iter(one)) for one in written]
+    order = [kind for kind in ("image", "video", "text") for _ in range(kinds.count(kind))]
+    is_plain = kinds == order and kinds.count("video") <= 1 and kinds.count("text") <= 1
+    if not is_plain or any(len(one) > 1 for one in written):
+        return parts_to_messages(content)
+    if kinds == ["text"]:
+        return str(written[0]["text"])
+    values = {kind: [one[kind] for one in written if kind in one] for kind in dict.fromkeys(kinds)}
+    return {kind: found[0] if len(found) == 1 else found for kind, found in values.items()}

@@ -211,13 +211,13 @@ class Prompted:
         return replace(item, content=tuple(shown), instruction=None)
 
 
-def in_pictures(item: Item, model: str | None) -> Item:
-    """An item with a picture in place of each page of its documents, for models that read pictures; a clip is a UserError."""
+def in_pictures(item: Item, model: str | None, *, reads_clips: bool = False) -> Item:
+    """An item with a picture in place of each page of its documents, for models that read pictures; a clip may be a UserError."""
     if all(isinstance(part, (TextPart, ImagePart)) for part in item.content):
         return item
     content: list[Part] = []
     for part in item.content:
-        if isinstance(part, VideoPart):
+        if isinstance(part, VideoPart) and not reads_clips:
             raise UserError(f"item {item.id!r} shows a clip, which {model or 'this model'} does not read")
         if isinstance(part, PdfPart):
             for page in part.pages or range(1, pdf.num_pages(part.pdf) + 1):

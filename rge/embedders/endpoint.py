@@ -27,7 +27,7 @@ from rge.calls.wire.bodies import headers, served_model
 from rge.calls.wire.pictures import data_url
 from rge.calls.wire.replies import as_dict, dict_items, parse, valid_unicode
 from rge.common.errors import UserError
-from rge.common.parts import TextPart, is_short
+from rge.common.parts import TextPart, content_of, is_short, parts_to_messages, with_pictures
 from rge.common.schema import Item, check_finite
 from rge.embedders.common import BARE, DirectEncoder
 from rge.embedders.registry import Facts
@@ -38,11 +38,7 @@ from rge.web.client import make_client
 CONCURRENCY = 8
 """Items with pictures that are sent at once."""
 Content = tuple[str, list[dict[str, Any]]]
-"""The words, and the parts of a message with pictures as ``data:`` URLs in their order; none for a text alone."""
-
-
-def _words(text: str) -> dict[str, Any]:
-    return {"type": "text", "text": valid_unicode(text)}
+"""The words, and a chat with pictures as ``data:`` URLs in their order; empty for a text alone."""
 
 
 class Endpoint(DirectEncoder[Content]):
@@ -65,24 +61,21 @@ class Endpoint(DirectEncoder[Content]):
             raise UserError(f"item {item.id!r} has neither text nor images")
         pictures = zip(item.pictures, picture_digests(item), strict=True)
         urls = [data_url(Picture(ref, digest, self.config.max_side_px)) for ref, digest in pictures]
-        shown: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
         if not urls:
             return len(text), (valid_unicode(text), [])
-        if is_short(item.content):
-            return len(text), (text, [*shown, *([_words(text)] if text else [])])
-        left = iter(shown)
-        parts = [_words(part.text) if isinstance(part, TextPart) else next(left) for part in item.content]
-        return len(text), (text, parts)
+        content = (
+            content_of(text or None, urls) if is_short(item.content) else with_pictures(item.content, urls)
+        )
+        worded = (TextPart(valid_unicode(p.text)) if isinstance(p, TextPart) else p for p in content)
+        return len(text), (text, parts_to_messages(tuple(worded), urls=True))
 
     def embed(self, batch: Sequence[Content]) -> Tensor:
         """Embeddings (B, D); a `UserError` if the endpoint returns something else."""
-        texts = [row for row, (_, parts) in enumerate(batch) if not parts]
+        texts = [row for row, (_, chat) in enumerate(batch) if not chat]
         bodies: list[tuple[list[int], dict[str, Any]]] = []
         if texts:
             bodies.append((texts, {"input": [batch[row][0] for row in texts], "encoding_format": "float"}))
-        for row, (_, parts) in enumerate(batch):
-            if parts:
-                bodies.append(([row], {"messages": [{"role": "user", "content": parts}]}))
+        bodies += [([row], {"messages": chat}) for row, (_, chat) in enumerate(batch) if chat]
         with ThreadPoolExecutor(CONCURRENCY) as pool:
             answers = list(pool.map(lambda one: self._vectors(one[1], len(one[0])), bodies))
         if len(sizes := {len(vector) for vectors in answers for vector in vectors}) != 1:

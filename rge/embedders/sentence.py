@@ -4,6 +4,7 @@ The library applies pooling, normalisation and prompts from the model's files (`
 set's instructions are not used, since these models were not trained with them. Most models read only texts: then pictures
 of queries must be left out explicitly (``query_modality=text``), so that the figures are not mistaken for those of whole
 queries, and of candidates with text and picture only the text is used. Of a document's pages they read what is written on them.
+Models with a chat template are shown several pictures, and parts in any order, as a message; a clip's frames are the model's choice.
 """
 
 from collections.abc import Sequence
@@ -11,34 +12,42 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from PIL import Image
 from torch import Tensor
 
 from rge.common.errors import UserError
 from rge.common.images import load_image
-from rge.common.parts import PdfPart, TextPart
+from rge.common.parts import (
+    PdfPart,
+    TextPart,
+    VideoPart,
+    content_of,
+    is_short,
+    parts_to_input,
+    pictures_of,
+    with_pictures,
+)
 from rge.common.schema import Item
 from rge.content import pdf
-from rge.embedders.common import BARE, DirectEncoder, direct, loading
+from rge.embedders.common import BARE, DirectEncoder, direct, in_pictures, loading
 from rge.embedders.registry import Facts
 from rge.model.prompts import user_text
 
-TEXT, IMAGE, BOTH = "text", "image", "both"
+TEXT, IMAGE, BOTH, VIDEO, MESSAGE = "text", "image", "both", "video", "message"
 
 
 class Shown(NamedTuple):
-    """One input for the library; ``side`` selects the prompt, and ``kind`` is text, image or both."""
+    """One input for the library; ``side`` selects the prompt, and ``kind`` is text, image, both or message."""
 
     side: str
     kind: str
-    content: str | Image.Image | dict[str, Any]
+    content: str | dict[str, Any] | list[dict[str, Any]]
 
 
 class Sentences(DirectEncoder[Shown]):
     """A `sentence_transformers.SentenceTransformer`."""
 
     def __init__(self, facts: Facts, model: Any, dtype: str, *, trust_code: bool = False):
-        kinds = {TEXT: TEXT, IMAGE: IMAGE, BOTH: (IMAGE, TEXT)}
+        kinds = {TEXT: TEXT, IMAGE: IMAGE, BOTH: (IMAGE, TEXT), VIDEO: VIDEO, MESSAGE: MESSAGE}
         self.reads = [name for name, kind in kinds.items() if model.supports(kind)]
         settings = {
             "pooling": "the model's own modules",
@@ -52,7 +61,7 @@ class Sentences(DirectEncoder[Shown]):
     def readable(self, item: Item) -> Item:
         """The pages of documents as pictures, or for a model of texts as what is written on them."""
         if IMAGE in self.reads:
-            return super().readable(item)
+            return in_pictures(item, self.settings.model, reads_clips={VIDEO, MESSAGE} <= set(self.reads))
         content = tuple(
             TextPart("\n".join(pdf.texts(part.pdf, part.pages))) if isinstance(part, PdfPart) else part
             for part in item.content
@@ -61,24 +70,34 @@ class Sentences(DirectEncoder[Shown]):
 
     def prepare(self, item: Item, side: str) -> tuple[int, Shown]:
         """Text, picture or both; a UserError if the model does not accept them. Sorted by the text's length in characters."""
-        text, pictures = user_text(item, side, self.wording), item.pictures
-        if side == "candidate" and text and IMAGE not in self.reads:
-            pictures = ()
+        text, content = user_text(item, side, self.wording), item.content
         where, name = f"{side} {item.id!r}", self.settings.model
-        if len(pictures) > 1:
-            raise UserError(f"{where} has {len(pictures)} pictures, but {name} reads only one")
-        parts = [TEXT] * bool(text) + [IMAGE] * bool(pictures)
-        if not parts:
+        if is_short(content):
+            is_unread = side == "candidate" and text and IMAGE not in self.reads
+            content = content_of(text or None, () if is_unread else item.pictures)
+        if not content:
             raise UserError(f"item {item.id!r} has neither text nor images")
-        kind = parts[0] if len(parts) == 1 else BOTH
+        if any(isinstance(part, VideoPart) and part != VideoPart(part.video) for part in content):
+            raise UserError(f"{where} says which frames of a clip to show, and {name} chooses them itself")
+        shown = parts_to_input(with_pictures(content, map(load_image, pictures_of(content))))
+        if isinstance(shown, str):
+            kind = TEXT
+        elif isinstance(shown, list) or VIDEO in shown or isinstance(shown[IMAGE], list):
+            kind = MESSAGE
+        else:
+            kind = BOTH if len(shown) > 1 else IMAGE
+        if kind == MESSAGE and MESSAGE not in self.reads:
+            parts = [type(part).__name__.removesuffix("Part").lower() for part in content]
+            raise UserError(
+                f"{where} has {', '.join(parts)} in this order, but {name} reads one picture and a text"
+            )
         if kind not in self.reads:
-            has, reads = " and ".join(parts), " or ".join(self.reads)
+            has, reads = "text and image" if kind == BOTH else kind, " or ".join(self.reads)
             raise UserError(
                 f"{where} has {has}, but {name} reads only {reads}: query_modality=text or image leaves out the other, "
                 "rewrite=caption puts pictures in words, and adapter=clip combines both parts for CLIP and SigLIP"
             )
-        content: Any = text if kind == TEXT else load_image(pictures[0])
-        return len(text), Shown(side, kind, {TEXT: text, IMAGE: content} if kind == BOTH else content)
+        return len(text), Shown(side, kind, shown)
 
     def embed(self, batch: Sequence[Shown]) -> Tensor:
         """Embeddings (B, D); different kinds of inputs are embedded separately."""

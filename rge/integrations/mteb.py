@@ -6,24 +6,29 @@
 Wraps `rge.embedder.Embedder`. `eval.benchmarks.mteb_tasks` turns our retrieval sets into MTEB's tasks.
 """
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+from datasets import Video
 from mteb.models.abs_encoder import AbsEncoder
 from mteb.models.model_implementations import MODEL_REGISTRY
 from mteb.models.model_meta import ModelMeta, ScoringFunction
 from mteb.types import PromptType
+from torch.utils.data import DataLoader
 
 from rge.checkpoints.export import checkpoint_hash
 from rge.checkpoints.settings import read_settings
 from rge.common.parts import content_of
 from rge.common.schema import Item
 from rge.embedder import WINDOW_BATCHES, Embedder, local_folder
+from rge.integrations.sentence_transformers import clip_of
 from rge.model.adapter_files import base_of
+from rge.model.families import FAMILIES
 
 
 class ReasoningEncoder(AbsEncoder):
@@ -68,6 +73,7 @@ class ReasoningEncoder(AbsEncoder):
     ) -> np.ndarray:
         """Embed the batches of a loader, (N, D) float32, unit norm; only queries reason."""
         is_query = prompt_type == PromptType.query
+        inputs = _undecoded(inputs)
         fallback = self._instruction(task_metadata) if is_query else None
         items = (item for batch in inputs for item in _items(batch, fallback, is_query=is_query))
         if self.instruction is not None and is_query:
@@ -87,6 +93,12 @@ class ReasoningEncoder(AbsEncoder):
         return self.embedder.default_instruction if prompt is None else prompt or None
 
 
+class _Meta(ModelMeta):
+    def _resolve_extras_groups(self) -> list[str]:
+        """MTEB's optional requirements without torchcodec, by which it decodes clips: here PyAV does."""
+        return [group for group in super()._resolve_extras_groups() if group != "video"]
+
+
 def register(
     checkpoint: str | Path, name: str | None = None, *, revision: str | None = None, **options: Any
 ) -> ModelMeta:
@@ -104,12 +116,12 @@ def register(
     """
     folder = local_folder(checkpoint, revision)
     settings = read_settings(folder)
-    places = filter(None, (folder, base_of(folder, options.get("base"))))
+    places = [place for place in (folder, base_of(folder, options.get("base"))) if place is not None]
     weights = [path for place in places for path in place.glob("[!.]*.safetensors")]
     if name is None:
         on_hub = "/" in str(checkpoint) and not Path(checkpoint).expanduser().exists()
         name = str(checkpoint) if on_hub else "/".join(folder.resolve().parts[-2:])
-    meta = ModelMeta(
+    meta = _Meta(
         loader=cast(Any, ReasoningEncoder),
         loader_kwargs={"checkpoint": str(folder)},
         experiment_kwargs=options or None,
@@ -130,10 +142,16 @@ def register(
         use_instructions=True,
         training_datasets=None,
         adapted_from=(settings.recipe.get("model") or {}).get("path"),
-        modalities=["text", "image"],
+        modalities=["text", "image", *["video"] * _reads_clips(places)],
     )
     MODEL_REGISTRY[name] = meta
     return meta
+
+
+def _reads_clips(places: Sequence[Path]) -> bool:
+    """Whether the family of a checkpoint, or of its base, reads clips."""
+    [path, *_] = (place / "config.json" for place in places if (place / "config.json").is_file())
+    return FAMILIES[json.loads(path.read_text(encoding="utf-8"))["model_type"]].reads_clips
 
 
 def _num_parameters(path: Path) -> int:
@@ -146,9 +164,23 @@ def _num_parameters(path: Path) -> int:
 def _items(batch: dict[str, Any], fallback: str | None, *, is_query: bool) -> Iterator[Item]:
     """Items of a batch, with texts from before MTEB inserted instructions."""
     texts = batch.get("query", batch.get("text")) if is_query else batch.get("text")
-    images, own = batch.get("image"), batch.get("instruction") if is_query else None
-    for row in range(len(texts if texts is not None else images or ())):
-        text, pictures = (None if column is None else column[row] for column in (texts, images))
+    images, clips = batch.get("image"), batch.get("video")
+    own = batch.get("instruction") if is_query else None
+    columns = (texts, images, clips)
+    for row in range(next((len(column) for column in columns if column is not None), 0)):
+        text, pictures, clip = (None if column is None else column[row] for column in columns)
         several = pictures if isinstance(pictures, list) else [] if pictures is None else [pictures]
         instruction = (own[row] or None) if own is not None else fallback
-        yield Item(str(row), content_of(text, several), instruction)
+        shown = content_of(text, several)
+        if clip is not None:  # after the pictures, as in sentence-transformers' form
+            shown = (*shown[: len(several)], clip_of(clip), *shown[len(several) :])
+        yield Item(str(row), shown, instruction)
+
+
+def _undecoded(inputs: Any) -> Any:
+    """The loader with clips as files, so that the checkpoint's own rule chooses their frames, and torchcodec is not needed."""
+    features = getattr(getattr(inputs, "dataset", None), "features", None) or {}
+    if not isinstance(features.get("video"), Video) or not features["video"].decode:
+        return inputs
+    clips = inputs.dataset.cast_column("video", Video(decode=False))
+    return DataLoader(clips, inputs.batch_size, collate_fn=inputs.collate_fn, num_workers=inputs.num_workers)

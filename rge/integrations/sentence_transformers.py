@@ -116,7 +116,7 @@ class ReasoningEmbedder(InputModule):
 
     def preprocess(self, inputs: Sequence[Any], prompt: str | None = None, **_: Any) -> dict[str, Any]:
         """Parse inputs into parts; prompts are made in `forward`, which knows the side."""
-        return {"parts": [_content(value) for value in inputs], "prompt": prompt}
+        return {"parts": [content_from(value) for value in inputs], "prompt": prompt}
 
     def forward(
         self,
@@ -185,7 +185,7 @@ def _text_precedes(content: Content) -> bool:
     return is_text != sorted(is_text)
 
 
-def _content(value: Any) -> Content:
+def content_from(value: Any) -> Content:
     """The parts of an input: a text, a picture, a mapping of the library's, or a chat of one message."""
     if isinstance(value, str):
         return _texts([value])
@@ -195,7 +195,7 @@ def _content(value: Any) -> Content:
     if not isinstance(value, dict):
         return (ImagePart(picture_ref(value)),)
     if {"array", "video_metadata"} <= value.keys():
-        return (_clip(value),)
+        return (clip_of(value),)
     if unknown := set(value) - {"text", "image", "video"}:
         raise ValueError(
             f"an input has text, image and video, got {', '.join(sorted(map(str, unknown)))} too"
@@ -203,7 +203,7 @@ def _content(value: Any) -> Content:
     # Keys have no order that means anything, and MTEB's depends on its tables: pictures come first, as in training.
     images = (ImagePart(picture_ref(image)) for image in _several(value.get("image")))
     clip = value.get("video")
-    return (*images, *([] if clip is None else [_clip(clip)]), *_texts(_several(value.get("text"))))
+    return (*images, *([] if clip is None else [clip_of(clip)]), *_texts(_several(value.get("text"))))
 
 
 def _several(value: Any) -> list[Any]:
@@ -217,14 +217,20 @@ def _texts(values: Sequence[Any]) -> Content:
     return tuple(TextPart(text) for text in values if text.strip())
 
 
-def _clip(value: Any) -> VideoPart:
-    """A clip: a file, its frames as pictures, or as an array with or without the library's metadata."""
+def clip_of(value: Any) -> VideoPart:
+    """A clip: a file, its frames as pictures, or as an array with or without the library's metadata.
+
+    Also as the library `datasets` has it, a mapping with ``bytes``, ``path`` or both, or a decoder that still knows these.
+    """
     fps = None
-    if isinstance(value, dict):
+    value = getattr(value, "_hf_encoded", value)
+    if isinstance(value, dict) and "array" in value:
         metadata, value = value.get("video_metadata") or {}, value["array"]
         fps = metadata.get("fps") if isinstance(metadata, dict) else getattr(metadata, "fps", None)
-    if isinstance(value, bytes | str | os.PathLike):
-        return VideoPart(value if isinstance(value, bytes) else os.fspath(value))
+    if isinstance(value, bytes | str | os.PathLike | dict):
+        part = parts_from_json([{"video": value}], live=True)[0]
+        assert isinstance(part, VideoPart)
+        return part
     if hasattr(value, "shape"):
         value = [Image.fromarray(frame) for frame in _frames(np.asarray(value))]
     return VideoPart(tuple(map(picture_ref, value)), fps=fps)

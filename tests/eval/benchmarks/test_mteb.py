@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from clips import clip
 from eval_fakes import tables as small_tables
 from eval_fakes import write_tables
 from paths import ROOT
@@ -12,9 +13,12 @@ from paths import ROOT
 from eval.commands.export import ExportOptions, export
 from eval.commands.run import RunOptions, run
 from eval.sets.retrieval_set import load_set
+from eval.sets.write_set import Candidate, Query, write_set
 from rge.checkpoints.export import export as export_checkpoint
 from rge.checkpoints.export import settings_of
+from rge.common.errors import UserError
 from rge.common.images import load_image
+from rge.common.parts import TextPart, VideoPart
 from rge.embedder import Embedder
 
 mteb = pytest.importorskip("mteb")
@@ -106,6 +110,33 @@ def test_candidates_exclusions_and_missing_positives(checkpoint, tmp_path):
     (task,) = tasks(path)
     assert task.metadata.category == "it2i"
     assert_same(theirs(register(checkpoint), task), ours(checkpoint, path, tmp_path / "eval"), least=11)
+
+
+@pytest.mark.slow
+def test_clips_give_our_figures(checkpoint, tmp_path):
+    def films(num, first=0):
+        return [VideoPart(clip(range(0, 400, 40), size=(56, 56), first=first + 9 * n)) for n in range(num)]
+
+    queries = [
+        Query(f"q{n}", content=(*([one] if n % 2 else []), TextPart(f"film {n}")))
+        for n, one in enumerate(films(6, 70))
+    ]
+    corpus = [Candidate(f"c{n}", content=(one,)) for n, one in enumerate(films(12))]
+    write_set(
+        tmp_path / "set", meta={"name": "films"}, queries=queries, corpus=corpus,
+        qrels=[(query.id, f"c{2 * n}", 1) for n, query in enumerate(queries)],
+    )  # fmt: skip
+    (task,) = tasks(tmp_path / "set")
+    assert (task.metadata.category, task.metadata.modalities) == ("vt2v", ["text", "video"])
+    assert_same(
+        theirs(register(checkpoint), task), ours(checkpoint, tmp_path / "set", tmp_path / "eval"), least=11
+    )
+    moved = Query("q0", content=(TextPart("now"), corpus[0].content[0]))
+    write_set(
+        tmp_path / "other", meta={"name": "films"}, queries=[moved], corpus=corpus, qrels=[("q0", "c0", 1)],
+    )  # fmt: skip
+    with pytest.raises(UserError):
+        tasks(tmp_path / "other")
 
 
 def test_a_model_of_mteb_reasons_for_queries_alone(checkpoint, tmp_path):

@@ -16,7 +16,7 @@ from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, PreTra
 
 from eval.commands.run import RunOptions, run
 from rge.common.errors import UserError
-from rge.common.parts import PdfPart, VideoPart, content_of
+from rge.common.parts import ImagePart, PdfPart, TextPart, VideoPart, content_of
 from rge.common.schema import Item
 from rge.content.pdf import render
 from rge.embedders.registry import Facts, adapters, facts_of, load_model
@@ -92,7 +92,7 @@ def test_pages_are_pictures_or_what_is_written_on_them_and_clips_are_refused(fac
     encoder = Sentences(facts, library, "float32")
     embed(encoder, second, side="candidate")
     [(_, shown)] = library.asked
-    assert shown.tobytes() == render(source, 2).tobytes()
+    assert shown["image"].tobytes() == render(source, 2).tobytes()
     for item in (Item("7", (PdfPart(source),)), Item("8", (VideoPart("x.mp4"),))):  # two pictures, and a clip
         with pytest.raises(UserError):
             embed(encoder, item, side="candidate")
@@ -102,20 +102,34 @@ def test_pictures_reach_a_model_that_takes_them(facts):
     library = Library("text", "image", ("image", "text"))
     encoder = Sentences(facts, library, "float32")
     found = embed(encoder, SHOWN, Item("5", content_of(None, (picture(2),))), TEXTS[0])
-    (both, alone, text) = sorted(
-        (one for _, one in library.asked), key=lambda one: type(one).__name__ != "dict"
-    )[:3]
-    kinds = {type(one).__name__ for one in (both, alone, text)}
-    assert kinds == {"dict", "Image", "str"}
+    kinds = {tuple(one) if isinstance(one, dict) else one for _, one in library.asked}
+    assert kinds == {("image", "text"), ("image",), TEXTS[0].text}
+    (both,) = (one for _, one in library.asked if "text" in one and isinstance(one, dict))
     assert both["text"] == "egg"
     np.testing.assert_array_equal(np.asarray(both["image"])[0, 0], [37, 101, 0])
     assert found.shape == (3, 2)
-    with pytest.raises(UserError, match="query '6' has 2 pictures, but some/model reads only one"):
-        embed(encoder, Item("6", content_of("egg", (picture(1), picture(2)))))
+    several = Item("6", content_of("egg", (picture(1), picture(2))))
+    with pytest.raises(UserError, match="query '6'"):
+        embed(encoder, several)
     with pytest.raises(
         UserError, match="query '4' has text and image, but some/model reads only text or image"
     ):
         embed(Sentences(facts, Library("text", "image"), "float32"), SHOWN)
+
+
+def test_a_chat_model_is_shown_parts_in_their_order(facts):
+    library = Library("text", "image", ("image", "text"), "video", "message")
+    encoder = Sentences(facts, library, "float32")
+    embed(encoder, Item("6", content_of("egg", (picture(1), picture(2)))))
+    [(_, shown)] = library.asked
+    assert [list(shown), len(shown["image"]), shown["text"]] == [["image", "text"], 2, "egg"]
+    library.asked.clear()
+    embed(encoder, Item("7", (TextPart("this"), ImagePart(picture(1)), TextPart("in"), VideoPart("x.mp4"))))
+    [(_, [message])] = library.asked
+    assert [next(iter(part.values())) for part in message["content"]] == ["text", "image", "text", "video"]
+    assert message["content"][3] == {"type": "video", "video": "x.mp4"}
+    with pytest.raises(UserError):  # the model would show the whole clip
+        embed(encoder, Item("8", (VideoPart("x.mp4", start=1.0),)))
 
 
 def test_without_the_library_it_is_named(tmp_path, monkeypatch):

@@ -13,13 +13,21 @@ from clips import clip
 from pdfs import GREEN, RED, page, pdf
 
 from rge.common.errors import UserError
-from rge.common.parts import VideoPart, parts_from_json
+from rge.common.parts import (
+    ImagePart,
+    PdfPart,
+    TextPart,
+    VideoPart,
+    parts_from_json,
+    parts_to_input,
+    parts_to_messages,
+)
 from rge.common.schema import Item
 from rge.embedder import Embedder
 
 sentence_transformers = pytest.importorskip("sentence_transformers")
 
-from rge.integrations.sentence_transformers import ReasoningEmbedder  # noqa: E402
+from rge.integrations.sentence_transformers import ReasoningEmbedder, content_from  # noqa: E402
 
 
 @pytest.fixture
@@ -139,6 +147,40 @@ def test_pages_and_clips_come_as_in_the_embedder(checkpoint, tmp_path, picture):
     for bad in (np.zeros((2, 4, 4), np.uint8), np.zeros((2, 3, 4, 3), np.uint8), np.zeros((2, 4, 4, 3))):
         with pytest.raises(ValueError, match="video of shape"):
             theirs[0].preprocess([{"video": bad}])
+
+
+def test_content_goes_to_other_forms_and_back(tmp_path, picture):
+    """A text, a mapping or messages of sentence-transformers, whichever is simplest, and vLLM's messages with addresses."""
+    image, other = picture(60, 40), picture(30, 30, 2)
+    text, key = TextPart("What opens this?"), TextPart("a key")
+    film, pages = VideoPart("a.mp4"), PdfPart("m.pdf", (2, 3), 72)
+    forms = [
+        ((text,), str),
+        ((ImagePart(image),), dict),
+        ((ImagePart(image), ImagePart(other), film, text), dict),
+        ((VideoPart((image, image)), text), dict),
+        ((text, ImagePart(image)), list),
+        ((text, key), list),
+        ((film, VideoPart("b.mp4")), list),
+        ((VideoPart("a.mp4", 1.0, 2.5, num_frames=8), text), list),
+        ((VideoPart((image, image), fps=2.0),), list),
+        ((pages, key), list),
+    ]
+    for content, form in forms:
+        assert type(parts_to_input(content)) is form
+        assert content_from(parts_to_input(content)) == content
+        [message] = parts_to_messages(content)
+        assert parts_from_json(message["content"], live=True) == content
+    url, data = "https://example.org/a.png", b"clip"
+    [message] = parts_to_messages((ImagePart(url), key, VideoPart(data, fps=2.0)), urls=True)
+    shown, words, clip_part = message["content"]
+    assert shown == {"type": "image_url", "image_url": {"url": url}}
+    assert words == {"type": "text", "text": "a key"}
+    assert clip_part["video_url"]["url"].startswith("data:")
+    assert parts_from_json(message["content"], live=True) == (ImagePart(url), key, VideoPart(data, fps=2.0))
+    for refused in ((pages,), (VideoPart((image,)),)):
+        with pytest.raises(ValueError, match="address"):
+            parts_to_messages(refused, urls=True)
 
 
 def loaded(checkpoint, **options):

@@ -9,6 +9,8 @@ import json
 import httpx
 import numpy as np
 import pytest
+from clips import clip
+from PIL import Image
 
 from rge.embedder import Embedder
 
@@ -151,6 +153,49 @@ def test_mteb(checkpoint, images, expected):
             for side in SIDES:
                 found = model.encode(Batches([batch]), prompt_type=PromptType[side], **about)
                 assert_same(found, expected[side])
+
+
+def test_mteb_s_clips(checkpoint, embedder, images, tmp_path):
+    """Clips as MTEB's loader has them, without torchcodec; decoders, frames and missing ones in a batch."""
+    mteb = pytest.importorskip("mteb")
+    from datasets import Dataset, Features, Value, Video
+    from mteb._create_dataloaders import create_dataloader
+    from mteb.types import PromptType
+
+    from rge.integrations.mteb import register
+
+    film = tmp_path / "a.mp4"
+    film.write_bytes(clip(range(0, 2000, 40), size=(56, 56)))
+    meta = register(checkpoint, "me/clips")
+    assert "video" in meta.modalities
+    model = mteb.get_model("me/clips", device="cpu")
+    metadata = mteb.get_task("CIRRIT2IRetrieval").metadata
+    metadata = metadata.model_copy(
+        update={"prompt": None, "category": "vt2vt", "modalities": ["text", "video"]}
+    )
+    features = Features({"id": Value("string"), "text": Value("string"), "video": Video()})
+    rows = {
+        "id": ["1", "2"],
+        "text": ["a key", "two"],
+        "video": [str(film), {"bytes": film.read_bytes(), "path": None}],
+    }
+    about = {"task_metadata": metadata, "hf_split": "test", "hf_subset": "default"}
+    for side in SIDES:
+        kind = PromptType[side]
+        loader = create_dataloader(
+            Dataset.from_dict(rows, features=features), task_metadata=metadata, prompt_type=kind, batch_size=2
+        )
+        encode = getattr(embedder, f"encode_{side}")
+        expected = [encode(content=[{"video": str(film)}, {"text": text}]) for text in rows["text"]]
+        assert_same(model.encode(loader, prompt_type=kind, **about), np.stack(expected))
+        decoder = type("VideoDecoder", (), {"_hf_encoded": {"path": str(film), "bytes": None}})()
+        frames = [image[0] for image in images[3:5]]
+        frames = np.stack([np.asarray(image.resize((56, 84))) for image in frames])
+        batch = {"text": ["a key", "", "two"], "video": [decoder, frames.transpose(0, 3, 1, 2), None]}
+        shown = [Image.fromarray(frame) for frame in frames]
+        expected = [expected[0], encode(content=[{"video": shown}]), encode("two")]
+        batch |= {"query": batch["text"]}
+        assert_same(model.encode([batch], prompt_type=kind, **about), np.stack(expected))
 
 
 def test_the_server(embedder, images, expected):

@@ -237,10 +237,11 @@ Rules = dict[str, Callable[[Recipe], object]]
 _RULES: Rules = {
     "export.adapters_only=true needs adapters, and all weights are trained: set model.lora, e.g. {{rank: 16}}, or "
     "export.adapters_only=false": lambda r: r.export.adapters_only and r.model.lora is None,
-    "rollout.direct_share takes the reasoned state from some queries, loss.states.{r.loss.states.further[0]} adds a state to "
-    "all: set one of them to 0": lambda r: r.rollout.direct_share and r.loss.states.further,
-    "the stage rl trains the reasoned state alone: set loss.states.{r.loss.states.further[0]}=0": lambda r: (
-        r.loss.states.further and "rl" in r.stages()
+    "rollout.direct_share takes the reasoned state from some queries, loss.direct adds a state to all: set one of them to 0": (
+        lambda r: r.rollout.direct_share and r.loss.direct
+    ),
+    "the stage rl trains the reasoned state alone: set loss.direct=0": lambda r: (
+        r.loss.direct and "rl" in r.stages()
     ),
     "the stage rl trains whole rationales: set loss.budget=0": lambda r: r.loss.budget and "rl" in r.stages(),
 }

@@ -12,26 +12,11 @@ from rge.common.options import IN_COLD_START, AtLeastOne, BelowOne, Count, NotNe
 
 
 @dataclass
-class StatesConfig:
-    """Which states of a query InfoNCE is computed on, by their weights; it is their weighted mean. docs/modes.md."""
-
-    reasoned: Positive = 1.0
-    """Weight of the state after a rationale: the anchor that `loss.anchor` names."""
-    direct: NotNegative = 0.0
-    """Weight of the state directly after the prompt, from the same pass, so that one checkpoint works in both modes."""
-
-    @property
-    def further(self) -> list[str]:
-        """States in addition to the anchor's, by name."""
-        return ["direct"] if self.direct else []
-
-
-@dataclass
 class AdaptiveConfig:
     """Teach the model to answer easy queries with `<emb>` at once.
 
     Where its direct state already ranks a right candidate first, the LM target is `<emb>` alone instead of the oracle
-    rationale, as in TRACE (arXiv:2603.02929), where a larger model marks the easy queries. Needs `loss.states.direct`.
+    rationale, as in TRACE (arXiv:2603.02929), where a larger model marks the easy queries. Needs `loss.direct`.
     """
 
     share: BelowOne = 0.0
@@ -66,14 +51,16 @@ class LossConfig:
     """With `anchor=mix`: share of the queries, redrawn in each step, that are embedded after the oracle rationale."""
     oracle_decay_steps: AtLeastOne | None = None
     """With `anchor=mix`: steps over which the share falls linearly from `oracle_share` to 0; null: it stays constant."""
-    states: StatesConfig = field(default_factory=StatesConfig)
+    direct: NotNegative = 0.0
+    """Weight of the state directly after the prompt, where the anchor's is 1, from the same pass: one checkpoint works in
+    both modes (docs/modes.md). The contrastive loss is the weighted mean of both states'."""
     budget: Share = 0.0
     """Share of the queries, redrawn in each step, whose own rationale ends after a number of tokens drawn from 0 to
     `rollout.max_new_tokens`; the anchor is the state there. So one checkpoint works with any `max_rationale_tokens` of a
     request (docs/modes.md)."""
     align: NotNegative = 0.0
     """Weight, within the contrastive part, of the KL divergence from the anchor's ranking of the candidates (with several
-    rationales, the first one's) to that of each further state (`states`). The anchor gets no gradient from it."""
+    rationales, the first one's) to that of the direct state (`direct`). The anchor gets no gradient from it."""
     align_temperature: Positive | None = None
     """Temperature of both rankings in `align`; null: `temperature`."""
     adaptive: AdaptiveConfig = field(default_factory=AdaptiveConfig)
@@ -106,13 +93,13 @@ class LossConfig:
 
     def problems(self) -> Iterator[str]:
         """What contradicts itself."""
-        adaptive, further = self.adaptive, self.states.further
+        adaptive = self.adaptive
         if not any(self.terms.values()):
             yield "loss.terms leaves no contrastive loss: give one of them a weight above 0"
         if self.anchor == "mix" and self.oracle_decay_steps is None and self.oracle_share == 1:
             yield "loss.oracle_share=1 mixes nothing: that is loss.anchor=oracle; or give loss.oracle_decay_steps"
-        if adaptive.share and not self.states.direct:
-            yield f"loss.adaptive.share={adaptive.share} needs the direct state: set loss.states.direct, e.g. 1"
+        if adaptive.share and not self.direct:
+            yield f"loss.adaptive.share={adaptive.share} needs the direct state: set loss.direct, e.g. 1"
         if adaptive.floor > adaptive.share:
             yield f"loss.adaptive.floor={adaptive.floor} is above loss.adaptive.share={adaptive.share}"
         if adaptive.share and not (self.alpha_lm and self.alpha_con):
@@ -120,10 +107,10 @@ class LossConfig:
                 f"loss.adaptive.share={adaptive.share} changes the LM loss by what the contrastive loss compares, and the weight "
                 "of one of them is 0: set loss.ratio, e.g. 1:10"
             )
-        if self.align and not further:
-            yield f"loss.align={self.align} needs a second state: set loss.states.direct, e.g. 1"
-        if self.anchor == "none" and further:
-            yield "loss.anchor=none trains the direct state alone: set loss.states.direct=0, or another loss.anchor"
+        if self.align and not self.direct:
+            yield f"loss.align={self.align} needs a second state: set loss.direct, e.g. 1"
+        if self.anchor == "none" and self.direct:
+            yield "loss.anchor=none trains the direct state alone: set loss.direct=0, or another loss.anchor"
 
 
 def _weights_of_ratio(ratio: str) -> tuple[float, float]:

@@ -26,6 +26,33 @@ ContrastiveLoss = Callable[..., Tensor]
 argument ``teacher`` gets a `Teacher`, as `kl` does."""
 
 
+class Labels(NamedTuple):
+    """What is known of the candidates of all ranks (C), by query (B) or by query state; on the host."""
+
+    positive_BC: Tensor  # bool, the right answers of the query
+    ignored_BC: Tensor  # bool, left out for this query
+    labelled_BC: Tensor | None = None  # bool, its labelled negatives
+    score_BC: Tensor | None = None  # float32, a judge's scores; NaN where there is none, None: there are none
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> "Labels":
+        """The same with every tensor changed."""
+        changed = [None if of_queries is None else change(of_queries) for of_queries in self]
+        return Labels(*changed)  # type: ignore[arg-type]
+
+    def num_negatives(self) -> tuple[int, int]:
+        """Number of negatives, and of labelled ones among them."""
+        negative_BC = ~(self.positive_BC | self.ignored_BC)
+        labelled = 0 if self.labelled_BC is None else int((negative_BC & self.labelled_BC).sum())
+        return int(negative_BC.sum()), labelled
+
+    def num_scored(self) -> Tensor:
+        """Number of queries of which a judge scored a positive and a negative."""
+        if self.score_BC is None:
+            return torch.tensor(0)
+        scored_BC = ~self.score_BC.isnan()
+        return ((scored_BC & self.positive_BC).any(dim=1) & (scored_BC & ~self.positive_BC).any(dim=1)).sum()
+
+
 class Teacher(NamedTuple):
     """A judge's scores of the targets of the queries' own records, and how they are compared with cosines."""
 
@@ -116,15 +143,7 @@ def info_nce(
 
 
 @register_loss("kl")
-def kl(
-    q_BD: Tensor,
-    c_CD: Tensor,
-    positive_BC: Tensor,
-    ignored_BC: Tensor,
-    *,
-    temperature: float,
-    teacher: Teacher,
-) -> Tensor:
+def kl(q_BD: Tensor, c_CD: Tensor, *_: Tensor, temperature: float, teacher: Teacher) -> Tensor:
     """KL divergence from a judge's distribution over each query's scored targets to that of the embeddings, summed over the queries.
 
     Source: listwise distillation as in RocketQAv2 (arXiv:2110.07367) and sentence-transformers' DistillKLDivLoss. Differs: each side
@@ -141,13 +160,7 @@ def kl(
 
 @register_loss("margin_mse")
 def margin_mse(
-    q_BD: Tensor,
-    c_CD: Tensor,
-    positive_BC: Tensor,
-    ignored_BC: Tensor,
-    *,
-    temperature: float,
-    teacher: Teacher,
+    q_BD: Tensor, c_CD: Tensor, positive_BC: Tensor, *_: Tensor, temperature: float, teacher: Teacher
 ) -> Tensor:
     """Squared difference of the embeddings' and a judge's margins between positives and negatives, summed over the queries.
 

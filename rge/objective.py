@@ -3,9 +3,8 @@
 Shape suffixes: B = queries of this rank, C = candidates of all ranks, D = hidden size.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +15,7 @@ from rge.data.collate import Batch
 from rge.distributed import collectives as dist
 from rge.loss_config import AdaptiveConfig
 from rge.losses import (
+    Labels,
     Teacher,
     alignment,
     contrastive_losses,
@@ -30,11 +30,43 @@ from rge.rl.rewards import find_reward
 from rge.rollout.generate import Rationale
 
 
+class Summed(NamedTuple):
+    """A loss or figure, summed over the states of this rank's queries that it concerns."""
+
+    value: Tensor
+    num_each: int = 1  # of a query's states
+
+    def divisor(self, num_queries: float) -> float:
+        """What the sum over so many queries is divided by for their mean."""
+        return num_queries * self.num_each
+
+
+@dataclass(frozen=True)
+class Columns:
+    """States that every query has, next to one another among all of its states, and their weight within L_con."""
+
+    suffix: str  # of their figures
+    start: int
+    stop: int
+    weight: float
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def states(self, q_BSD: Tensor) -> Tensor:
+        """(N, D) these states of all queries, query after query."""
+        return q_BSD[:, self.start : self.stop].flatten(0, 1)
+
+    def labels(self, labels: Labels) -> Labels:
+        """Labels (N, C) of these states: those of one query are compared with the same candidates."""
+        return labels.each(lambda of_query_BC: of_query_BC.repeat_interleave(len(self), dim=0))
+
+
 class Contrast(NamedTuple):
     """Result of comparing query states with candidates."""
 
-    loss: Tensor  # summed over all states of the queries
-    figures: dict[str, tuple[Tensor, int]]  # by name in the report, a sum and its number of values per query
+    loss: Summed
+    figures: dict[str, Summed]  # by name in the report
     # Of the direct state, see `rge.losses.lead_over_negatives`; None if none is trained.
     lead_B: Tensor | None = None
 
@@ -60,10 +92,10 @@ class Objective:
     sampled_at: float = 1.0  # temperature of the policy gradient's rationales
     num_updates: int = 1  # optimizer updates per rollout
     rewards_oracle: bool = False  # a reward reads the oracle rationale
-    # Shares of L_con for further states of the same queries, ``direct``; the rest is the anchor's.
-    states: Mapping[str, float] = field(default_factory=dict)
-    # Weight within L_con of the KL divergence from the anchor's ranking to each further state's.
-    align: float = 0.0
+    direct: float = 0.0  # share of L_con for the direct state of the same queries; the rest is the anchor's
+    align: float = (
+        0.0  # weight within L_con of the KL divergence from the anchor's ranking to the direct state's
+    )
     align_temperature: float = 0.03  # of both sides of that divergence
     adaptive: AdaptiveConfig | None = None  # which queries' LM target becomes ``<emb>`` alone
 
@@ -73,7 +105,6 @@ class Objective:
         loss, rl = recipe.loss, recipe.rl
         if stage == "cold_start":
             return cls(1.0, 0.0, lm_on_candidates=loss.lm_on_candidates)
-        weights = vars(loss.states)
         joint = cls(
             loss.alpha_lm,  # type: ignore[arg-type]  # `load_recipe` has filled both in
             loss.alpha_con,  # type: ignore[arg-type]
@@ -82,7 +113,7 @@ class Objective:
             loss.lm_on_candidates,
             tuple(loss.matryoshka_dims),
             {name: weight for name, weight in loss.terms.items() if weight},
-            states={name: weights[name] / sum(weights.values()) for name in loss.states.further},
+            direct=loss.direct / (1 + loss.direct),
             teacher_temperature=loss.teacher_temperature or loss.temperature,
             teacher_scale=loss.teacher_scale,
             align=loss.align,
@@ -155,7 +186,7 @@ class Objective:
         """States per query that are compared with the candidates."""
         if self.needs_rollout:
             return len(rationales) // len(batch.queries)
-        return 1 + len(self.states)
+        return 1 + (self.direct > 0)
 
     def num_lm_tokens(self, batch: Batch, easy_B: Sequence[bool] | None = None) -> float:
         """Weighted number of LM labels in a batch, in which the target of queries in `easy_B` is ``<emb>`` alone."""
@@ -203,7 +234,7 @@ class Objective:
     ) -> list[Branch]:
         """The continuations of one query's prompt: those whose state is read, the anchor's first, then the LM targets.
 
-        Rationales are equally many per query, those of further states last. With `sampled`, the log probabilities of the
+        Rationales are equally many per query, that of the direct state last. With `sampled`, the log probabilities of the
         rollout's tokens are read too, for the policy gradient.
         """
         emb_id, targets = embedder.emb_id, self.lm_targets
@@ -213,7 +244,7 @@ class Objective:
             own = rationales[row * num_each : (row + 1) * num_each]
             branches = [Branch([*each.ids, emb_id], read_state=True, sampled=sampled) for each in own]
         elif self.alpha_con > 0:
-            num_direct = (self.anchor == "none") + len(self.states)
+            num_direct = (self.anchor == "none") + (self.direct > 0)
             branches = [Branch([emb_id], read_state=True) for _ in range(num_direct)]
             if self.anchor == "oracle":  # one branch may be both read and learned
                 branches.insert(0, Branch(batch.oracle_ids[row], read_state=True, predict="words" in targets))
@@ -228,72 +259,66 @@ class Objective:
         return Branch([emb_id], read_state=self.compares, predict=label)
 
     def contrastive(
-        self,
-        q_ND: Tensor,
-        c_CD: Tensor,
-        positive_BC: Tensor,
-        ignored_BC: Tensor,
-        num_added: int = 0,
-        score_BC: Tensor | None = None,
-        num_each: int | None = None,
+        self, q_ND: Tensor, c_CD: Tensor, labels: Labels, *, num_added: int = 0, num_each: int | None = None
     ) -> Contrast:
-        """The contrastive losses, the same in training and in validation; masks as in `rge.losses.info_nce`.
+        """The contrastive losses, the same in training and in validation.
 
         `q_ND` are states of B queries, equally many each, in the order of `query_branches`; hit_at_1 does not count the last
-        `num_added` of each. `score_BC` are a judge's scores, NaN where there is none; None: there are none. If the objective `gathers`,
-        all ranks call it equally often, with any number of queries; one without queries needs `num_each`, the number of states of each.
+        `num_added` of each. If the objective `gathers`, all ranks call it equally often, with any number of queries; one without
+        queries needs `num_each`, the number of states of each.
         """
-        num_each = num_each or q_ND.shape[0] // positive_BC.shape[0]
+        num_each = num_each or q_ND.shape[0] // labels.positive_BC.shape[0]
         q_BSD = q_ND.unflatten(0, (-1, num_each))
         total: dict[str, Any] = {}
-        figures: dict[str, tuple[Tensor, int]] = {}
-        for suffix, columns, weight in self._parts(num_each):
-            size = columns.stop - columns.start
-            q = q_ND if size == num_each else q_BSD[:, columns].flatten(0, 1)
-            # Several states of one query are compared with the same candidates.
-            masks = [mask.repeat_interleave(size, dim=0) for mask in (positive_BC, ignored_BC)]
+        figures: dict[str, Summed] = {}
+        for columns in self._columns(num_each):
+            q, own, size = columns.states(q_BSD), columns.labels(labels), len(columns)
+            masks = own.positive_BC, own.ignored_BC
             teacher = None
-            if score_BC is not None:
-                of_states = score_BC.repeat_interleave(size, dim=0)
-                teacher = Teacher(of_states, self.teacher_temperature, self.teacher_scale)
+            if own.score_BC is not None:
+                teacher = Teacher(own.score_BC, self.teacher_temperature, self.teacher_scale)
             losses = contrastive_losses(
                 q, c_CD, *masks, terms=self.terms, temperature=self.temperature, sizes=self.matryoshka_dims,
                 teacher=teacher, gather=_of_all_ranks(q.device) if self.gathers else None, num_processes=dist.world_size(),
             )  # fmt: skip
             for name, loss in losses.items():
-                total[name] = total.get(name, 0) + loss * (weight * num_each / size)
+                # A mean over these states, times their weight, as part of a sum over all states.
+                total[name] = total.get(name, 0) + loss * (columns.weight * num_each / size)
             counted = size - num_added
             rows = torch.arange(len(q)) % size < counted if num_added else slice(None)
             hits = hit_at_1(q.detach()[rows], c_CD.detach(), *(mask[rows] for mask in masks))
-            figures[f"hit_at_1{suffix}"] = hits, counted
-            if suffix:
-                figures[f"loss_contrastive{suffix}"] = losses["contrastive_loss"].detach(), size
+            figures[f"hit_at_1{columns.suffix}"] = Summed(hits, counted)
+            if columns.suffix:
+                figures[f"loss_contrastive{columns.suffix}"] = Summed(
+                    losses["contrastive_loss"].detach(), size
+                )
         if self.needs_scores:
-            scored_B = (
-                torch.zeros(len(positive_BC)) if score_BC is None else _is_scored(score_BC, positive_BC)
-            )
-            figures["scored_rate"] = scored_B.sum().to(q_ND.device), 1
-        state_BD = {name: q_BSD[:, place - len(self.states)] for place, name in enumerate(self.states)}
+            figures["scored_rate"] = Summed(labels.num_scored().to(q_ND.device))
         lead_B = None
-        if "direct" in state_BD:
-            lead_B = lead_over_negatives(state_BD["direct"].detach(), c_CD.detach(), positive_BC, ignored_BC)
-        if self.align and state_BD:
-            pull = partial(alignment, temperature=self.align_temperature)
-            pulls = [pull(state, q_BSD[:, 0], c_CD, ignored_BC) for state in state_BD.values()]
-            pulled = torch.stack(pulls).sum()
-            total["contrastive_loss"] = total["contrastive_loss"] + pulled * (self.align * num_each)
-            figures["loss_align"] = pulled.detach(), 1
+        if self.direct:
+            direct_BD = q_BSD[:, -1]
+            lead_B = lead_over_negatives(
+                direct_BD.detach(), c_CD.detach(), labels.positive_BC, labels.ignored_BC
+            )
+            if self.align:
+                pulled = alignment(
+                    direct_BD, q_BSD[:, 0], c_CD, labels.ignored_BC, temperature=self.align_temperature
+                )
+                total["contrastive_loss"] = total["contrastive_loss"] + pulled * (self.align * num_each)
+                figures["loss_align"] = Summed(pulled.detach())
         if len(self.terms) > 1:
-            figures |= {f"loss_{name}": (total[name].detach(), num_each) for name in self.terms}
-        figures["loss_contrastive"] = total["contrastive_loss"].detach(), num_each
-        return Contrast(total["contrastive_loss"], figures, lead_B)
+            figures |= {f"loss_{name}": Summed(total[name].detach(), num_each) for name in self.terms}
+        figures["loss_contrastive"] = Summed(total["contrastive_loss"].detach(), num_each)
+        return Contrast(Summed(total["contrastive_loss"], num_each), figures, lead_B)
 
-    def _parts(self, num_each: int) -> Iterator[tuple[str, slice, float]]:
-        """The anchor's states, then each further state: suffix of its figures, columns and weight."""
-        first = num_each - len(self.states)
-        yield "", slice(0, first), 1 - sum(self.states.values())
-        for place, (name, share) in enumerate(self.states.items(), start=first):
-            yield f"_{name}", slice(place, place + 1), share
+    def _columns(self, num_each: int) -> list[Columns]:
+        """The anchor's states, and the direct one."""
+        if not self.direct:
+            return [Columns("", 0, num_each, 1.0)]
+        return [
+            Columns("", 0, num_each - 1, 1 - self.direct),
+            Columns("_direct", num_each - 1, num_each, self.direct),
+        ]
 
 
 def _of_all_ranks(device: torch.device) -> Callable[[Tensor], Tensor]:
@@ -305,9 +330,3 @@ def _of_all_ranks(device: torch.device) -> Callable[[Tensor], Tensor]:
         return found.to(rows.device, rows.dtype)
 
     return gather
-
-
-def _is_scored(score_BC: Tensor, positive_BC: Tensor) -> Tensor:
-    """(B,) whether a judge scored a positive and a negative of the query."""
-    scored_BC = ~score_BC.isnan()
-    return (scored_BC & positive_BC).any(dim=1) & (scored_BC & ~positive_BC).any(dim=1)

@@ -138,7 +138,7 @@ def train_stage(
     skipped = 0  # steps in a row
     waited = time.perf_counter()
     for step, batch in manager.steps(loader):
-        began = time.perf_counter()
+        began, is_logged = time.perf_counter(), logs.is_due(step + 1)
         lr = learning_rate(step, num_steps, stage)
         set_learning_rate(optimizer, lr)
 
@@ -148,7 +148,7 @@ def train_stage(
             with dist.whole_model(accelerator, model):
                 rollout = writer(step, batch)
                 if reinforcement is not None:
-                    credit = reinforcement.begin(batch, rollout.rationales, logs.is_due(step + 1))
+                    credit = reinforcement.begin(batch, rollout.rationales, is_logged)
                     rollout = rollout._replace(rationales=credit.rationales)
         rollout = rollout._replace(easy_share=easy_share(recipe.loss, step))
         rolled_out = time.perf_counter()
@@ -159,7 +159,7 @@ def train_stage(
                 if update:
                     rollout = rollout.after_update()
                 # 2. All losses from one forward over prompt, own rationales and oracle rationale; backward.
-                report |= training_step(batch, rollout, credit)
+                report |= training_step(batch, rollout, credit, by_source=is_logged)
 
                 # 3. Clip and step, the same on every back end.
                 source = f"step {step + 1}, records of this batch: {batch.record_ids}"

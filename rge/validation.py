@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rge.comparison import Candidates
 from rge.config import Recipe
 from rge.data.collate import Batch, Collator, PromptBuilders
 from rge.data.mixture import Draw
@@ -21,7 +22,6 @@ from rge.distributed import collectives as dist
 from rge.model.embedding_model import EmbeddingModel, Readout, eval_mode
 from rge.objective import Objective
 from rge.rollout.generate import Rationale, generate
-from rge.step import candidate_masks, gathered_identities, judged_scores
 
 
 def problems(recipe: Recipe, sources: Mapping[str, Records]) -> Iterator[str]:
@@ -153,7 +153,7 @@ class Validation:
                 batch.queries,
                 max_new_tokens=self.max_new_tokens,
                 batch_size=self.micro_batch_size,
-                given=[()] * len(objective.states),
+                with_direct=objective.direct > 0,
             )
         q_branches = [
             objective.query_branches(batch, rationales, embedder, row) for row in range(len(batch.queries))
@@ -166,30 +166,18 @@ class Validation:
 
     def _contrastive(self, chunks: Sequence[Batch], q_ND: Tensor, t_ND: Tensor) -> dict[str, float]:
         """Every query against the candidates of all records: `Contrast.figures`, summed over the queries."""
-        sizes = dist.gather_sizes(t_ND.shape[0], t_ND.device)
-        c_CD = dist.gather_rows(t_ND, sizes)
-        identity_C, _ = gathered_identities(chunks, sizes, t_ND.device)
-        first = sum(sizes[: dist.rank()])
+        objective = self.objective
+        candidates = Candidates.gather(chunks, t_ND)._replace(group_C=None)
         num_each = len(q_ND) // sum(len(batch.queries) for batch in chunks)
         sums: defaultdict[str, float] = defaultdict(float)
-        row, parts = 0, []
-        for batch in chunks:
-            positive_BC, ignored_BC, _ = candidate_masks(batch, identity_C, first)
-            q = q_ND[row : row + len(batch.queries) * num_each]
-            scores = None
-            if self.objective.needs_scores:
-                scores = judged_scores(batch, len(identity_C), first)
-            parts.append((q, positive_BC, ignored_BC, scores))
-            row += len(q)
-            first += len(batch.candidates)
-            if self.objective.gathers and batch is not chunks[-1]:
-                continue  # it compares the queries of all chunks at once
-            q, positive_BC, ignored_BC, *judged = (
-                torch.cat(part) for part in zip(*parts, strict=True) if part[0] is not None
-            )
-            score_BC = judged[0] if judged else None
-            contrast = self.objective.contrastive(q, c_CD, positive_BC, ignored_BC, score_BC=score_BC)
-            for name, (total, size) in contrast.figures.items():
-                sums[name] += float(total) / size
-            parts = []
+        # Chunk by chunk, to save memory, unless a loss compares the queries of all chunks at once.
+        for batches in [chunks] if objective.gathers else [[batch] for batch in chunks]:
+            size = num_each * sum(len(batch.queries) for batch in batches)
+            labels = candidates.labels(batches, scored=objective.needs_scores)
+            contrast = objective.contrastive(q_ND[:size], candidates.state_CD, labels)
+            for name, figure in contrast.figures.items():
+                sums[name] += float(figure.value) / figure.num_each
+            q_ND = q_ND[size:]
+            first = candidates.first + sum(len(batch.candidates) for batch in batches)
+            candidates = candidates._replace(first=first)
         return dict(sums)

@@ -184,7 +184,7 @@ class Settings(_Frozen):
             )
         if mode == "auto" and not self.decides_itself:
             raise UserError(
-                "mode=auto needs a checkpoint that was trained to decide (loss.states.direct and loss.adaptive.share above 0); "
+                "mode=auto needs a checkpoint that was trained to decide (loss.direct and loss.adaptive.share above 0); "
                 "use mode=reasoning or mode=direct with this one"
             )
 

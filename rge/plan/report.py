@@ -180,12 +180,12 @@ def load_of(recipe: Recipe, shapes: Shapes, options: PlanOptions, longest: Longe
     if longest is None:
         longest = _largest(recipe, shapes, options)
         longest |= {"rationale": rationale, "positives": options.positives}
-    targets, states = objective.lm_targets, [*objective.states]
+    targets = objective.lm_targets
     positives = longest["positives"] if recipe.data.positives == "all" else 1
     # Rewards may need the oracle without a branch, and a mixture puts it in place of an own rationale.
     learned = sum(name != "direct" for name in targets)
     only_read = objective.alpha_con > 0 and objective.anchor == "oracle" and "words" not in targets
-    beside = len(states) + ("direct" in targets)
+    beside = (objective.direct > 0) + ("direct" in targets)
     candidates = queries * (positives + recipe.data.max_negatives) * objective.needs_candidates
     chunks = -(-queries // recipe.train.micro_batch_size)
     if (limit := recipe.train.micro_batch_tokens) is not None:

@@ -20,7 +20,7 @@ from rge.common.errors import UserError
 from rge.config import Recipe
 from rge.data.collate import Batch
 from rge.distributed import collectives as dist
-from rge.losses import hit_at_1
+from rge.losses import Labels, hit_at_1
 from rge.model.embedding_model import EmbeddingModel, Readout
 from rge.model.packing import Branch, Read
 from rge.rl.config import RewardConfig
@@ -29,6 +29,7 @@ from rge.rl.pool import Pool
 from rge.rl.reference import Reference, make_reference
 from rge.rl.rewards import Rollouts, evaluate, find_reward
 from rge.rollout.generate import Rationale
+from rge.rollout.writer import DIRECT_STATE
 
 DIFFERS = 1e-4
 """Rewards of a group that lie within this are equal: states of equal rationales differ by rounding."""
@@ -58,10 +59,9 @@ class Reinforcement:
     def begin(self, batch: Batch, rationales: Sequence[Rationale], measure: bool) -> "Credit":
         """The credit of a rollout; with `measure`, since the step is logged, its controls are measured too."""
         if self.with_direct:
-            direct = Rationale((), False, None, 0.0, direct=True, given=True)
             num_each = self.settings.num_rationales
             starts = range(0, len(rationales), num_each)
-            rationales = [one for at in starts for one in (*rationales[at : at + num_each], direct)]
+            rationales = [one for at in starts for one in (*rationales[at : at + num_each], DIRECT_STATE)]
         if self.pool is not None:
             self.pool.before_step()
         reference_L = None
@@ -133,6 +133,7 @@ class Credit:
         self.rl, self.batch, self.rationales, self.measure = rl, batch, list(rationales), measure
         self.device = rl.embedder.device
         self.num_each = len(rationales) // len(batch.queries)
+        self.num_direct = int(rl.with_direct)  # of them, and no anchors
         # Sampled rationales: neither direct members nor those of `rollout.direct_share`.
         self.written_N = torch.tensor([not one.direct for one in rationales], device=self.device)
         lengths = torch.tensor([len(one.ids) + 1 for one in rationales])
@@ -156,17 +157,18 @@ class Credit:
         self.figures: dict[str, float] = {}
         self.sums: dict[str, Tensor] = {}
 
-    def judge(self, q_ND: Tensor, c_CD: Tensor, masks: tuple[Tensor, Tensor, Tensor], read: Read) -> None:
+    def judge(self, q_ND: Tensor, c_CD: Tensor, labels: Labels, read: Read) -> None:
         """Compute rewards and advantages once per rollout, before any backward, for all its updates.
 
         If the step is logged, also measure hits of states without a rationale and after another query's, which `read` computes.
-        States and candidates have no gradient; `masks` are those of `rge.step.candidate_masks`.
+        States and candidates have no gradient.
         """
-        positive_BC, ignored_BC, labelled_BC = masks
         if self.judged is None and self.rl.terms:
-            self.judged = self._judged(q_ND, c_CD, positive_BC | ignored_BC, labelled_BC)
+            assert labels.labelled_BC is not None
+            right_BC = labels.positive_BC | labels.ignored_BC
+            self.judged = self._judged(q_ND, c_CD, right_BC, labels.labelled_BC)
         if self.measure:
-            self._measure_controls(c_CD, positive_BC, ignored_BC, read)
+            self._measure_controls(c_CD, labels.positive_BC, labels.ignored_BC, read)
             self.measure = False
 
     def _judged(self, q_ND: Tensor, c_CD: Tensor, right_BC: Tensor, labelled_BC: Tensor) -> Judged:

@@ -33,6 +33,9 @@ Written = list[tuple[tuple[int, ...], bool]]
 DIRECT, ORACLE, CAP = 0x0D12EC7, 0x02AC1E, 0x0B0D6E7
 """Salts: make the draws of direct and oracle queries, and of caps, independent of other uses of a query's seed."""
 
+DIRECT_STATE = Rationale((), False, None, 0.0, direct=True)
+"""Stands for the state directly after a prompt, which the step computes."""
+
 
 def encodes_once(
     asked: str,
@@ -78,11 +81,11 @@ def encodes_once(
 class Rollout(NamedTuple):
     """A step's rationales."""
 
-    # Equally many per query, query after query; given ones last in each group.
-    rationales: Sequence[Rationale]
+    rationales: Sequence[Rationale]  # equally many per query, query after query
     # The queries' prompts with gradient, if one encoding serves the whole step; in parts for several chunks.
     encoded: EncodedParts | None = None
     easy_share: float = 0.0  # maximum share of queries trained to be answered without a rationale
+    num_beside: int = 0  # of the rationales, those that stand for direct states, one after each query's own
 
     def after_update(self) -> "Rollout":
         """The same for the next update: without states and encoding, which belong to the old weights."""
@@ -155,12 +158,11 @@ class Writer:
     loss: LossConfig  # decides whose rationale a query gets
     micro_batch_size: int  # queries per forward of the step, if its chunks' prompts are kept
     keep: str  # see `rge.rollout.micro_batches.keeping`; ``none``: the step has one chunk
-    micro_batch_tokens: int | None = (
-        None  # of a forward of the step, see `rge.rollout.micro_batches.chunks_of`
-    )
+    # Of a forward of the step, see `rge.rollout.micro_batches.chunks_of`.
+    micro_batch_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        self.given: list[tuple[int, ...]] = [()] * len(self.loss.states.further)
+        self.with_direct = self.loss.direct > 0
         self.store = Store(self.settings.reuse_steps) if self.settings.reuse_steps else None
 
     def __call__(self, step: int, batch: Batch) -> Rollout:
@@ -189,16 +191,16 @@ class Writer:
         for group, cap in zip(known, caps, strict=True):
             group = next(groups) if group is None else group
             rationales += self._whole(group if cap is None else [_ended(one, cap) for one in group])
-        return Rollout(rationales, encoded)
+        return Rollout(rationales, encoded, num_beside=len(caps) * self.with_direct)
 
     def _unwritten(self, step: int, batch: Batch, row: int, key: str) -> list[Rationale] | None:
         """A query's rationales if none are generated for it in this step."""
         num_each, seed = self.settings.num_rationales, batch.seeds[row]
         if is_drawn(seed, DIRECT, self.settings.direct_share):
-            return [Rationale((), False, None, 0.0, direct=True)] * num_each
+            return [DIRECT_STATE] * num_each
         if is_drawn(seed, ORACLE, oracle_share(self.loss, step)):
-            given = tuple(batch.oracle_ids[row][:-1])  # without <emb>
-            return [Rationale(given, False, None, 0.0, oracle=True)] * num_each
+            oracle = tuple(batch.oracle_ids[row][:-1])  # without <emb>
+            return [Rationale(oracle, False, None, 0.0, oracle=True)] * num_each
         known = None if self.store is None else self.store.find(key, step)
         return known and [Rationale(ids, forced, None, 0.0, known[0]) for ids, forced in known[1]]
 
@@ -229,16 +231,16 @@ class Writer:
                 batch_size=self.settings.batch_size,
                 encoded=encoded,
                 places=rows,
-                given=self.given,
+                with_direct=self.with_direct,
                 **draw,
             )
         num_new = len(new) // max(len(rows), 1)
         return [new[number * num_new : (number + 1) * num_new] for number in range(len(rows))]
 
     def _whole(self, group: Sequence[Rationale]) -> list[Rationale]:
-        """A query's rationales with the given ones last; the step computes their states unless generation has."""
-        given = self.given[len(group) - self.settings.num_rationales :]
-        return [*group, *(Rationale(ids, False, None, 0.0, direct=not ids, given=True) for ids in given)]
+        """A query's rationales and its direct state; the step computes the latter unless generation has."""
+        missing = self.with_direct and len(group) == self.settings.num_rationales
+        return [*group, *[DIRECT_STATE] * missing]
 
     def _encode(self, batch: Batch) -> EncodedParts:
         if self.keep != "none":
@@ -323,7 +325,7 @@ def drawn_cap(seed: int, share: float, most: int) -> int | None:
 
 def _ended(one: Rationale, cap: int) -> Rationale:
     """A rationale that ends after `cap` tokens; what the model did not write in this step is left whole."""
-    if one.direct or one.oracle or one.given or len(one.ids) < cap:
+    if one.direct or one.oracle or len(one.ids) < cap:
         return one
     return replace(
         one,
@@ -366,7 +368,7 @@ def rollout_report(rollout: Rollout, seconds: float, device: torch.device) -> di
     """
     if not (rationales := rollout.rationales):  # the objective needs none
         return {}
-    reasoned = [rationale for rationale in rationales if not rationale.direct and not rationale.given]
+    reasoned = [rationale for rationale in rationales if not rationale.direct]
     own = [rationale for rationale in reasoned if not rationale.oracle]
     local = [
         len(rationales),
@@ -378,7 +380,7 @@ def rollout_report(rollout: Rollout, seconds: float, device: torch.device) -> di
         sum(len(rationale.ids) for rationale in own if not rationale.age),
         sum(rationale.oracle for rationale in rationales),
         sum(rationale.direct for rationale in rationales),
-        sum(not rationale.given for rationale in rationales),
+        len(rationales) - rollout.num_beside,
         sum(rationale.capped for rationale in own),
     ]
     sums = dist.sum_over_ranks(local, device)

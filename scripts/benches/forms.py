@@ -30,6 +30,7 @@ from rge.common.errors import UserError
 from rge.common.options import one_of
 from rge.common.parts import content_of
 from rge.common.schema import Item
+from rge.comparison import candidate_masks
 from rge.config import load_recipe
 from rge.data.collate import Batch, Source, StepBatches
 from rge.data.mixture import Mixture
@@ -45,7 +46,7 @@ from rge.plan.known_models import TABLE
 from rge.rollout.generate import Rationale, generate
 from rge.rollout.micro_batches import chunks_of, encode_prompts
 from rge.rollout.writer import Rollout
-from rge.step import TrainingStep, candidate_masks
+from rge.step import TrainingStep
 
 Ids = Sequence[Sequence[int]]
 """Tokens after each prompt."""

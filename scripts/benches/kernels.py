@@ -99,19 +99,18 @@ def _never_end(embedder: EmbeddingModel) -> None:
 def count_captures(options: Options) -> list[dict[str, int]]:
     """Captures and waits of three consecutive rollouts; an eighth of the rows ends after every eighth of the tokens.
 
-    Each prompt is continued by the model, which writes to the cap, and by seven given rationales of increasing length.
+    Each prompt is continued eight times, to caps of increasing length, which the model always reaches.
     """
     setting = forms.long_setting(options)
     embedder, cap, found = setting.embedder.bfloat16(), options.rationale_tokens, []
     _never_end(embedder)
-    given = [[7] * (cap * number // 8) for number in range(1, 8)]
+    prompts = [prompt for prompt in setting.batch.queries for _ in range(8)]
+    caps = [cap * number // 8 for number in range(1, 9)] * len(setting.batch.queries)
     with FakeGpu() as gpu:
         gpu.move(embedder)
         for number in range(3):
             gpu.phase = f"rollout {number}"
-            generate(
-                embedder, setting.batch.queries, max_new_tokens=cap, batch_size=options.batch, given=given
-            )
+            generate(embedder, prompts, max_new_tokens=cap, batch_size=8 * options.batch, caps=caps)
             found.append({"captures": gpu.graphs[gpu.phase], "waits": gpu.of(gpu.waits, gpu.phase)})
         gpu.phase = "-"
     return found

@@ -21,6 +21,7 @@ from pydantic import Field
 from benches import forms
 from benches.forms import Setting, Sizes, Work, our_rollout
 from benches.harness import Rows, show
+from rge.comparison import candidate_masks
 from rge.config import Recipe
 from rge.loss_config import LossConfig
 from rge.losses import rationale_log_probs
@@ -32,7 +33,7 @@ from rge.rl.policy import advantages
 from rge.rollout.config import RolloutConfig
 from rge.rollout.micro_batches import encode_prompts
 from rge.rollout.writer import Rollout
-from rge.step import TrainingStep, candidate_masks
+from rge.step import TrainingStep
 
 
 @dataclass

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_a
 from torch.utils._pytree import tree_flatten, tree_map
 
 from rge.model import varlen
-from rge.rollout import generate
+from rge.rollout import cuda_graphs
 
 DEVICE = torch.device("cuda:0")
 ROOT = str(Path(__file__).resolve().parents[2])
@@ -189,7 +189,7 @@ class FakeGpu(TorchDispatchMode):
     def __enter__(self) -> "FakeGpu":
         """Tensors may be made on the device from here on."""
         _current.gpu = self
-        lazy_init, capture, tensor = torch.cuda._lazy_init, generate.CAPTURES["cuda"], torch.tensor
+        lazy_init, capture, tensor = torch.cuda._lazy_init, cuda_graphs.CAPTURES["cuda"], torch.tensor
 
         def from_items(data: Any, *args: Any, **kwargs: Any) -> Tensor:
             if isinstance(data, (list, tuple)):
@@ -197,22 +197,22 @@ class FakeGpu(TorchDispatchMode):
             return tensor(data, *args, **kwargs)
 
         torch.tensor = from_items
-        checked, verified = set(generate._checked), set(varlen._verified)
+        checked, verified = set(cuda_graphs._checked), set(varlen._verified)
         torch.cuda._lazy_init = lambda: None
         torch._C._set_only_lift_cpu_tensors(True)
-        generate.CAPTURES["cuda"] = lambda: self.capture
+        cuda_graphs.CAPTURES["cuda"] = lambda: self.capture
         if self.flash_in_float32:
             varlen.TOLERANCE[torch.float32] = 1e-5
-        generate._checked.clear()
+        cuda_graphs._checked.clear()
         varlen._verified.clear()
 
         def undo() -> None:
             torch.cuda._lazy_init, torch.tensor = lazy_init, tensor
             torch._C._set_only_lift_cpu_tensors(False)
-            generate.CAPTURES["cuda"] = capture
+            cuda_graphs.CAPTURES["cuda"] = capture
             varlen.TOLERANCE.pop(torch.float32, None)
-            generate._checked.clear()
-            generate._checked.update(checked)
+            cuda_graphs._checked.clear()
+            cuda_graphs._checked.update(checked)
             varlen._verified.clear()
             varlen._verified.update(verified)
 

@@ -21,6 +21,8 @@ WINGS = {
         "rge/train.py",
         "rge/check.py",
         "rge/step.py",
+        "rge/step_report.py",
+        "rge/comparison.py",
         "rge/objective.py",
         "rge/validation.py",
         "rge/mining/refresh.py",

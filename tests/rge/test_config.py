@@ -443,7 +443,7 @@ def test_how_to_write_rationales_is_refused_where_none_is_written(load, anchor):
             load(*base, word)
     for path in SHIPPED:
         shipped = load_recipe([f"recipe={path}"])
-        if not shipped.loss.states.direct:  # of which an anchor is one
+        if not shipped.loss.direct:  # of which an anchor is one
             load_recipe([f"recipe={path}", "stage=joint", *base])
 
 

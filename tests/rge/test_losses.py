@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from rge.common.errors import UserError
-from rge.loss_config import StatesConfig
 from rge.losses import (
     CONTRASTIVE_LOSSES,
+    Labels,
     Teacher,
     contrastive_losses,
     hit_at_1,
@@ -231,12 +231,11 @@ def test_a_loss_may_not_be_called_as_another_figure_of_the_log(name):
 
 def test_every_loss_of_the_log_is_a_reserved_name(monkeypatch):
     monkeypatch.setitem(CONTRASTIVE_LOSSES._entries, "mine", info_nce)
-    further = {name: 0.2 for name in vars(StatesConfig()) if name != "reasoned"}
-    objective = Objective(1.0, 1.0, terms={"info_nce": 0.5, "mine": 0.5}, states=further, align=0.1)
+    objective = Objective(1.0, 1.0, terms={"info_nce": 0.5, "mine": 0.5}, direct=0.2, align=0.1)
     positive = torch.eye(2, 3, dtype=torch.bool)
-    states = unit_rows(2 * (1 + len(further)), 4, 0)
+    states = unit_rows(4, 4, 0)
     figures = objective.contrastive(
-        states, unit_rows(3, 4, 1), positive, torch.zeros_like(positive), len(further)
+        states, unit_rows(3, 4, 1), Labels(positive, torch.zeros_like(positive))
     ).figures
     logged = {name.removeprefix("loss_") for name in figures if name.startswith("loss_")}
     assert logged - {"info_nce", "mine"} == set(CONTRASTIVE_LOSSES.reserved) - {

@@ -19,9 +19,10 @@ from rge import Embedder
 from rge.common.errors import RecipeError, UserError
 from rge.common.parts import content_of
 from rge.common.schema import Item
+from rge.comparison import candidate_masks
 from rge.config import load_recipe
 from rge.inference import Inference
-from rge.loss_config import AdaptiveConfig, LossConfig, StatesConfig
+from rge.loss_config import AdaptiveConfig, LossConfig
 from rge.losses import alignment, lead_over_negatives
 from rge.model.prompts import PromptBuilder
 from rge.objective import Objective
@@ -29,20 +30,21 @@ from rge.rollout.config import RolloutConfig
 from rge.rollout.generate import generate
 from rge.rollout.micro_batches import encode_prompts
 from rge.rollout.writer import Rollout, Writer, drawn_cap, easy_share
-from rge.step import TrainingStep, candidate_masks
+from rge.step import TrainingStep
 
 ALIGN = 0.3
-DIRECT = {"direct": 0.25}
+DIRECT = 0.25
 
 
-def objective_of(anchor="self", states=DIRECT, **more):
-    return Objective(0.4, 0.6, TEMPERATURE, anchor, states=states, align=ALIGN, align_temperature=0.2, **more)
+def objective_of(anchor="self", **more):
+    return Objective(0.4, 0.6, TEMPERATURE, anchor, direct=DIRECT, align=ALIGN, align_temperature=0.2, **more)
 
 
-def rolled_out(embedder, batch, states=DIRECT, encoded=None):
-    """Own rationales, each followed by the further states, from one rollout."""
-    given = [()] * len(states)
-    written = generate(embedder, batch.queries, max_new_tokens=12, batch_size=4, encoded=encoded, given=given)
+def rolled_out(embedder, batch, encoded=None):
+    """Own rationales, each followed by the direct state, from one rollout."""
+    written = generate(
+        embedder, batch.queries, max_new_tokens=12, batch_size=4, encoded=encoded, with_direct=True
+    )
     return Rollout(written, encoded)
 
 
@@ -50,9 +52,9 @@ def by_separate_passes(embedder, batch, rollout, objective, easy=None):
     """The loss from one stock pass a state and one a target of the LM loss; `easy` says whose target is <emb> alone."""
     count, emb = len(batch.queries), [embedder.emb_id]
     tails = {"direct": [emb] * count, "oracle": batch.oracle_ids}
-    tails["self"] = [[*one.ids, *emb] for one in rollout.rationales if not one.given] if rollout else []
+    tails["self"] = [[*one.ids, *emb] for one in rollout.rationales[::2]] if rollout else []
     states = []
-    for name in (objective.anchor, *objective.states):
+    for name in (objective.anchor, "direct"):
         hidden, _, starts = stock_forward(embedder, batch.queries, tails[name], "right")
         states.append(torch.stack(list(state_at_end(hidden, starts, batch.queries, tails[name]))))
     alone = [emb] * len(batch.candidates)
@@ -64,7 +66,7 @@ def by_separate_passes(embedder, batch, rollout, objective, easy=None):
     _, logits, starts = stock_forward(embedder, batch.queries, targets, "right")
     more, more_labels = nll_of(logits, starts, batch.queries, targets)
     nll, labels = nll + more, labels + more_labels
-    shares = [1 - sum(objective.states.values()), *objective.states.values()]
+    shares = [1 - objective.direct, objective.direct]
     con = sum(share * naive_info_nce(q, c, batch) for share, q in zip(shares, states, strict=True))
     ignored = candidate_masks(batch, torch.tensor(batch.candidate_identity), 0)[1]
     for state in states[1:]:
@@ -79,13 +81,13 @@ def by_separate_passes(embedder, batch, rollout, objective, easy=None):
 @pytest.mark.parametrize("form", ["once", "whole", "chunks", "varlen"])
 @pytest.mark.parametrize("anchor", ["self", "oracle"])
 def test_states_from_one_pass_equal_separate_passes(lively64, make_batch, anchor, form):
-    embedder, states = lively64, DIRECT
+    embedder = lively64
     batch = make_batch(PromptBuilder(embedder.processor))
     if form == "once" and anchor != "self":
         pytest.skip("without a rollout, prompts are encoded in the step")
-    objective = objective_of(anchor, states)
+    objective = objective_of(anchor)
     encoded = encode_prompts(embedder, embedder, batch.queries) if form == "once" else None
-    rollout = rolled_out(embedder, batch, states, encoded) if anchor == "self" else None
+    rollout = rolled_out(embedder, batch, encoded) if anchor == "self" else None
     if form == "varlen":
         embedder.attention = "varlen"
     report = TrainingStep(embedder, embedder, objective, 2 if form == "chunks" else 100)(batch, rollout)
@@ -95,7 +97,7 @@ def test_states_from_one_pass_equal_separate_passes(lively64, make_batch, anchor
     error, name = worst_gradient_error(found, gradients(embedder))
     assert report["loss"] == pytest.approx(float(total.detach()), rel=1e-9)
     assert error < 1e-6, name
-    assert {f"hit_at_1_{name}" for name in states} <= report.keys()
+    assert "hit_at_1_direct" in report
 
 
 @pytest.mark.parametrize("form", ["once", "whole", "chunks", "varlen"])
@@ -104,14 +106,14 @@ def test_rationales_that_end_at_drawn_caps_equal_separate_passes(lively64, make_
     embedder = lively64
     batch = make_batch(PromptBuilder(embedder.processor))
     batch.seeds[:] = [next(s for s in range(999) if drawn_cap(s, 0.8, 8) == cap) for cap in (0, None, 2, 5, 1)]  # fmt: skip
-    loss = LossConfig(budget=0.8, states=StatesConfig(direct=1.0))
+    loss = LossConfig(budget=0.8, direct=1.0)
     settings = RolloutConfig(max_new_tokens=8)
     size = 2 if form == "chunks" else 100
     writer = Writer(
         embedder, embedder, settings, once=form == "once", vllm=None, loss=loss, micro_batch_size=size, keep="none"
     )  # fmt: skip
     rollout = writer(0, batch)
-    lengths = [len(one.ids) for one in rollout.rationales if not one.given]
+    lengths = [len(one.ids) for one in rollout.rationales[::2]]
     assert lengths[0] == 0 < max(lengths[2:]) <= 5
     if form == "varlen":
         embedder.attention = "varlen"
@@ -130,8 +132,8 @@ def test_a_rollouts_direct_state_is_that_of_a_prompt_alone(lively, make_batch):
     batch = make_batch(PromptBuilder(lively.processor))
     plain = generate(lively, batch.queries, max_new_tokens=12, batch_size=4)
     written = rolled_out(lively, batch).rationales
-    assert [one.ids for one in written if not one.given] == [one.ids for one in plain]
-    given = [one for one in written if one.given]
+    assert [one.ids for one in written[::2]] == [one.ids for one in plain]
+    given = written[1::2]
     assert [(one.ids, one.direct, one.forced) for one in given] == [((), True, False)] * len(batch.queries)
     hidden, _, starts = stock_forward(lively, batch.queries, [[lively.emb_id]] * len(batch.queries), "right")
     expected = state_at_end(hidden, starts, batch.queries, [[lively.emb_id]] * len(batch.queries))
@@ -144,9 +146,9 @@ def test_sampled_rationales_keep_their_draws_beside_the_direct_state(lively, mak
     asked = {"max_new_tokens": 8, "batch_size": 4, "temperature": 1.0, "num_each": 2}
     seeds = list(range(2 * len(batch.queries)))
     plain = generate(lively, batch.queries, seeds=seeds, **asked)
-    both = generate(lively, batch.queries, seeds=seeds, given=[()], **asked)
-    assert [one.given for one in both] == [False, False, True] * len(batch.queries)
-    assert [one.ids for one in both if not one.given] == [one.ids for one in plain]
+    both = generate(lively, batch.queries, seeds=seeds, with_direct=True, **asked)
+    assert [one.direct for one in both[2::3]] == [True] * len(batch.queries)
+    assert [one.ids for at, one in enumerate(both) if at % 3 < 2] == [one.ids for one in plain]
 
 
 @pytest.mark.parametrize("micro_batch_size", [100, 2])
@@ -197,13 +199,13 @@ def test_the_share_of_easy_queries_rises_during_the_warm_up():
 
 def test_the_writer_adds_the_direct_state_to_every_query(lively, make_batch):
     batch = make_batch(PromptBuilder(lively.processor))
-    loss = LossConfig(anchor="mix", oracle_share=0.5, states=StatesConfig(direct=1.0))
+    loss = LossConfig(anchor="mix", oracle_share=0.5, direct=1.0)
     settings = RolloutConfig(max_new_tokens=8)
     writer = Writer(
         lively, lively, settings, once=False, vllm=None, loss=loss, micro_batch_size=100, keep="none"
     )
     rollout = writer(0, batch)
-    assert [one.given for one in rollout.rationales] == [False, True] * len(batch.queries)
+    assert rollout.num_beside == len(batch.queries)
     assert {one.oracle for one in rollout.rationales} == {False, True}
     # What was not written in this step has its direct state computed by the step.
     whole = TrainingStep(lively, lively, objective_of("mix"), 100)(batch, rollout)
@@ -241,22 +243,22 @@ RECIPE = ["recipe=demo", "stage=joint", "init=x"]
     [
         (["loss.align=1"], "loss.align=1.0 needs a second state"),
         (["loss.adaptive.share=0.5"], "loss.adaptive.share=0.5 needs the direct state"),
-        (["loss.states.direct=1", "loss.anchor=none", "loss.ratio=none"], "trains the direct state alone"),
-        (["loss.states.direct=1", "rollout.direct_share=0.5"], "set one of them to 0"),
+        (["loss.direct=1", "loss.anchor=none", "loss.ratio=none"], "trains the direct state alone"),
+        (["loss.direct=1", "rollout.direct_share=0.5"], "set one of them to 0"),
         (["stage=rl", "loss.budget=0.5"], "the stage rl trains whole rationales"),
         (
-            ["loss.states.direct=1", "loss.adaptive.share=0.1", "loss.adaptive.floor=0.2"],
+            ["loss.direct=1", "loss.adaptive.share=0.1", "loss.adaptive.floor=0.2"],
             "floor=0.2 is above loss.adaptive.share=0.1",
         ),
         (
-            ["loss.states.direct=1", "loss.adaptive.share=0.5", "loss.ratio=1:0"],
+            ["loss.direct=1", "loss.adaptive.share=0.5", "loss.ratio=1:0"],
             "changes the LM loss by what the contrastive loss compares, and the weight of one of them is 0",
         ),
         (
-            ["loss.states.direct=1", "loss.adaptive.share=0.5", "loss.ratio=none"],
+            ["loss.direct=1", "loss.adaptive.share=0.5", "loss.ratio=none"],
             "share=0.5 changes the LM loss",
         ),
-        (["loss.states.direct=1", "stage=rl"], "the stage rl trains the reasoned state alone"),
+        (["loss.direct=1", "stage=rl"], "the stage rl trains the reasoned state alone"),
     ],
 )
 def test_settings_that_contradict_one_another(words, message):
@@ -265,12 +267,12 @@ def test_settings_that_contradict_one_another(words, message):
 
 
 def test_weights_of_states_are_shares():
-    recipe = load_recipe([*RECIPE, "loss.states={reasoned: 3, direct: 1}", "loss.align=2"])
+    recipe = load_recipe([*RECIPE, "loss.direct=0.3333333333333333", "loss.align=2"])
     objective = Objective.of(recipe, "joint")
-    assert (objective.states, objective.align) == ({"direct": 0.25}, 2.0)
+    assert (objective.direct, objective.align) == (pytest.approx(0.25), 2.0)
     assert objective.align_temperature == recipe.loss.temperature
     plain = Objective.of(load_recipe(RECIPE), "joint")
-    assert (plain.states, plain.lm_targets) == ({}, ["words"])
+    assert (plain.direct, plain.lm_targets) == (0, ["words"])
     assert SimpleNamespace(**vars(Objective.of(load_recipe(RECIPE), "cold_start"))).adaptive is None
 
 
@@ -303,7 +305,7 @@ def test_the_first_tokens_probability_decides(lively, make_batch):
     assert all(one.ids for one in generate(lively, batch.queries, direct_above=1.0, **asked))
     direct = generate(lively, batch.queries, direct_above=0.0, **asked)
     assert not any(one.ids for one in direct)
-    given = [one for one in rolled_out(lively, batch).rationales if one.given]
+    given = rolled_out(lively, batch).rationales[1::2]
     for one, other in zip(direct, given, strict=True):
         torch.testing.assert_close(one.state_D, other.state_D, atol=2e-6, rtol=0)
 

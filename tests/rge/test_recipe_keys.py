@@ -169,28 +169,27 @@ ENTRIES: dict[str, Changes | Refused] = {
     "loss.anchor": Changes("loss.anchor=none", "metrics"),
     "loss.oracle_share": Changes("loss.oracle_share=0.9", "metrics", ("loss.anchor=mix",)),
     "loss.oracle_decay_steps": Changes("loss.oracle_decay_steps=1", "metrics", ("loss.anchor=mix",)),
-    "loss.states.reasoned": Changes("loss.states.reasoned=3", "metrics", ("loss.states.direct=1",)),
-    "loss.states.direct": Changes("loss.states.direct=1", "metrics"),
+    "loss.direct": Changes("loss.direct=1", "metrics"),
     "loss.budget": Changes("loss.budget=1", "metrics"),
-    "loss.align": Changes("loss.align=1", "metrics", ("loss.states.direct=1",)),
+    "loss.align": Changes("loss.align=1", "metrics", ("loss.direct=1",)),
     "loss.align_temperature": Changes(
-        "loss.align_temperature=1.0", "metrics", ("loss.states.direct=1", "loss.align=1")
+        "loss.align_temperature=1.0", "metrics", ("loss.direct=1", "loss.align=1")
     ),
     "loss.adaptive.share": Changes(
-        "loss.adaptive.share=0.5", "metrics", ("loss.states.direct=1", "loss.adaptive.margin=-2")
+        "loss.adaptive.share=0.5", "metrics", ("loss.direct=1", "loss.adaptive.margin=-2")
     ),
     "loss.adaptive.margin": Changes(
-        "loss.adaptive.margin=-2", "metrics", ("loss.states.direct=1", "loss.adaptive.share=0.5")
+        "loss.adaptive.margin=-2", "metrics", ("loss.direct=1", "loss.adaptive.share=0.5")
     ),
     "loss.adaptive.floor": Changes(
         "loss.adaptive.floor=0.5",
         "metrics",
-        ("loss.states.direct=1", "loss.adaptive.share=0.5", "loss.adaptive.margin=2"),
+        ("loss.direct=1", "loss.adaptive.share=0.5", "loss.adaptive.margin=2"),
     ),
     "loss.adaptive.warmup_steps": Changes(
         "loss.adaptive.warmup_steps=100",
         "metrics",
-        ("loss.states.direct=1", "loss.adaptive.share=0.5", "loss.adaptive.margin=-2"),
+        ("loss.direct=1", "loss.adaptive.share=0.5", "loss.adaptive.margin=-2"),
     ),
     "loss.teacher_temperature": Changes(
         "loss.teacher_temperature=0.5", "metrics", ("loss.terms={info_nce: 1, kl: 1}", *JUDGED)
@@ -468,7 +467,7 @@ def test_another_value_makes_another_run(key, runs):
 
 @pytest.mark.slow
 def test_easy_queries_need_no_rollout(runs):
-    adaptive = ("loss.states.direct=1", "loss.adaptive.share=0.5", "loss.adaptive.margin=-2")
+    adaptive = ("loss.direct=1", "loss.adaptive.share=0.5", "loss.adaptive.margin=-2")
     assert [line["easy_rate"] for line in runs("loss.anchor=oracle", *adaptive).metrics] == [0.5, 0.5]
 
 

@@ -20,6 +20,7 @@ from stock import (
     worst_gradient_error,
 )
 
+from rge.comparison import candidate_masks
 from rge.data.collate import Collator, Source
 from rge.data.config import DataConfig
 from rge.data.mixture import Draw
@@ -36,7 +37,7 @@ from rge.objective import Objective
 from rge.rollout.generate import Rationale
 from rge.rollout.micro_batches import chunks_of, encode_prompts
 from rge.rollout.writer import Rollout
-from rge.step import TrainingStep, candidate_masks
+from rge.step import TrainingStep
 
 
 def three_passes(embedder, batch, self_ids, emb_id, objective, padding_side):
@@ -372,7 +373,7 @@ def test_kept_activations_change_nothing_but_the_work(
     if checkpointing:
         lively.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     anchor = change if change == "oracle" else "none" if change == "states" else "self"
-    objective = Objective(0.3, 0.7, TEMPERATURE, anchor, states={"direct": 0.4} if change == "states" else {})
+    objective = Objective(0.3, 0.7, TEMPERATURE, anchor, direct=0.4 * (change == "states"))
     rationales = roll_out(lively, batch)
     passes = []
     run = EmbeddingModel._run
@@ -501,7 +502,7 @@ def two_sources(tmp_path, picture, lively64):
 
 @pytest.mark.parametrize("micro_batch_size", [2, 100])
 def test_sources_of_their_own_in_one_step_equal_separate_passes(
-    lively64, two_sources, roll_out, micro_batch_size
+    lively64, two_sources, roll_out, monkeypatch, micro_batch_size
 ):
     """Losses are means over all queries and labels, each of them computed from its own source's batch alone."""
     draws = [
@@ -544,6 +545,19 @@ def test_sources_of_their_own_in_one_step_equal_separate_passes(
         assert by_source == {f"{key}_by_source": pytest.approx(value) for key, value in expected_own.items()}
     assert all("none" not in values for key, values in report.items() if key.endswith("_by_source"))
     assert worst_gradient_error(found, expected)[0] < 1e-6
+
+    # In a step that is not logged, the same without a second comparison.
+    compared = []
+    contrastive = Objective.contrastive
+    monkeypatch.setattr(
+        Objective, "contrastive", lambda *given, **more: compared.append(1) or contrastive(*given, **more)
+    )
+    step = TrainingStep(lively64, lively64, objective, micro_batch_size, sources=("a", "b", "none"))
+    lively64.zero_grad(set_to_none=True)
+    plain = step(whole, Rollout(roll_out(lively64, whole)), by_source=False)
+    assert plain == {key: value for key, value in report.items() if not key.endswith("_by_source")}
+    assert all(torch.equal(found[key], value) for key, value in gradients(lively64).items())
+    assert len(compared) == 1
 
 
 @pytest.mark.parametrize("micro_batch_size", [2, 100])

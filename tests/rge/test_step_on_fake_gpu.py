@@ -18,8 +18,7 @@ from rge.model.varlen import KernelError
 from rge.objective import Objective
 from rge.rl.config import RewardConfig, RLConfig
 from rge.rl.credit import Reinforcement
-from rge.rollout import generate as generating
-from rge.rollout import micro_batches
+from rge.rollout import cuda_graphs, micro_batches
 from rge.rollout.config import RolloutConfig
 from rge.rollout.generate import Rationale, generate
 from rge.rollout.micro_batches import encode_prompts
@@ -239,11 +238,17 @@ def test_captured_steps_stay_for_the_run(trained, lively_path, backbone_of, make
                 parameter.data = torch.full_like(parameter, 0.05, dtype=torch.float32)
     builder = PromptBuilder(here.processor)
     prompts, longer = make_prompts(builder, 5), make_prompts(builder, 5, side="candidate")
-    given = {"given": [[7] * length for length in (0, 2, 4, 9, 13)]}  # rows end one after the other
+    ends = [CAP, CAP, 0, 2, 4, 9, 13]  # rows end one after the other
+
+    def sampled(prompts, first):
+        rows = [prompt for prompt in prompts for _ in ends]
+        seeds = range(first, first + len(rows))
+        return rows, {"batch_size": 21, "temperature": 0.8, "seeds": seeds, "caps": ends * len(prompts)}
+
     rollouts = [
-        (prompts[:3], {"num_each": 2, "temperature": 0.8, "seeds": range(6), **given}),
-        (prompts[:2], {"num_each": 2, "temperature": 0.8, "seeds": range(4), **given}),
-        (prompts[1:4], {"num_each": 2, "temperature": 0.8, "seeds": range(6, 12), **given}),
+        sampled(prompts[:3], 0),
+        sampled(prompts[:2], 0),
+        sampled(prompts[1:4], 30),
         (longer, {"batch_size": 3}),
         (prompts, {"batch_size": 3}),
         (longer, {"batch_size": 3}),
@@ -266,9 +271,9 @@ def test_captured_steps_stay_for_the_run(trained, lively_path, backbone_of, make
         kept, captures = [], []
         for number in (0, 1, 2, 0, 3, 4, 5, 3, 6):
             gpu.graphs.clear()
-            known = set(generating._CAPTURED[here].steps) if captures else set()
+            known = set(cuda_graphs._CAPTURED[here].steps) if captures else set()
             tokens, states = write(here, number)
-            now = set(generating._CAPTURED[here].steps)
+            now = set(cuda_graphs._CAPTURED[here].steps)
             captures.append(gpu.graphs["-"])
             if len(captures) in (3, 4, 7, 8):  # no larger than an earlier one
                 assert known <= now

@@ -191,9 +191,9 @@ def cases(paired, lively_path, make_batch, roll_out, without_negatives, longer_r
         elif layout.endswith(" states"):
             adaptive = AdaptiveConfig(share=0.5, margin=-3.0) if layout == "adaptive states" else None
             objective = Objective(
-                1 / 11, 10 / 11, 0.07, states={"direct": 0.3}, align=0.2, align_temperature=0.2, adaptive=adaptive,
+                1 / 11, 10 / 11, 0.07, direct=0.3, align=0.2, align_temperature=0.2, adaptive=adaptive,
             )  # fmt: skip
-            settings = {"max_new_tokens": 12, "batch_size": 8, "given": [()]}
+            settings = {"max_new_tokens": 12, "batch_size": 8, "with_direct": True}
             rationales = [generate(embedder, batch.queries, **settings) for batch in batches]
         elif layout.startswith("cold start"):
             objective = Objective(1.0, 0.0, lm_on_candidates=layout == "cold start")

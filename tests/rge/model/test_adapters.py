@@ -10,6 +10,7 @@ from rge.checkpoints.export import export, settings_of
 from rge.checkpoints.training_state import States
 from rge.common.parts import content_of
 from rge.common.schema import Item
+from rge.comparison import Candidates
 from rge.embedder import Embedder
 from rge.model.adapters import AdapterError, add_adapters, has_adapters, merge
 from rge.model.backbone import load_backbone
@@ -20,7 +21,7 @@ from rge.objective import Objective
 from rge.rollout.generate import generate
 from rge.rollout.micro_batches import has_dropout
 from rge.rollout.writer import Rollout
-from rge.step import TrainingStep, _First, _Forward
+from rge.step import TrainingStep, _Packs, _Passes
 
 OBJECTIVE = Objective(0.3, 0.7, 0.07)
 
@@ -174,10 +175,12 @@ def test_chunks_draw_the_dropout_of_their_first_forward(lively, make_batch, roll
     assert has_dropout(lively)
     rationales = roll_out(lively, batch) if anchor == "self" else None
     torch.manual_seed(5)
-    forward = _Forward(lively, objective, batch, rationales and Rollout(rationales), 2)
-    readouts = [forward(lively, number, _First()) for number in range(len(forward.chunks))]
+    packs = _Packs(lively, objective, batch, Rollout(rationales or ()), 2)
+    passes = _Passes(packs, 2, "none")
+    readouts = [passes.second(lively, number) for number in range(len(packs.chunks))]
     q_ND, t_ND = (torch.cat([readout.state_ND for readout in side]) for side in zip(*readouts, strict=True))
-    con = forward.compare(q_ND, t_ND).contrast.loss
+    candidates = Candidates.gather([batch], t_ND)
+    con = objective.contrastive(q_ND, t_ND, candidates.labels([batch], scored=False)).loss.value
     nll = sum(q.nll + t.nll for q, t in readouts)
     tokens = objective.num_lm_tokens(batch)
     total = 0.3 * nll / tokens + 0.7 * con / len(batch.queries)

@@ -12,7 +12,8 @@ from rge.common.parts import content_of
 from rge.common.schema import Item
 from rge.model.packing import Branch
 from rge.model.prompts import PromptBuilder
-from rge.rollout.generate import _choose, generate
+from rge.rollout.decoding import _choose
+from rge.rollout.generate import generate
 
 CAP = 24
 
@@ -225,7 +226,7 @@ def test_each_row_of_a_batch_has_its_own_cap(lively, prompts, draw):
     """As a batch written with that cap alone; a cap of 0 is the direct state, which nothing else precedes."""
     num_each = draw.get("num_each", 1)
     found = generate(
-        lively, prompts, max_new_tokens=CAP, batch_size=7, caps=CAPS, given=[()], margins=True, **draw
+        lively, prompts, max_new_tokens=CAP, batch_size=7, caps=CAPS, with_direct=True, margins=True, **draw
     )
     found = [found[row * (num_each + 1) : (row + 1) * (num_each + 1)] for row in range(16)]
     for cap in sorted(set(CAPS) - {0}):
@@ -237,13 +238,7 @@ def test_each_row_of_a_batch_has_its_own_cap(lively, prompts, draw):
                 torch.testing.assert_close(one.state_D, other.state_D, atol=1e-5, rtol=0)
     for *own, direct in (found[row] for row in range(16) if CAPS[row] == 0):
         for one in own:
-            assert (one.ids, one.forced, one.direct, one.given, one.margin) == (
-                (),
-                False,
-                True,
-                False,
-                math.inf,
-            )
+            assert (one.ids, one.forced, one.direct, one.margin) == ((), False, True, math.inf)
             torch.testing.assert_close(one.state_D, direct.state_D)
     for caps in ([1], [CAP + 1] * 16, [-1] * 16):
         with pytest.raises(ValueError, match="caps? "):

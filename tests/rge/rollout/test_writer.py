@@ -20,6 +20,7 @@ from rge.rollout.generate import Rationale, generate
 from rge.rollout.micro_batches import Kept, has_dropout
 from rge.rollout.writer import (
     DIRECT,
+    DIRECT_STATE,
     ORACLE,
     Rollout,
     Store,
@@ -308,8 +309,10 @@ def test_a_mix_of_anchors_is_the_step_of_either_where_it_stands(lively, batch):
     assert ids_of(rationales) == [given, *ids_of(plain)[1:]]
     report = rollout_report(Rollout(rationales), 1.0, lively.device)
     assert report["oracle_rate"] == 0.2
-    both = [one for group in rationales for one in (group, Rationale((), False, None, 0.0, given=True))]
-    assert rollout_report(Rollout(both), 1.0, lively.device)["oracle_rate"] == 0.2  # of the queries
+    both = [one for group in rationales for one in (group, DIRECT_STATE)]
+    assert (
+        rollout_report(Rollout(both, num_beside=len(rationales)), 1.0, lively.device)["oracle_rate"] == 0.2
+    )  # of the queries
     assert report["tokens_per_s"] == sum(map(len, ids_of(plain)[1:]))  # what was given was not written
     whole = do_step(lively, batch, rationales, encoded, objective=MIX)
     assert_same_step(do_step(lively, batch, rationales, micro_batch_size=2, objective=MIX), whole)

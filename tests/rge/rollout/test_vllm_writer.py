@@ -156,7 +156,7 @@ def test_a_frozen_tower_runs_once_for_vllm_and_the_step(lively, make_batch, behi
         lively.pictures = None
         recipe = recipe_of(dataclasses.replace(settings, backend=backend))
         writer = make_writer(lively, lively, recipe, recipe.joint, accelerator, NOTHING_KEPT)
-        rationales, encoded, _ = writer(0, batch)
+        rationales, encoded, *_ = writer(0, batch)
         assert encoded is None
         seen = []
         hook = lively.model.model.visual.register_forward_pre_hook(lambda *_, seen=seen: seen.append(1))

@@ -76,8 +76,8 @@ def assert_same_step(found, expected):
 
 
 def test_once_and_twice_give_the_same_step(lively, batch):
-    twice, nothing, _ = writer_of(lively)(0, batch)
-    once, encoded, _ = writer_of(lively, once=True)(0, batch)
+    twice, nothing, *_ = writer_of(lively)(0, batch)
+    once, encoded, *_ = writer_of(lively, once=True)(0, batch)
     assert nothing is None
     assert ids_of(once) == ids_of(twice)
     assert all(keys.requires_grad for keys in encoded.parts[0].keys)
@@ -92,7 +92,7 @@ def test_checkpointing_may_encode_once(lively, batch):
 
 
 def test_one_encoding_belongs_to_one_chunk(lively, batch):
-    rationales, encoded, _ = writer_of(lively, once=True)(0, batch)
+    rationales, encoded, *_ = writer_of(lively, once=True)(0, batch)
     with pytest.raises(ValueError, match=r"1 parts are encoded, and micro batches cut 5 queries into 3: set"):
         do_step(lively, batch, rationales, encoded, micro_batch_size=2)
 
@@ -142,7 +142,7 @@ def test_several_rationales_a_query_are_branches_of_one_prompt(lively, batch, mo
     monkeypatch.setattr(
         lively, "pack_prompts", lambda prompts: (calls.append(len(prompts)), pack(prompts))[1]
     )
-    rationales, encoded, _ = writer_of(lively, once=True, batch_size=8, **settings)(0, batch)
+    rationales, encoded, *_ = writer_of(lively, once=True, batch_size=8, **settings)(0, batch)
     assert calls == [5]  # every prompt once, for fifteen rationales and the gradient
     assert len(rationales) == 15
     assert len(set(ids_of(rationales))) > 10
@@ -165,7 +165,7 @@ def test_several_rationales_a_query_are_branches_of_one_prompt(lively, batch, mo
 
 def test_a_rationale_is_used_again_until_it_is_too_old(lively, batch, monkeypatch):
     writer = writer_of(lively, reuse_steps=2)
-    first, _, _ = writer(10, batch)
+    first, *_ = writer(10, batch)
     with torch.no_grad():
         lively.model.get_input_embeddings().weight.mul_(1.3)  # the model moves on
     now = ids_of(generate(lively, batch.queries, max_new_tokens=9, batch_size=5))
@@ -176,7 +176,7 @@ def test_a_rationale_is_used_again_until_it_is_too_old(lively, batch, monkeypatc
         lambda *args, **kwargs: (counted.append(len(args[1])), generate(*args, **kwargs))[1],
     )
     for step, age in [(11, 1), (12, 2), (13, 0), (14, 1)]:
-        rationales, _, _ = writer(step, batch)
+        rationales, *_ = writer(step, batch)
         assert [rationale.age for rationale in rationales] == [age] * 5
         assert ids_of(rationales) == (ids_of(first) if step < 13 else now)
         report = rollout_report(Rollout(rationales), 2.0, lively.device)
@@ -198,7 +198,7 @@ def test_states_of_old_rationales_are_computed_with_the_present_weights(lively, 
     writer(0, batch)
     with torch.no_grad():
         lively.model.get_input_embeddings().weight.mul_(1.3)
-    old, _, _ = writer(1, batch)
+    old, *_ = writer(1, batch)
     assert all(rationale.state_D is None for rationale in old)
     whole = do_step(lively, batch, old)
     assert_same_step(do_step(lively, batch, old, micro_batch_size=2), whole)
@@ -212,7 +212,7 @@ def test_states_of_old_rationales_are_computed_with_the_present_weights(lively, 
 
 def test_a_resumed_store_goes_on(lively, batch):
     writer = writer_of(lively, reuse_steps=3)
-    first, _, _ = writer(0, batch)
+    first, *_ = writer(0, batch)
     resumed = writer_of(lively, reuse_steps=3)
     resumed.store.load_state_dict(writer.store.state_dict())
     assert ids_of(resumed(2, batch)[0]) == ids_of(first)
@@ -237,8 +237,8 @@ def test_direct_queries_are_drawn_and_not_written(lively, batch):
         *[seed for seed in range(50) if not drawn[seed]][:3],
         60 + drawn[60:].index(True),
     ]
-    plain, _, _ = writer_of(lively)(0, batch)
-    rationales, encoded, _ = writer_of(lively, once=True, direct_share=share)(0, batch)
+    plain, *_ = writer_of(lively)(0, batch)
+    rationales, encoded, *_ = writer_of(lively, once=True, direct_share=share)(0, batch)
     assert [rationale.direct for rationale in rationales] == [True, False, False, False, True]
     assert ids_of(rationales) == [(), *ids_of(plain)[1:4], ()]
     report = rollout_report(Rollout(rationales), 1.0, lively.device)
@@ -260,9 +260,9 @@ def test_a_drawn_number_of_tokens_ends_a_rationale(lively, batch, draw, reused):
     assert abs(sum(cap is None for cap in drawn) / 4000 - 0.3) < 0.03
     assert {cap for cap in drawn if cap is not None} == {*range(most)}
     batch.seeds[:] = [drawn.index(cap) for cap in (0, None, 2, 5, 1)]
-    plain, _, _ = writer_of(lively, **draw)(0, batch)
+    plain, *_ = writer_of(lively, **draw)(0, batch)
     writer = writer_of(lively, once=True, loss=loss, reuse_steps=3 * reused, **draw)
-    rationales, encoded, _ = writer(0, batch)
+    rationales, encoded, *_ = writer(0, batch)
     caps = [cap for cap in (0, None, 2, 5, 1) for _ in range(num_each)]
     assert ids_of(rationales) == [one.ids[:cap] for one, cap in zip(plain, caps, strict=True)]
     ended = [cap is not None and len(one.ids) >= cap for one, cap in zip(plain, caps, strict=True)]
@@ -280,7 +280,7 @@ def test_a_drawn_number_of_tokens_ends_a_rationale(lively, batch, draw, reused):
     assert "capped_rate" not in rollout_report(Rollout(plain), 1.0, lively.device)
     batch.seeds[:] = [drawn.index(cap) for cap in (3, 0, None, 5, 1)]
     if reused:
-        again, _, _ = writer(1, batch)
+        again, *_ = writer(1, batch)
         caps = [cap for cap in (3, 0, None, 5, 1) for _ in range(num_each)]
         assert ids_of(again) == [one.ids[:cap] for one, cap in zip(plain, caps, strict=True)]
         assert all(one.age == 1 for one in again)
@@ -302,8 +302,8 @@ def test_a_mix_of_anchors_is_the_step_of_either_where_it_stands(lively, batch):
     assert abs(sum(drawn) / 4000 - 0.5) < 0.03
     assert drawn != [is_drawn(seed, DIRECT, 0.5) for seed in range(4000)]
     batch.seeds[:] = [drawn.index(True), *[seed for seed in range(50) if not drawn[seed]][:4]]
-    plain, _, _ = writer_of(lively)(0, batch)
-    rationales, encoded, _ = writer_of(lively, once=True, loss=mix)(0, batch)
+    plain, *_ = writer_of(lively)(0, batch)
+    rationales, encoded, *_ = writer_of(lively, once=True, loss=mix)(0, batch)
     given = tuple(batch.oracle_ids[0][:-1])
     assert batch.oracle_ids[0][-1] == lively.emb_id
     assert ids_of(rationales) == [given, *ids_of(plain)[1:]]
@@ -317,7 +317,7 @@ def test_a_mix_of_anchors_is_the_step_of_either_where_it_stands(lively, batch):
     whole = do_step(lively, batch, rationales, encoded, objective=MIX)
     assert_same_step(do_step(lively, batch, rationales, micro_batch_size=2, objective=MIX), whole)
     # All of them the oracle's is anchor=oracle, none of them anchor=self.
-    everyone, _, _ = writer_of(lively, loss=LossConfig(anchor="mix", oracle_share=1.0))(0, batch)
+    everyone, *_ = writer_of(lively, loss=LossConfig(anchor="mix", oracle_share=1.0))(0, batch)
     oracle = dataclasses.replace(OBJECTIVE, anchor="oracle")
     assert_same_step(
         do_step(lively, batch, everyone, objective=MIX), do_step(lively, batch, None, objective=oracle)
@@ -353,7 +353,7 @@ def test_a_frozen_tower_sees_each_picture_once_a_step(lively, batch, monkeypatch
     assert lively.pictures is not None
     for _ in range(2):  # a step leaves nothing behind
         patches.clear()
-        rationales, _, _ = writer(0, batch)
+        rationales, *_ = writer(0, batch)
         assert_same_step(do_step(lively, batch, rationales, micro_batch_size=2), expected)
         prompts = [*batch.queries, *batch.candidates]
         once = sum(len(prompt.pixels) for prompt in prompts if prompt.pixels is not None)

@@ -50,7 +50,7 @@ from rge.optim.optimizers import learning_rate, make_optimizer, set_learning_rat
 from rge.rl.credit import make_reinforcement
 from rge.rollout.writer import Rollout, easy_share, make_writer, rollout_report
 from rge.scratch.starting_point import starting_point
-from rge.step import TrainingStep
+from rge.step.training_step import TrainingStep
 from rge.validation import make_validation
 
 

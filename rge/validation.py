@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rge.comparison import Candidates
 from rge.config import Recipe
 from rge.data.collate import Batch, Collator, PromptBuilders
 from rge.data.mixture import Draw
@@ -22,6 +21,7 @@ from rge.distributed import collectives as dist
 from rge.model.embedding_model import EmbeddingModel, Readout, eval_mode
 from rge.objective import Objective
 from rge.rollout.generate import Rationale, generate
+from rge.step.comparison import Candidates
 
 
 def problems(recipe: Recipe, sources: Mapping[str, Records]) -> Iterator[str]:

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BESIDE = {"README.md": "index.md", "CONTRIBUTING.md": "CONTRIBUTING.md", "CHANGELOG.md": "CHANGELOG.md"}
 """Pages outside docs/, and their names on the site."""
 
-READ_FIRST = ("train.py", "step.py", "model/packing.py", "rollout/generate.py", "losses.py")
+READ_FIRST = ("train.py", "step/training_step.py", "model/packing.py", "rollout/generate.py", "losses.py")
 """Files of rge/."""
 
 

@@ -62,7 +62,7 @@ from rge.rollout.generate import Rationale, generate  # noqa: E402
 from rge.rollout.micro_batches import encode_prompts  # noqa: E402
 from rge.rollout.writer import Rollout  # noqa: E402
 from rge.scratch import build as scratch  # noqa: E402
-from rge.step import TrainingStep  # noqa: E402
+from rge.step.training_step import TrainingStep  # noqa: E402
 
 Figures = dict[str, Any]
 

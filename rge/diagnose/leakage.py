@@ -14,7 +14,6 @@ import torch
 from rge.checkpoints.settings import read_settings
 from rge.common.commands import progress_bar
 from rge.common.errors import UserError
-from rge.comparison import candidate_masks
 from rge.data.collate import Batch, Source, StepBatches
 from rge.data.config import DataConfig
 from rge.data.mixture import Mixture
@@ -23,7 +22,8 @@ from rge.embedder import Embedder
 from rge.objective import Objective
 from rge.rollout.generate import generate
 from rge.rollout.writer import Rollout
-from rge.step import TrainingStep
+from rge.step.comparison import candidate_masks
+from rge.step.training_step import TrainingStep
 
 TRIPLETS = ("right", "wrong target", "wrong query", "own rationale")
 LEAKS, CLEAN = 0.5, 0.1

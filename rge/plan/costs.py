@@ -4,7 +4,7 @@ Picture costs are measured in a pass of the vision tower; the rest is formulas. 
 and an addition are two) and attention densely, as `torch.utils.flop_counter` does; ``tests/rge/plan/test_plan.py`` compares
 the two. Memory is an estimate: it adds up what is kept and ignores what an allocator wastes.
 
-In a step (rge/step.py), the queries' prompts are encoded, the rollout continues from their keys and values, one forward
+In a step (rge/step/training_step.py), the queries' prompts are encoded, the rollout continues from their keys and values, one forward
 runs each prompt with its own and its oracle rationale, another the candidates, and the backward follows. If a rank's share of
 the batch takes several micro batches, candidates are encoded once more without gradient, and so are prompts, unless what
 their backward needs is kept (`train.keep_activations`). A frozen vision tower runs on each picture once.

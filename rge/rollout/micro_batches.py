@@ -123,7 +123,7 @@ def encode_prompts(
     parts: Sequence[slice] = (slice(None),),
     where: str = "device",
 ) -> EncodedParts:
-    """Keys and values of prompts, with gradient, for the rollout and then `rge.step.TrainingStep`; kept as in `keeping`.
+    """Keys and values of prompts, with gradient, for the rollout and then `rge.step.training_step.TrainingStep`; kept as in `keeping`.
 
     `model` is the wrapped embedder: its next forward is the training step's, and both share one backward. For a step in
     several chunks (`parts`), whose backwards belong to the wrapper's own forwards, it is the embedder itself.

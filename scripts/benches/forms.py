@@ -2,7 +2,7 @@
 
     three passes  transformers' `generate`; LM forward on [prompt][oracle]; contrastive forward on [prompt][own, <emb>]
     ours          `rge.rollout.micro_batches.encode_prompts` runs the prompts, with gradient; `rge.rollout.generate` continues from
-                  their keys and values; so do [own, <emb>] and [oracle, <emb>] in `rge.step.TrainingStep`
+                  their keys and values; so do [own, <emb>] and [oracle, <emb>] in `rge.step.training_step.TrainingStep`
 
 Candidates are encoded by the same call in both. The three-pass form gets what costs nothing to write: logits at labelled
 positions only, and rows padded to the longest of their own pass.
@@ -30,7 +30,6 @@ from rge.common.errors import UserError
 from rge.common.options import one_of
 from rge.common.parts import content_of
 from rge.common.schema import Item
-from rge.comparison import candidate_masks
 from rge.config import load_recipe
 from rge.data.collate import Batch, Source, StepBatches
 from rge.data.mixture import Mixture
@@ -46,7 +45,8 @@ from rge.plan.known_models import TABLE
 from rge.rollout.generate import Rationale, generate
 from rge.rollout.micro_batches import chunks_of, encode_prompts
 from rge.rollout.writer import Rollout
-from rge.step import TrainingStep
+from rge.step.comparison import candidate_masks
+from rge.step.training_step import TrainingStep
 
 Ids = Sequence[Sequence[int]]
 """Tokens after each prompt."""

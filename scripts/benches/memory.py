@@ -24,7 +24,7 @@ from rge.model.embedding_model import EmbeddingModel
 from rge.objective import Objective
 from rge.rollout.generate import generate
 from rge.rollout.writer import Rollout
-from rge.step import TrainingStep
+from rge.step.training_step import TrainingStep
 
 TEXT = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
 VISION = {"depth": 2, "hidden_size": 64, "intermediate_size": 256, "num_heads": 4, "patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1]}  # fmt: skip

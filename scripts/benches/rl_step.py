@@ -3,7 +3,7 @@
     plain         `generate` from k copies of each prompt; a forward over each [prompt][rationale, <emb>] without gradient
                   for the rewards; one with gradient for the log probabilities; one for the states of InfoNCE; the LM forward
     leaner        the same, but prompts encoded once for generation, and log probabilities and states from one forward
-    ours          prompts encoded once; k branches and the oracle's in `rge.step.TrainingStep`
+    ours          prompts encoded once; k branches and the oracle's in `rge.step.training_step.TrainingStep`
 
 Losses and gradients are first compared in float64. ``settings=3b`` counts the step at the shape of Qwen2.5-VL-3B, for prompts of
 `prompt_tokens`, without computing it.
@@ -21,7 +21,6 @@ from pydantic import Field
 from benches import forms
 from benches.forms import Setting, Sizes, Work, our_rollout
 from benches.harness import Rows, show
-from rge.comparison import candidate_masks
 from rge.config import Recipe
 from rge.loss_config import LossConfig
 from rge.losses import rationale_log_probs
@@ -33,7 +32,8 @@ from rge.rl.policy import advantages
 from rge.rollout.config import RolloutConfig
 from rge.rollout.micro_batches import encode_prompts
 from rge.rollout.writer import Rollout
-from rge.step import TrainingStep
+from rge.step.comparison import candidate_masks
+from rge.step.training_step import TrainingStep
 
 
 @dataclass

@@ -29,7 +29,7 @@ from rge.model.families import FAMILIES, normalised, patch_grid
 from rge.objective import Objective
 from rge.rollout.writer import Rollout
 from rge.scratch import build as scratch
-from rge.step import TrainingStep
+from rge.step.training_step import TrainingStep
 from rge.towers import efficientnet
 
 TEXT = {

@@ -31,7 +31,7 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     [
         "peft",
-        "rge.step",
+        "rge.step.training_step",
         "rge.validation",
         "rge.checkpoints.checkpoint_manager",
         "rge.scratch.starting_point",

@@ -20,9 +20,7 @@ WINGS = {
     "training": (
         "rge/train.py",
         "rge/check.py",
-        "rge/step.py",
-        "rge/step_report.py",
-        "rge/comparison.py",
+        "rge/step/",
         "rge/objective.py",
         "rge/validation.py",
         "rge/mining/refresh.py",

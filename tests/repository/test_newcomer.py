@@ -142,7 +142,7 @@ THINGS = {
     "how to make training data": "python -m data_prep rmir",
     "how to add a benchmark": "benchmark",
     "what every key means": "loss.temperature",
-    "where the code of the step is": "`step.py`",
+    "where the code of the step is": "`training_step.py`",
     "what a bad picture does": "data.on_bad",
     "how to cite it": "CITATION.cff",
 }

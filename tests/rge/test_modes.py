@@ -19,7 +19,6 @@ from rge import Embedder
 from rge.common.errors import RecipeError, UserError
 from rge.common.parts import content_of
 from rge.common.schema import Item
-from rge.comparison import candidate_masks
 from rge.config import load_recipe
 from rge.inference import Inference
 from rge.loss_config import AdaptiveConfig, LossConfig
@@ -30,7 +29,8 @@ from rge.rollout.config import RolloutConfig
 from rge.rollout.generate import generate
 from rge.rollout.micro_batches import encode_prompts
 from rge.rollout.writer import Rollout, Writer, drawn_cap, easy_share
-from rge.step import TrainingStep
+from rge.step.comparison import candidate_masks
+from rge.step.training_step import TrainingStep
 
 ALIGN = 0.3
 DIRECT = 0.25

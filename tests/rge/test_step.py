@@ -20,7 +20,6 @@ from stock import (
     worst_gradient_error,
 )
 
-from rge.comparison import candidate_masks
 from rge.data.collate import Collator, Source
 from rge.data.config import DataConfig
 from rge.data.mixture import Draw
@@ -37,7 +36,8 @@ from rge.objective import Objective
 from rge.rollout.generate import Rationale
 from rge.rollout.micro_batches import chunks_of, encode_prompts
 from rge.rollout.writer import Rollout
-from rge.step import TrainingStep
+from rge.step.comparison import candidate_masks
+from rge.step.training_step import TrainingStep
 
 
 def three_passes(embedder, batch, self_ids, emb_id, objective, padding_side):

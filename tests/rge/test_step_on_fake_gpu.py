@@ -23,7 +23,7 @@ from rge.rollout.config import RolloutConfig
 from rge.rollout.generate import Rationale, generate
 from rge.rollout.micro_batches import encode_prompts
 from rge.rollout.writer import Rollout
-from rge.step import TrainingStep
+from rge.step.training_step import TrainingStep
 
 CAP = 24
 KERNELS_A_LAYER, KERNELS_A_TOKEN = 45, 40
@@ -243,7 +243,8 @@ def test_captured_steps_stay_for_the_run(trained, lively_path, backbone_of, make
     def sampled(prompts, first):
         rows = [prompt for prompt in prompts for _ in ends]
         seeds = range(first, first + len(rows))
-        return rows, {"batch_size": 21, "temperature": 0.8, "seeds": seeds, "caps": ends * len(prompts)}
+        settings = {"batch_size": 21, "temperature": 0.8, "min_new_tokens": CAP - 1}
+        return rows, {**settings, "seeds": seeds, "caps": ends * len(prompts)}
 
     rollouts = [
         sampled(prompts[:3], 0),

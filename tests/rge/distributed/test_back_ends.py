@@ -35,7 +35,7 @@ from rge.rl.credit import Reinforcement
 from rge.rollout.config import RolloutConfig
 from rge.rollout.generate import generate
 from rge.rollout.writer import Rollout, sample_seeds
-from rge.step import TrainingStep
+from rge.step.training_step import TrainingStep
 
 CONFIGS = ROOT / "recipes" / "accelerate"
 BACK_ENDS = {

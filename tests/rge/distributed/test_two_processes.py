@@ -30,7 +30,7 @@ from rge.rl.reference import Reference
 from rge.rollout.config import RolloutConfig
 from rge.rollout.generate import Rationale, generate
 from rge.rollout.writer import Rollout, rollout_report, sample_seeds
-from rge.step import TrainingStep
+from rge.step.training_step import TrainingStep
 
 
 def start_workers(script: str, *words: str | Path) -> None:

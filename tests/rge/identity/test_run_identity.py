@@ -204,7 +204,7 @@ def test_compare_runs_says_which_file_key_and_module(stopped, trained, capsys):
     assert settings["recipe"]["cold_start"]["lr"] == RATE
     settings["recipe"]["cold_start"]["lr"] = 0.5
     settings["identity"]["machine"]["threads"] = 7
-    settings["identity"]["software"]["modules"]["rge.step"] = "another"
+    settings["identity"]["software"]["modules"]["rge.step.training_step"] = "another"
     records = next(iter(settings["identity"]["records"].values()))
     records |= {"bytes": 1}
     (other / RGE_JSON).write_text(json.dumps(settings))
@@ -213,7 +213,7 @@ def test_compare_runs_says_which_file_key_and_module(stopped, trained, capsys):
     assert said[:2] == [f"a = {final}/rge.json", f"b = {other}/rge.json"]
     size = (trained / "records.jsonl").stat().st_size
     assert sorted(said[2:]) == [
-        "code of rge.step", f"cold_start.lr: {RATE} and 0.5", "machine: threads 1 and 7",
+        "code of rge.step.training_step", f"cold_start.lr: {RATE} and 0.5", "machine: threads 1 and 7",
         f"records of {trained}/records.jsonl: bytes {size} and 1",
     ]  # fmt: skip
     del settings["identity"]

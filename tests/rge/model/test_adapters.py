@@ -10,7 +10,6 @@ from rge.checkpoints.export import export, settings_of
 from rge.checkpoints.training_state import States
 from rge.common.parts import content_of
 from rge.common.schema import Item
-from rge.comparison import Candidates
 from rge.embedder import Embedder
 from rge.model.adapters import AdapterError, add_adapters, has_adapters, merge
 from rge.model.backbone import load_backbone
@@ -21,7 +20,8 @@ from rge.objective import Objective
 from rge.rollout.generate import generate
 from rge.rollout.micro_batches import has_dropout
 from rge.rollout.writer import Rollout
-from rge.step import TrainingStep, _Packs, _Passes
+from rge.step.comparison import Candidates
+from rge.step.training_step import TrainingStep, _Packs, _Passes
 
 OBJECTIVE = Objective(0.3, 0.7, 0.07)
 

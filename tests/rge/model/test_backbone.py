@@ -21,7 +21,7 @@ from rge.model.families import normalised
 from rge.model.prompts import PromptBuilder
 from rge.objective import Objective
 from rge.rollout.writer import Rollout
-from rge.step import TrainingStep
+from rge.step.training_step import TrainingStep
 
 
 def test_emb_takes_the_first_free_id_of_a_matrix_that_keeps_its_size(tiny_path):

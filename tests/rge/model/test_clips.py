@@ -19,7 +19,7 @@ from rge.model.prompts import PromptBuilder
 from rge.objective import Objective
 from rge.rollout.generate import generate
 from rge.rollout.writer import Rollout
-from rge.step import TrainingStep
+from rge.step.training_step import TrainingStep
 
 FPS = 4.0
 reading = pytest.mark.parametrize("lively_path", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"], indirect=True)

@@ -18,7 +18,7 @@ from rge.objective import Objective
 from rge.rollout.generate import generate
 from rge.rollout.micro_batches import encode_prompts
 from rge.rollout.writer import Rollout
-from rge.step import TrainingStep
+from rge.step.training_step import TrainingStep
 
 CPU = torch.device("cpu")
 

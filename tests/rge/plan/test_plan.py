@@ -81,7 +81,7 @@ from rge.rollout.micro_batches import encode_prompts
 from rge.rollout.writer import Rollout
 from rge.scratch import build as scratch
 from rge.scratch.pretrain_vision import _namer, patches
-from rge.step import TrainingStep
+from rge.step.training_step import TrainingStep
 
 
 @pytest.fixture(scope="module")

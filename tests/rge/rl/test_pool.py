@@ -29,7 +29,7 @@ from rge.rl.pool import check_pool, read_pool
 from rge.rollout.config import RolloutConfig
 from rge.rollout.generate import Rationale
 from rge.rollout.writer import Rollout
-from rge.step import TrainingStep
+from rge.step.training_step import TrainingStep
 
 TEMPERATURE = 0.1
 

@@ -19,7 +19,6 @@ from stock import (
 )
 
 from rge.common.errors import UserError
-from rge.comparison import candidate_masks
 from rge.config import Recipe
 from rge.distributed import collectives as dist
 from rge.distributed.config import TrainConfig
@@ -39,7 +38,8 @@ from rge.rollout.config import RolloutConfig
 from rge.rollout.generate import Rationale, generate
 from rge.rollout.micro_batches import encode_prompts
 from rge.rollout.writer import Rollout, sample_seeds
-from rge.step import TrainingStep
+from rge.step.comparison import candidate_masks
+from rge.step.training_step import TrainingStep
 
 K, CAP, SAMPLED_AT = 3, 9, 0.8
 

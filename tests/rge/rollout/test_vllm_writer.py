@@ -40,7 +40,7 @@ from rge.rollout.generate import generate
 from rge.rollout.micro_batches import Kept
 from rge.rollout.vllm_writer import VllmWriter
 from rge.rollout.writer import Rollout, Writer, make_writer, sample_seeds
-from rge.step import TrainingStep
+from rge.step.training_step import TrainingStep
 
 CAP = 12
 NOTHING_KEPT = Kept("none", "auto")

@@ -33,7 +33,7 @@ from rge.rollout.writer import (
     rollout_report,
     sample_seeds,
 )
-from rge.step import TrainingStep
+from rge.step.training_step import TrainingStep
 
 OBJECTIVE = Objective(0.4, 0.6, 0.07)
 MIX = dataclasses.replace(OBJECTIVE, anchor="mix")

@@ -33,7 +33,7 @@ from rge.rollout.generate import generate
 from rge.rollout.micro_batches import encode_prompts
 from rge.rollout.vllm_engine import present_weights
 from rge.rollout.writer import Rollout
-from rge.step import TrainingStep
+from rge.step.training_step import TrainingStep
 
 LR = 0.2
 AGAIN = slice(2, 4)

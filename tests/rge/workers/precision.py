@@ -27,7 +27,7 @@ from rge.model.backbone import load_backbone
 from rge.model.embedding_model import EmbeddingModel
 from rge.rollout.generate import generate
 from rge.rollout.writer import Rollout
-from rge.step import TrainingStep
+from rge.step.training_step import TrainingStep
 
 CLEAR = ("ACCELERATE_", "FSDP_", "PARALLELISM_")
 

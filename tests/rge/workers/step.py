@@ -24,7 +24,7 @@ from rge.rl.credit import Reinforcement
 from rge.rl.reference import Reference
 from rge.rollout.config import RolloutConfig
 from rge.rollout.writer import Rollout, Writer, rollout_report
-from rge.step import TrainingStep
+from rge.step.training_step import TrainingStep
 
 checkpoint, folder = sys.argv[1], Path(sys.argv[2])
 torch.set_num_threads(1)

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rge.comparison import Candidates, Comparison, compare, compare_by_source, find_easy
 from rge.data.collate import Batch
 from rge.distributed import collectives as dist
 from rge.model.attention import EncodedPrompts
@@ -32,7 +31,8 @@ from rge.objective import Objective
 from rge.rl.credit import Credit
 from rge.rollout.micro_batches import RandomState, chunks_of, has_dropout, keeping
 from rge.rollout.writer import Rollout
-from rge.step_report import SourceReport, StepReport
+from rge.step.comparison import Candidates, Comparison, compare, compare_by_source, find_easy
+from rge.step.report import SourceReport, StepReport
 
 
 @dataclass

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from rge.comparison import Comparison
 from rge.data.collate import Batch
 from rge.distributed import collectives as dist
 from rge.model.embedding_model import Readout
 from rge.objective import Objective, Summed
 from rge.rollout.generate import Rationale
+from rge.step.comparison import Comparison
 
 
 class StepReport:
@@ -45,7 +45,7 @@ class StepReport:
         self.nlls += [nll.detach() for nll in nlls]
 
     def means(self, record_ids: Sequence[str], compared: Comparison | None) -> dict[str, float]:
-        """Means over the global batch, see `rge.step.TrainingStep`; FloatingPointError if a loss is not finite."""
+        """Means over the global batch, see `rge.step.training_step.TrainingStep`; FloatingPointError if a loss is not finite."""
         figures = {} if compared is None else compared.contrast.figures
         counts = [0, 0] if compared is None else [compared.num_negatives, compared.num_labelled]
         # Wait for the device once instead of for each value.

@@ -636,10 +636,10 @@ def test_a_query_without_a_right_answer_is_unscored(lively, make_batch, sample, 
         credit = stage_begin(self, *given)
         judge = credit.judge
 
-        def without_first(q, c, masks, read):
-            positive, ignored, labelled = (mask.clone() for mask in masks)
-            positive[0] = ignored[0] = False
-            judge(q, c, (positive, ignored, labelled), read)
+        def without_first(q, c, labels, read):
+            labels = labels.each(torch.clone)
+            labels.positive_BC[0] = labels.ignored_BC[0] = False
+            judge(q, c, labels, read)
 
         credit.judge = without_first
         return credit

@@ -35,7 +35,7 @@ from rge.model.embedding_model import EmbeddingModel
 from rge.model.families import family_of
 from rge.model.prompts import Prompt, PromptBuilder
 from rge.objective import Objective
-from rge.step import TrainingStep
+from rge.step.training_step import TrainingStep
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer

@@ -324,8 +324,8 @@ class Preflight:
                     told.update(new)
                     self.tell(grouped(new, MAX_REPORTED), held_out=wanted.held_out)
             if (path := self.recipe.rl.pool) is not None:
-                decoder = builder if decode else None
-                self.problems += unusable(path, self.pool, self.verdicts.pictures, decoder)
+                decoding = dict.fromkeys(map(builders, self.recipe.rl.sources)) if decode else {}
+                self.problems += unusable(path, self.pool, self.verdicts.pictures, [*decoding])
         except (UserError, OSError) as error:
             # A missing source of the tokenizer's texts was reported already.
             if str(error) not in self.problems:

@@ -25,7 +25,8 @@ class Mixture:
     it gets 2 or 3 records per step, seldom one more or less, 2.4 on average).
 
     A batch consists of equal sub-batches, and the records of each come from one group of sources. Groups take turns by the sum
-    of their sources' weights, with the same exactness; a group may fill several sub-batches of a step.
+    of their sources' weights, with the same exactness, in rounds that are long enough for all of them. The turns of a group are
+    spread evenly over a round, from a random beginning; so the order, and which groups share a step, change with every round.
 
     Args:
         sizes: records of each source; None for a stream, whose draws are numbered consecutively.
@@ -54,7 +55,11 @@ class Mixture:
             [source for source, group in enumerate(of_source) if group == one]
             for one in dict.fromkeys(of_source)
         ]
+        self.of_group = [float(self.share[group].sum()) for group in self.members]
+        least = min(share for share in self.of_group if share > 0)
+        self.round = sub_batches * math.ceil(min(1 / least - 1e-6, LONGEST_ROUND) / sub_batches)
         self._orders: dict[tuple[int, int], np.ndarray] = {}
+        self._rounds: dict[int, np.ndarray] = {}
 
     @property
     def num_records(self) -> int:
@@ -76,7 +81,7 @@ class Mixture:
 
     def drawn_before(self, step: int) -> list[int]:
         """Records drawn from each source before a step."""
-        turns = _divided(step * self.sub_batches, [self.share[group].sum() for group in self.members])
+        turns = self._turns(step * self.sub_batches)
         drawn = [0] * len(self.sizes)
         for group, count in zip(self.members, turns, strict=True):
             total = count * (self.batch_size // self.sub_batches)
@@ -87,9 +92,35 @@ class Mixture:
     def most_at_once(self, source: int) -> float:
         """Records of a source in a step that holds as many of its group's sub-batches as any."""
         group = next(group for group in self.members if source in group)
-        of_group = self.share[group].sum()
+        of_group = self.of_group[self.members.index(group)]
         num_sub_batches = math.ceil(self.sub_batches * of_group - 1e-6)
         return num_sub_batches * self.batch_size / self.sub_batches * self.share[source] / of_group
+
+    def _turns(self, count: int) -> list[int]:
+        """Sub-batches of each group among the first `count`."""
+        if len(self.members) == 1:
+            return [count]
+        number, rest = divmod(count, self.round)
+        turns = _divided(number * self.round, self.of_group)
+        if rest:
+            begun = np.bincount(self._round(number)[:rest], minlength=len(turns))
+            turns = [turn + more for turn, more in zip(turns, begun.tolist(), strict=True)]
+        return turns
+
+    def _round(self, number: int) -> np.ndarray:
+        """(round,) groups in their order."""
+        if number not in self._rounds:
+            if len(self._rounds) > 4:
+                self._rounds.clear()
+            ends = (_divided((number + more) * self.round, self.of_group) for more in (0, 1))
+            counts = [stop - start for start, stop in zip(*ends, strict=True)]
+            begins = np.random.default_rng([self.seed, 2, number]).random(len(counts))
+            places = [
+                (np.arange(each) + begin) / each for each, begin in zip(counts, begins, strict=True) if each
+            ]
+            groups = np.repeat(np.arange(len(counts)), counts)
+            self._rounds[number] = groups[np.argsort(np.concatenate(places), kind="stable")]
+        return self._rounds[number]
 
     def _index(self, source: int, epoch: int, place: int) -> int:
         size = self.sizes[source]
@@ -116,6 +147,9 @@ def _divided(total: int, shares: Sequence[float]) -> list[int]:
         left, share_left = left - counts[-1], share_left - share
     return [*counts, left]
 
+
+LONGEST_ROUND = 1 << 12
+"""Sub-batches of a round, even if there are groups whose share is smaller."""
 
 LARGE = 1 << 22
 """Number of records above which an epoch's order is computed on demand instead of stored, 8 bytes per record."""

@@ -50,10 +50,7 @@ class Reinforcement:
         self.with_direct = any(found.needs_direct for _, found in self.terms.values())
         self.pool = None
         if self.terms and recipe.rl.pool is not None:
-            self.pool = Pool(
-                recipe.rl.pool, embedder, recipe.data, every=recipe.rl.pool_every,
-                micro_batch_size=recipe.train.micro_batch_size,
-            )  # fmt: skip
+            self.pool = Pool(recipe.rl.pool, recipe, embedder)
         self.idle_steps = 0
 
     def begin(self, batch: Batch, rationales: Sequence[Rationale], measure: bool) -> "Credit":
@@ -172,12 +169,13 @@ class Credit:
             self.measure = False
 
     def _judged(self, q_ND: Tensor, c_CD: Tensor, right_BC: Tensor, labelled_BC: Tensor) -> Judged:
-        settings = self.rl.settings
-        if self.rl.pool is not None:  # replaces the batch's candidates
-            assert self.rl.pool.state_PD is not None
-            c_CD = self.rl.pool.state_PD.to(c_CD)
-            right_BC, labelled_BC = self.rl.pool.masks(self.batch)
-        group = self._rollouts(q_ND, c_CD, right_BC.to(self.device), labelled_BC.to(self.device))
+        settings, pool, seen_as = self.rl.settings, self.rl.pool, [0] * len(self.batch.queries)
+        c_VCD = c_CD[None]
+        if pool is not None:  # replaces the batch's candidates
+            assert pool.state_VPD is not None
+            c_VCD, seen_as = pool.state_VPD.to(c_CD), pool.settings_of(self.batch)
+            right_BC, labelled_BC = pool.masks(self.batch)
+        group = self._rollouts(q_ND, c_VCD, seen_as, right_BC.to(self.device), labelled_BC.to(self.device))
         values = {name: evaluate(config, found, group) for name, (config, found) in self.rl.terms.items()}
         weighted = [config.weight * values[name] for name, (config, _) in self.rl.terms.items()]
         total_BK = torch.stack(weighted).sum(dim=0)
@@ -287,7 +285,9 @@ class Credit:
             parts += [*given, *[float("nan")] * (len(one.ids) + 1 - len(given))]
         return torch.tensor(parts, dtype=torch.float32).to(self.device)
 
-    def _rollouts(self, q_ND: Tensor, c_CD: Tensor, right_BC: Tensor, labelled_BC: Tensor) -> Rollouts:
+    def _rollouts(
+        self, q_ND: Tensor, c_VCD: Tensor, seen_as: list[int], right_BC: Tensor, labelled_BC: Tensor
+    ) -> Rollouts:
         K, batch, tokenizer = self.num_each, self.batch, self.rl.embedder.processor.tokenizer
         ids = [one.ids for one in self.rationales]
 
@@ -296,7 +296,8 @@ class Credit:
 
         return Rollouts(
             state_BKD=q_ND.view(-1, K, q_ND.shape[1]),
-            candidate_CD=c_CD,
+            candidate_VCD=c_VCD,
+            seen_as_B=torch.tensor(seen_as).to(self.device),
             right_BC=right_BC,
             labelled_BC=labelled_BC,
             ids=[ids[start : start + K] for start in range(0, len(ids), K)],

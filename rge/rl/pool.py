@@ -1,13 +1,15 @@
 """A fixed pool of candidates for rewards, since a batch's negatives are easy.
 
 Every `rl.pool_every` steps the model in training embeds it again, each process a share; all keep everything. In between the
-embeddings are stale, as in MoCo (arXiv:1911.05722). They have no gradient, and are part of a resumable state.
+embeddings are stale, as in MoCo (arXiv:1911.05722). They have no gradient, and are part of a resumable state. A query sees the
+pool through the prompts of its own source, so it is embedded once for each of their settings.
 
-Shape suffixes: B = queries of this rank, P = pool, D = hidden size.
+Shape suffixes: B = queries of this rank, V = settings of prompts, P = pool, D = hidden size.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,8 @@ from rge.common.errors import UserError, grouped
 from rge.common.images import PictureIndex, load_image
 from rge.common.parts import picture_of, refs_of
 from rge.common.schema import Record, Target
-from rge.data.collate import Batch, target_item
-from rge.data.config import DataConfig
+from rge.config import Recipe
+from rge.data.collate import Batch, PromptBuilders, target_item
 from rge.data.layout import measured, on_all_cores
 from rge.data.sources import MAX_REPORTED, RecordFile, Records, identity
 from rge.distributed import collectives as dist
@@ -38,25 +40,29 @@ LOOKED_AT = 1000
 
 
 class Pool:
-    """Fixed candidates and their latest unit-norm embeddings, `state_PD`."""
+    """Fixed candidates and their latest unit-norm embeddings, `state_VPD`."""
 
-    def __init__(
-        self, path: Path, embedder: EmbeddingModel, data: DataConfig, *, every: int, micro_batch_size: int
-    ):
-        self.embedder, self.every, self.micro_batch_size = embedder, every, micro_batch_size
-        self.builder = PromptBuilder(
-            embedder.processor, data.profile, data.max_prompt_tokens, video=data.video
-        )
+    def __init__(self, path: Path, recipe: Recipe, embedder: EmbeddingModel):
+        self.embedder, self.every = embedder, recipe.rl.pool_every
+        self.micro_batch_size = recipe.train.micro_batch_size
+        builders = PromptBuilders(embedder.processor, recipe)
+        of_sources = [builders(source) for source in recipe.rl.sources] or [builders()]
+        self.builders = [*dict.fromkeys(of_sources)]
+        self.of_source = [self.builders.index(builder) for builder in of_sources]
         self.targets = read_pool(path)
         self.identity_P = torch.tensor([identity(target) for target in self.targets])
         self.age = 0
-        self.state_PD: Tensor | None = None
+        self.state_VPD: Tensor | None = None
 
     def before_step(self) -> None:
         """Embed the pool if it is due; all processes call it while the weights are whole."""
-        if self.state_PD is None or self.age >= self.every:
-            self.state_PD, self.age = self._embedded(), 0
+        if self.state_VPD is None or self.age >= self.every:
+            self.state_VPD, self.age = torch.stack([*map(self._embedded, self.builders)]), 0
         self.age += 1
+
+    def settings_of(self, batch: Batch) -> list[int]:
+        """Which of V each query's source has."""
+        return [self.of_source[source] for source in batch.sources or [0] * len(batch.queries)]
 
     def masks(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Right answers and labelled negatives of each query in the pool by identity: (B, P) bool, on the host."""
@@ -68,7 +74,7 @@ class Pool:
         return among(batch.right_answers), among(negatives)
 
     @torch.no_grad()
-    def _embedded(self) -> Tensor:
+    def _embedded(self, builder: PromptBuilder) -> Tensor:
         count, world_size, rank = len(self.targets), dist.world_size(), dist.rank()
         bounds = [count * number // world_size for number in range(world_size + 1)]
         sizes = [end - start for start, end in zip(bounds, bounds[1:], strict=False)]
@@ -79,8 +85,7 @@ class Pool:
             for start in range(bounds[rank], bounds[rank] + max(sizes), self.micro_batch_size):
                 chosen = self.targets[start : min(start + self.micro_batch_size, bounds[rank + 1])]
                 prompts = [
-                    self.builder.build(target_item(target), "candidate")
-                    for target in chosen or self.targets[:1]
+                    builder.build(target_item(target), "candidate") for target in chosen or self.targets[:1]
                 ]
                 state_ND = embedder(embedder.pack(prompts, [direct] * len(prompts)))[0].state_ND
                 parts.append(state_ND[: len(chosen)])
@@ -88,19 +93,19 @@ class Pool:
 
     def state_dict(self) -> dict[str, Any]:
         """For a resumable checkpoint."""
-        state_PD = None if self.state_PD is None else self.state_PD.to("cpu", copy=True)
-        return {"age": self.age, "state_PD": state_PD}
+        state_VPD = None if self.state_VPD is None else self.state_VPD.to("cpu", copy=True)
+        return {"age": self.age, "state_VPD": state_VPD}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """From a resumable checkpoint; UserError if the pool's size has changed."""
-        state_PD = state["state_PD"]
-        if state_PD is not None and len(state_PD) != len(self.targets):
+        state_VPD = state["state_VPD"]
+        if state_VPD is not None and state_VPD.shape[1] != len(self.targets):
             raise UserError(
-                f"rl.candidates: the pool has {len(self.targets)} candidates, but had {len(state_PD)} when this run was "
+                f"rl.candidates: the pool has {len(self.targets)} candidates, but had {state_VPD.shape[1]} when this run was "
                 "stopped: restore it, or start with another out="
             )
         self.age = state["age"]
-        self.state_PD = None if state_PD is None else state_PD.to(self.embedder.device)
+        self.state_VPD = None if state_VPD is None else state_VPD.to(self.embedder.device)
 
 
 def read_pool(path: Path) -> list[Target]:
@@ -147,14 +152,14 @@ def _of_corpus(folder: Path) -> Iterator[Target]:
 
 
 def unusable(
-    path: Path, targets: Sequence[Target], pictures: PictureIndex, builder: PromptBuilder | None = None
+    path: Path, targets: Sequence[Target], pictures: PictureIndex, builders: Sequence[PromptBuilder] = ()
 ) -> list[str]:
-    """Candidates of a pool that cannot be embedded: their pictures do not exist; with a `builder`, all are measured and decoded."""
-    if builder is None:
-        found: Iterable[str | None] = (_missing(pictures, target) for target in targets)
-    else:
-        found = on_all_cores(partial(_fault, builder), targets)
-    return grouped((f"rl.candidates: {path}: {fault}" for fault in found if fault is not None), MAX_REPORTED)
+    """Candidates of a pool that cannot be embedded: their pictures do not exist; with `builders`, all are measured and decoded."""
+    found: Iterable[str | None] = (_missing(pictures, target) for target in targets)
+    if builders:
+        found = chain.from_iterable(on_all_cores(partial(_fault, one), targets) for one in builders)
+    faults = dict.fromkeys(f"rl.candidates: {path}: {fault}" for fault in found if fault is not None)
+    return grouped(faults, MAX_REPORTED)
 
 
 def _missing(pictures: PictureIndex, target: Target) -> str | None:

@@ -4,7 +4,8 @@ A recipe names them, ``rl.rewards: [{name: margin, weight: 1.0, options: {...}}]
 registered with `reward` in a module of ``plugins=``, or named ``module:function``. Greater is better; a group with a value that
 is not finite is left out of the policy gradient and counted.
 
-Shape suffixes: B = queries of this rank, K = rationales per query, C = candidates of all ranks, D = hidden size.
+Shape suffixes: B = queries of this rank, K = rationales per query, C = candidates of all ranks, V = settings of their prompts,
+D = hidden size.
 """
 
 import inspect
@@ -30,7 +31,9 @@ class Rollouts:
     """Input of a reward: this rank's rationales, query after query, and the candidates of all ranks."""
 
     state_BKD: Tensor  # unit-norm states at ``<emb>``, without gradient
-    candidate_CD: Tensor  # unit-norm embeddings of the candidates: the step's, or a fixed pool's
+    # Unit-norm embeddings of the candidates: the step's, or a fixed pool's, of which there are V, as V sources prompt them.
+    candidate_VCD: Tensor
+    seen_as_B: Tensor  # which of V is the query's
     right_BC: Tensor  # bool; everything that answers the query, by identity. All others are wrong
     labelled_BC: Tensor  # bool; the query's own labelled negatives
     ids: Sequence[Sequence[Sequence[int]]]  # of K rationales per query, without ``<emb>``
@@ -47,7 +50,12 @@ class Rollouts:
     @cached_property
     def score_BKC(self) -> Tensor:
         """Cosine of every state with every candidate."""
-        return torch.einsum("bkd,cd->bkc", self.state_BKD, self.candidate_CD)
+        shape = (*self.state_BKD.shape[:2], self.candidate_VCD.shape[1])
+        score_BKC = self.state_BKD.new_empty(shape)
+        for number, candidate_CD in enumerate(self.candidate_VCD):
+            of_these = self.seen_as_B == number
+            score_BKC[of_these] = torch.einsum("bkd,cd->bkc", self.state_BKD[of_these], candidate_CD)
+        return score_BKC
 
     @cached_property
     def right_BKC(self) -> Tensor:

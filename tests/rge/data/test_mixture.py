@@ -128,6 +128,20 @@ def test_a_sub_batch_is_of_one_group_and_shares_stay_exact(sub_batches):
     assert all(mixture.most_at_once(source) <= at_once[source] for source in (1, 3))
 
 
+def test_the_order_of_sources_and_which_share_a_step_are_drawn():
+    def steps(seed: int, sub_batches: int = 1) -> list[tuple[int, ...]]:
+        mixture = Mixture([50] * 6, [1] * 6, 12, seed, groups=range(6), sub_batches=sub_batches)
+        return [tuple(sorted({draw.source for draw in mixture.batch(step)})) for step in range(120)]
+
+    once = steps(0)
+    rounds = {tuple(once[start : start + 6]) for start in range(0, 120, 6)}
+    assert len(rounds) > 15
+    assert all(sorted(one) == [(source,) for source in range(6)] for one in rounds)  # each once in a round
+    assert once == steps(0)
+    assert once != steps(1)
+    assert len(set(steps(0, 2))) > 12  # of 15 pairs; in a fixed order three
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 64, 65, 1000])
 def test_permuted_is_a_permutation(size):
     orders = [[permuted(place, size, key) for place in range(size)] for key in ("a", "b")]

@@ -4,11 +4,13 @@ import base64
 import copy
 import json
 import math
+from dataclasses import replace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+import torch.nn.functional as F
 
 from rge.common.errors import UserError
 from rge.common.images import picture_bytes
@@ -68,8 +70,8 @@ def take(embedder, batch, stage, recipe):
     return report
 
 
-def states(embedder, items, side="candidate", tail=()):
-    prompts = [PromptBuilder(embedder.processor, max_tokens=2048).build(item, side) for item in items]
+def states(embedder, items, side="candidate", tail=(), profile="rge"):
+    prompts = [PromptBuilder(embedder.processor, profile, 2048).build(item, side) for item in items]
     branches = [[Branch([*tail, embedder.emb_id], read_state=True)]] * len(prompts)
     return embedder(embedder.pack(prompts, branches))[0].state_ND
 
@@ -110,7 +112,7 @@ def test_the_pool_is_embedded_anew_every_so_many_steps_and_a_resumed_run_has_the
     seen, saved = [], []
     for _ in range(4):
         stage.begin(batch, two_each(batch), False)
-        seen.append(stage.pool.state_PD.clone())
+        seen.append(stage.pool.state_VPD.clone())
         saved.append(copy.deepcopy(stage.state_dict()))
         with torch.no_grad():
             for parameter in embedder.parameters():
@@ -121,12 +123,39 @@ def test_the_pool_is_embedded_anew_every_so_many_steps_and_a_resumed_run_has_the
     resumed = Reinforcement(recipe, embedder, None, tmp_path)
     resumed.load_state_dict(saved[0])
     resumed.begin(batch, two_each(batch), False)
-    assert torch.equal(resumed.pool.state_PD, seen[0])  # although the weights have moved on
+    assert torch.equal(resumed.pool.state_VPD, seen[0])  # although the weights have moved on
     resumed.begin(batch, two_each(batch), False)
-    assert not torch.equal(resumed.pool.state_PD, seen[0])
-    saved[0]["pool"]["state_PD"] = saved[0]["pool"]["state_PD"][1:]
+    assert not torch.equal(resumed.pool.state_VPD, seen[0])
+    saved[0]["pool"]["state_VPD"] = saved[0]["pool"]["state_VPD"][:, 1:]
     with pytest.raises(UserError, match="the pool has 9 candidates, but had 8 when this run was stopped"):
         resumed.load_state_dict(saved[0])
+
+
+def test_a_query_sees_the_pool_as_its_own_source_prompts_candidates(lively64, make_batch, corpus, tmp_path):
+    sources = [SourceConfig(path="a"), SourceConfig(path="b", profile="plain"), SourceConfig(path="c")]
+    recipe = recipe_of(corpus, sources=sources)
+    batch = replace(make_batch(PromptBuilder(lively64.processor)), sources=[0, 1, 2, 1, 0])
+    stage = Reinforcement(recipe, lively64, None, tmp_path)
+    credit = stage.begin(batch, two_each(batch), False)
+    items = [target_item(target) for target in read_pool(corpus)]
+    state_NKD = F.normalize(torch.randn(5, 2, stage.pool.state_VPD.shape[2], dtype=torch.float64), dim=-1)
+    shares = []
+
+    def noted(state_ND, *rest, rollouts=credit._rollouts):
+        shares.append(rollouts(state_ND, *rest))
+        return shares[-1]
+
+    credit._rollouts = noted
+    nothing = torch.zeros(5, len(batch.candidates), dtype=torch.bool)
+    in_batch = torch.zeros(len(batch.candidates), state_NKD.shape[2], dtype=torch.float64)
+    credit._judged(state_NKD.flatten(0, 1), in_batch, nothing, nothing)
+    with torch.no_grad():
+        seen = [states(lively64, items, profile=profile) for profile in ("rge", "plain")]
+    assert len(stage.pool.state_VPD) == 2  # sources with equal settings share one
+    assert (seen[0] - seen[1]).abs().max() > 1e-3
+    for row, source in enumerate(batch.sources):
+        expected = state_NKD[row] @ seen[source % 2].T
+        torch.testing.assert_close(shares[0].score_BKC[row], expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ def group(tmp_path):
     right, labelled = torch.zeros(2, 5, dtype=torch.bool), torch.zeros(2, 5, dtype=torch.bool)
     right[0, [0, 1]] = right[1, 2] = labelled[0, 3] = True
     return Rollouts(
-        state_BKD=state, candidate_CD=candidate, right_BC=right, labelled_BC=labelled,
+        state_BKD=state, candidate_VCD=candidate[None], seen_as_B=torch.zeros(2).long(), right_BC=right, labelled_BC=labelled,
         ids=[[(1, 2), (1, 2, 3, 3), ()], [(4,), (5, 1), (2, 2, 2)]],
         oracle_ids=[[1, 2, 3, 9], [2, 9]], query_ids=[[3], [1, 3]],
         forced_BK=torch.tensor([[False, True, False], [False, False, False]]),
@@ -53,7 +53,7 @@ def by_hand(group, function):
         wrong = [column for column in range(5) if column not in right]
         rows.append(
             [
-                function([float(q @ c) for c in group.candidate_CD], right, wrong, row, number)
+                function([float(q @ c) for c in group.candidate_VCD[0]], right, wrong, row, number)
                 for number, q in enumerate(group.state_BKD[row])
             ]
         )
@@ -100,7 +100,9 @@ def test_ndcg(group, among):
 
 
 def test_ties_count_against_the_right_answer(group):
-    same = group.__class__(**{**vars_of(group), "candidate_CD": group.candidate_CD[:1].expand(5, -1)})
+    same = group.__class__(
+        **{**vars_of(group), "candidate_VCD": group.candidate_VCD[:, :1].expand(-1, 5, -1)}
+    )
     assert value(same, "rank").tolist() == [[1 / 4] * 3, [1 / 5] * 3]
     assert not value(same, "hit").any()
     # Query 0's right answers stand behind three wrong ones, one after the other.
@@ -117,7 +119,7 @@ def test_two_copies_of_a_right_answer_take_two_places(group):
     state[:, 2, :3] = torch.tensor([0.6, 0.8, 0.0])
     right = torch.tensor([[True, True, False, False, False]] * 2)
     twice = group.__class__(
-        **vars_of(group) | {"candidate_CD": candidate, "state_BKD": state, "right_BC": right}
+        **vars_of(group) | {"candidate_VCD": candidate[None], "state_BKD": state, "right_BC": right}
     )
     behind = (1 / math.log2(3) + 1 / math.log2(4)) / (1 + 1 / math.log2(3))
     assert value(twice, "ndcg")[0].tolist() == pytest.approx([1, behind, behind])

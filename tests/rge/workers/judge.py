@@ -20,7 +20,7 @@ accelerator = Accelerator(cpu=True)
 queries = dist.rank() + 1
 none = torch.zeros(queries, 2, dtype=torch.bool)
 group = Rollouts(
-    state_BKD=torch.zeros(queries, 2, 4), candidate_CD=torch.zeros(3, 4), right_BC=none, labelled_BC=none,
+    state_BKD=torch.zeros(queries, 2, 4), candidate_VCD=torch.zeros(1, 3, 4), seen_as_B=torch.zeros(queries), right_BC=none, labelled_BC=none,
     ids=[[(8,), (3 + query,)] for query in range(queries)], oracle_ids=[[7]] * queries, query_ids=[[query] for query in range(queries)],
     forced_BK=none, direct_BK=none, temperature=0.1, cap=6, decode=lambda ids: " ".join(map(str, ids)), folder=folder,
 )  # fmt: skip

@@ -22,6 +22,7 @@ from pydantic import BaseModel
 
 from eval.benchmarks.registry import protocol_for
 from eval.scoring.identity import differences, versions, with_key
+from eval.scoring.metrics import of_kinds
 from eval.scoring.output_files import (
     PER_QUERY,
     RESULTS,
@@ -154,7 +155,8 @@ def _aggregate(
     check_out(out, joint, overwrite=options.overwrite)
     invalidate(out)
     write_tables(out, pa.Table.from_pandas(table, preserve_index=False), joint)
-    return in_per_cent(joint, (*protocol.headline, *joint.metrics)).to_string()
+    names = (*protocol.headline, *joint.metrics, *of_kinds(joint.overall))
+    return in_per_cent(joint, names).to_string()
 
 
 def _check_same_settings(first: Path, other: Path) -> None:

@@ -23,6 +23,7 @@ from eval.pages.charts import interval_chart, side_by_side
 from eval.pages.comparison import write_comparison
 from eval.pages.evaluations import BASES, BUDGET, Evaluation, check_one_set, read_evaluation, warnings_of
 from eval.scoring.identity import differences, versions
+from eval.scoring.metrics import of_kinds
 from eval.scoring.output_files import statistics_settings
 from eval.scoring.results import FORMAT
 from eval.scoring.stats import POWER, effect_size, holm, minimum_detectable, sign_flip_p
@@ -49,7 +50,7 @@ class CompareOptions(PluginOptions):
     b: Path
     """The same, of the same set; differences are a - b."""
     metric: tuple[str, ...] = DEFAULT_METRICS
-    """Metrics to test; `all`: every metric that both have."""
+    """Metrics to test, with `wrong_kind@1` of a pool of several kinds; `all`: every metric that both have."""
     out: Path | None = None
     """Folder for compare.json, compare.svg, the table (compare.csv, compare.tex) and the page; null: print only."""
     examples: int = 60
@@ -221,7 +222,8 @@ def _warnings(a: Evaluation, b: Evaluation) -> list[str]:
 
 def _metrics(requested: tuple[str, ...], a: Evaluation, frame_b: pd.DataFrame) -> list[str]:
     known = [name for name in a.results.micro if name in a.per_query and name in frame_b]
-    names = known if requested == ("all",) else list(dict.fromkeys(requested))
+    unasked = of_kinds(known) if requested == DEFAULT_METRICS else []
+    names = known if requested == ("all",) else list(dict.fromkeys([*requested, *unasked]))
     for name in names:
         if name not in known:
             raise UserError(f"metric {name!r} is not in both evaluations; both have {', '.join(known)}")

@@ -25,6 +25,7 @@ import yaml
 
 from eval.benchmarks.published_tables import published
 from eval.pages.evaluations import BASES, BUDGET, caveats, ways_of
+from eval.scoring.metrics import of_kinds
 from eval.scoring.output_files import RUN, read_results
 from eval.scoring.protocol import Protocol
 from eval.scoring.results import Results
@@ -88,7 +89,7 @@ def _columns(options: ExportOptions, results: Results) -> Sequence[str]:
         one_of("metric", options.metric, tuple(results.overall))
         return options.metric
     headline = [figure["metric"] for figure in results.headline]
-    return [*(headline or Protocol().headline), *results.metrics]
+    return [*(headline or Protocol().headline), *results.metrics, *of_kinds(results.overall)]
 
 
 def _ranked(options: ExportOptions, results: Results) -> dict[str, list[str]]:
@@ -185,6 +186,7 @@ def with_evaluation(card: str, results: Results) -> str:
     figures = results.headline or [
         {"metric": metric, **results.micro[metric]} for metric in Protocol().headline
     ]
+    figures = [*figures, *({"metric": name, **results.overall[name]} for name in of_kinds(results.overall))]
     replaced = (row := f"| {name} | {condition} |", note := f"* {name}, {condition}: ", _HEAD[0])
     before, _, rest = card.partition(f"\n{EVALUATION}\n")
     old, _, after = rest.partition("\n## ")

@@ -21,6 +21,7 @@ from eval.benchmarks.registry import protocol_for
 from eval.benchmarks.suite import ByMember, is_suite, load_suite, measure_members, member_dirs
 from eval.scoring.identity import ranked_with
 from eval.scoring.measurement import Measurement
+from eval.scoring.metrics import of_kinds
 from eval.scoring.output_files import (
     PER_QUERY,
     RUN,
@@ -235,7 +236,9 @@ def _compared(protocol: Protocol, old: Results) -> list[str]:
     own = [
         name for name in old.micro if name.startswith(("linguistic_sensitivity", "delta_map_capped_relative"))
     ]
-    return [name for name in dict.fromkeys((*protocol.headline, *own)) if name in old.micro]
+    return [
+        name for name in dict.fromkeys((*protocol.headline, *own, *of_kinds(old.micro))) if name in old.micro
+    ]
 
 
 def _warnings(judged: Judged, counts: Mapping[str, int]) -> list[str]:

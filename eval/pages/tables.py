@@ -11,7 +11,7 @@ import pandas as pd
 from eval.benchmarks.registry import BENCHMARKS, GENERIC, protocol_for
 from eval.pages.evaluations import Evaluation, Figure
 from eval.pages.wording import Scale, percent, slice_label, slice_order
-from eval.scoring.metrics import metric_words
+from eval.scoring.metrics import metric_words, of_kinds
 from eval.scoring.search import Ranking
 from eval.sets.retrieval_set import RetrievalSet
 from rge.stats.intervals import OF_DIFFERENCES, cluster_bootstrap, figures, index_of
@@ -95,8 +95,8 @@ def main_table(
     every_Q = np.ones(len(main.per_query), bool)
     columns = [_Column("All queries", ("micro",), every_Q), *sliced.pop(lead, [])]
     others = [_table(evaluations, main, metric, rest, floor) for rest in sliced.values()]
-    for name in main.names("micro"):
-        if name.startswith("wrong_kind@") and name != metric:
+    for name in of_kinds(main.names("micro")):
+        if name != metric:
             everywhere = [columns, *sliced.values()]
             others += [_table(evaluations, main, name, rest, None) for rest in everywhere]
     table = _table(evaluations, main, metric, columns, floor)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.scoring.identity import versions, with_key
+from eval.scoring.metrics import of_kinds
 from eval.scoring.output_files import (
     RUN,
     check_out,
@@ -95,7 +96,7 @@ class Measurement:
         write_run(out / RUN, ranking, wanted.query_ids, wanted.corpus_ids, tag)
         write_tables(out, table, results)
         if title is not None:
-            of_kinds = [name for name in results.micro if name.startswith("wrong_kind@")]
-            figures = in_per_cent(results, (*protocol.headline, *protocol.metrics, *of_kinds))
+            names = (*protocol.headline, *protocol.metrics, *of_kinds(results.micro))
+            figures = in_per_cent(results, names)
             print(f"{wanted.name}: {title} -> {out}\n{figures.to_string()}", flush=True)
         return results

@@ -13,7 +13,7 @@ ranking's length: positives that were not retrieved stay in the denominator.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -141,6 +141,12 @@ def metric_words(name: str) -> str:
     limit = f", in the first {k}" if k and METRICS[kind].cutoffs is None else ""
     direction = ": lower is better" if METRICS[kind].lower_is_better else ""
     return METRICS[kind].words.format(k=k or "all") + limit + direction
+
+
+def of_kinds(names: Iterable[str]) -> list[str]:
+    """Those metrics that are only measured where a pool has several kinds of candidates, for reports that show them unasked."""
+    found = ((name, name.partition("@")[0]) for name in names)
+    return [name for name, kind in found if kind in METRICS and METRICS[kind].of_kinds]
 
 
 def lower_is_better(name: str) -> bool:

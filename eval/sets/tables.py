@@ -19,6 +19,7 @@ from rge.common.parts import (
     ImageRef,
     Part,
     PdfPart,
+    TextPart,
     VideoPart,
     content_of,
     parts_from_json,
@@ -135,17 +136,24 @@ def _located(path: Path, name: str, part: Part) -> Part:
     return part
 
 
-PARTS = ("text", "image", "video", "pdf")
-"""Columns that an item's content may be in."""
+PARTS = (TextPart, ImagePart, VideoPart, PdfPart)
+"""Kinds of content."""
 
 
 def kinds_of(table: Table) -> np.ndarray:
     """What each row consists of, as a sum of powers of two by `PARTS`, int64; no picture is read where statistics suffice."""
     kind_N = np.zeros(table.file.metadata.num_rows, np.int64)
-    for place, name in enumerate(PARTS):
+    for place, name in enumerate(("text", "image")):  # of the short form
         if name in table.names:
             kind_N |= _filled(table, name).astype(np.int64) << place
+    if "content" in table.names:
+        kind_N |= [_kind_of(cell) for cell in table.read("content", null=True)]
     return kind_N
+
+
+def _kind_of(content: str | None) -> int:
+    shown = {type(part) for part in parts_from_json(json.loads(content))} if content else set()
+    return sum(1 << place for place, part in enumerate(PARTS) if part in shown)
 
 
 def _filled(table: Table, name: str) -> np.ndarray:

@@ -26,6 +26,7 @@ from eval_fakes import (
 
 from eval.__main__ import COMMANDS, main, usage
 from eval.commands.compare import CompareOptions, compare
+from eval.commands.export import ExportOptions, export
 from eval.commands.run import RunOptions, other_words, run, run_command
 from eval.commands.score import ScoreOptions, score
 from eval.pages.evaluations import read_evaluation
@@ -391,6 +392,10 @@ def test_a_pool_of_several_kinds_shows_how_often_a_candidate_of_the_wrong_kind_i
     }
     report(ReportOptions(runs=(str(out),), out=tmp_path / "page.html"))
     assert "wrong_kind@1 by pair, per cent" in (tmp_path / "page.html").read_text()
+    tested = compare(CompareOptions(a=out, b=out))
+    assert (tested["metric"] == "wrong_kind@1").sum() > 1
+    export(ExportOptions(format="latex", eval=out, out=tmp_path / "row.tex"))
+    assert "wrong\\_kind@1" in (tmp_path / "row.tex").read_text()
 
 
 def test_several_evaluations_do_not_go_into_the_directory_of_one(set_dir, tmp_path):

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from clips import clip
@@ -11,7 +12,7 @@ from pdfs import BLUE, GREEN, RED, page, pdf
 from eval.commands.bm25 import Bm25Options, bm25
 from eval.pages.report import ReportOptions, report
 from eval.sets.retrieval_set import load_set
-from eval.sets.tables import SetError
+from eval.sets.tables import SetError, Table, kinds_of
 from eval.sets.write_set import Candidate, Query, write_set
 from rge.common.parts import ImagePart, PdfPart, TextPart, VideoPart
 from rge.vectors.contents import content_digest
@@ -95,16 +96,27 @@ def test_modalities_keep_what_is_theirs(written):
 def test_content_that_cannot_be_read_is_named(written, bad):
     table = pq.read_table(written.path / "corpus.parquet").to_pydict()
     table["content"][0] = bad
-    import pyarrow as pa
-
     pq.write_table(pa.table(table), written.path / "corpus.parquet")
     with pytest.raises(SetError):
         list(load_set(written.path).corpus_items())
 
 
-def test_content_and_its_short_form_exclude_each_other(written):
-    import pyarrow as pa
+def test_documents_clips_and_what_is_shown_beside_them_are_kinds_of_their_own(written):
+    kind_C = kinds_of(Table(written.path / "corpus.parquet"))
+    assert len(set(kind_C.tolist())) == len(kind_C) == 3  # a document, one with a text, and a clip
+    shown = json.dumps([{"type": "image_url", "image_url": {"url": "a.png"}}])
+    table = pq.read_table(written.path / "corpus.parquet").to_pydict()
+    table["content"] = [
+        shown,
+        json.dumps([{"image": "a.png"}]),
+        json.dumps([{"text": "a"}, {"image": "a.png"}]),
+    ]
+    pq.write_table(pa.table(table), written.path / "corpus.parquet")
+    first, second, both = kinds_of(Table(written.path / "corpus.parquet"))
+    assert first == second != both
 
+
+def test_content_and_its_short_form_exclude_each_other(written):
     table = pq.read_table(written.path / "corpus.parquet").to_pydict()
     table["text"] = ["x", None, None]
     pq.write_table(pa.table({**table, "image": pa.nulls(3, pa.binary())}), written.path / "corpus.parquet")

@@ -1,6 +1,6 @@
 """What becomes of one clip in many containers, as a Markdown table.
 
-The page on content shows that of the package iscc-samples, which is not installed::
+The page on content speaks of that of the package iscc-samples, which is not installed::
 
     pip download --no-binary :all: --no-deps iscc-samples==0.6.0 && tar xzf iscc_samples-0.6.0.tar.gz
     python scripts/video_containers.py folder=iscc_samples-0.6.0/iscc_samples/files/video

@@ -6,6 +6,7 @@ import sys
 import numpy as np
 import pytest
 from eval_fakes import FakeEncoder, loader, write_set
+from faults import error_about
 
 from eval.__main__ import COMMANDS, command_of, main
 from eval.benchmarks.registry import BENCHMARKS, Benchmark, protocol_for, register_benchmark
@@ -76,7 +77,7 @@ def test_a_module_of_the_users_is_found_from_any_folder(tmp_path, monkeypatch, c
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
     load_plugins(["plugin_one"])
     assert protocol_for("mine", "clean").benchmark == "mine"
-    with pytest.raises(UserError, match="mine has only profile=clean, got profile=official"):
+    with error_about(UserError, "profile=clean", "profile=official"):
         protocol_for("mine", "official")
     assert main(["import", "min", "plugins=[plugin_one]"]) == 2
     assert "mine" in capsys.readouterr().err
@@ -90,9 +91,7 @@ def test_a_plugin_that_is_not_there_and_one_that_lacks_something(tmp_path, monke
     with pytest.raises(UserError, match=rf"surely_not_installed.*line 1 of {tmp_path / 'plugin_two.py'}"):
         load_plugins(["plugin_two"])
     module(tmp_path, "plugin_broken", "x = 1\ny = = 2\n")
-    with pytest.raises(
-        UserError, match=r"plugins=plugin_broken cannot be imported: .*plugin_broken.py, line 2"
-    ):
+    with error_about(UserError, "plugins=plugin_broken", "plugin_broken.py", "2"):
         load_plugins(["plugin_broken"])
 
 
@@ -112,16 +111,16 @@ def test_an_installed_package_is_found_by_its_entry_point(tmp_path, monkeypatch)
 
     assert THINGS["theirs"] == 3
     (info / "entry_points.txt").write_text("[rge.test_broken]\ntheirs = plugin_three:nothing\n")
-    with pytest.raises(UserError, match=r"theirs = plugin_three:nothing of rge.test_broken cannot be loaded"):
+    with error_about(UserError, "plugin_three:nothing", "rge.test_broken"):
         list(Registry("thing", "rge.test_broken"))
 
 
 def test_names_are_unique_and_the_nearest_is_named():
     things: Registry[int] = Registry("thing", "rge.test_nothing")
     assert things.add("one", 1) == things.add("one", 1)
-    with pytest.raises(UserError, match="two things called 'one'"):
+    with error_about(UserError, "one"):
         things.add("one", 2)
-    with pytest.raises(UserError, match=r"thing must be one of one, got 'on'; did you mean 'one'\?"):
+    with error_about(UserError, "'on'", "one"):
         things["on"]
 
 
@@ -156,7 +155,7 @@ def test_a_metric_is_reported_and_explained_and_its_values_are_looked_at():
     register_metric("whole", cutoffs=None, words="")(lambda judged, k: [k])
     assert compute("whole", judged) == [3.0]  # as deep as the ranking
     register_metric("wide", cutoffs=(1,), words="")(lambda judged, k: judged.gain_QK)
-    with pytest.raises(UserError, match=r"metric wide@1 must give .* for each of 1 queries, got \(1, 3\)"):
+    with error_about(UserError, "wide@1", "1", "3"):
         compute("wide@1", judged)
     register_metric("endless", cutoffs=(1,), words="")(lambda judged, k: np.array([np.inf]))
     with pytest.raises(UserError, match="with infinite ones"):
@@ -285,5 +284,5 @@ def test_every_command_that_loads_a_checkpoint_takes_plugins(schema, words, tmp_
     monkeypatch.chdir(tmp_path)
     assert parse_options(schema, [*words, f"plugins={name}"]).plugins == (name,)
     assert name in sys.modules
-    with pytest.raises(UserError, match="plugins=plugin_tow: no module of that name"):
+    with error_about(UserError, "plugins=plugin_tow"):
         parse_options(schema, [*words, "plugins=plugin_tow"])

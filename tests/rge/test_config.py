@@ -4,7 +4,7 @@ from dataclasses import fields
 
 import pytest
 import yaml
-from faults import raises
+from faults import error_about, raises
 
 from rge.common.errors import RecipeError
 from rge.common.files import RECIPES
@@ -287,7 +287,7 @@ def test_a_value_out_of_range_names_key_value_and_limits(load, override, message
 def test_only_the_stages_of_a_run_are_checked(load):
     assert load("stage=joint", "cold_start.sources=[]").stages() == ["joint"]
     assert load().stages() == ["cold_start", "joint"]
-    with pytest.raises(RecipeError, match=r"cold_start\.sources is empty"):
+    with error_about(RecipeError, "cold_start.sources"):
         load("stage=cold_start", "cold_start.sources=[]")
 
 
@@ -325,21 +325,21 @@ def test_an_unquoted_ratio_in_yaml_is_not_a_number_to_base_sixty(load_text):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("overrides", "named"),
     [
-        (["loss.ratio=10"], "loss.ratio must be LM:CONTRASTIVE such as 1:10, or none; got '10'"),
-        (["loss.ratio=1:2:3"], "got '1:2:3'"),
-        (["loss.ratio=a:b"], "got 'a:b'"),
-        (["loss.ratio=0:0"], "loss.ratio needs two weights >= 0, not both zero; got '0:0'"),
-        (["loss.ratio=-1:2"], "loss.ratio needs two weights >= 0"),
-        (["loss.ratio=inf:1"], "loss.ratio needs two weights >= 0"),
-        (["loss.alpha_lm=0.5", "loss.alpha_con=0.4"], r"must lie in \[0, 1\] and sum to 1"),
-        (["loss.alpha_lm=1.5"], r"loss.alpha_lm \(1.5\) and loss.alpha_con \(-0.5\)"),
-        (["loss.alpha_con=.nan"], r"must lie in \[0, 1\] and sum to 1"),
+        (["loss.ratio=10"], ("loss.ratio", "LM:CONTRASTIVE", "1:10", "'10'")),
+        (["loss.ratio=1:2:3"], ("1:2:3",)),
+        (["loss.ratio=a:b"], ("a:b",)),
+        (["loss.ratio=0:0"], ("loss.ratio", "0", "0:0")),
+        (["loss.ratio=-1:2"], ("loss.ratio", "0")),
+        (["loss.ratio=inf:1"], ("loss.ratio", "0")),
+        (["loss.alpha_lm=0.5", "loss.alpha_con=0.4"], ("0", "1")),
+        (["loss.alpha_lm=1.5"], ("loss.alpha_lm", "1.5", "loss.alpha_con", "-0.5")),
+        (["loss.alpha_con=.nan"], ("0", "1")),
     ],
 )
-def test_loss_weights_that_do_not_add_up(load, overrides, message):
-    with pytest.raises(RecipeError, match=message):
+def test_loss_weights_that_do_not_add_up(load, overrides, named):
+    with error_about(RecipeError, *named):
         load(*overrides)
 
 
@@ -364,19 +364,17 @@ def test_a_broken_recipe_file_is_named(load_text, text, message):
 
 
 def test_arguments(load, tmp_path):
-    with pytest.raises(
-        RecipeError, match=r"give exactly one recipe=NAME or recipe=FILE.yaml; there are: .*demo"
-    ):
+    with error_about(RecipeError, "recipe=NAME", "recipe=FILE.yaml"):
         load_recipe([])
-    with pytest.raises(RecipeError, match="give exactly one recipe=NAME"):
+    with error_about(RecipeError, "recipe=NAME"):
         load_recipe(["recipe=demo", "recipe=demo"])
     with raises(RecipeError, ("choice", "recipe")):
         load_recipe(["recipe=dmo"])
-    with pytest.raises(RecipeError, match=r"gone\.yaml does not exist"):
+    with error_about(RecipeError, "gone.yaml"):
         load_recipe([f"recipe={tmp_path / 'gone.yaml'}"])
-    with pytest.raises(RecipeError, match="arguments must be key=value, got 'demo'"):
+    with error_about(RecipeError, "key=value", "demo"):
         load("demo")
-    with pytest.raises(RecipeError, match="arguments must be key=value, got '=3'"):
+    with error_about(RecipeError, "key=value", "'=3'"):
         load("=3")
 
 
@@ -449,10 +447,7 @@ def test_how_to_write_rationales_is_refused_where_none_is_written(load, anchor):
 
 def test_a_query_without_anything_to_be_compared_with_is_refused(load):
     alone = ("joint.batch_size=1", "data.max_negatives=0")
-    with pytest.raises(
-        RecipeError,
-        match="joint.batch_size=1 with max_negatives=0 leaves nothing to compare a query with",
-    ):
+    with error_about(RecipeError, "joint.batch_size=1", "max_negatives=0"):
         load(*alone)
     load(*alone, "loss.ratio=1:0")  # nothing is compared
     load("joint.batch_size=1")
@@ -462,7 +457,7 @@ def test_a_loss_that_is_dropped_is_out_of_the_recipe(load_text):
     terms = "loss:\n  terms: {info_nce: 1.0, margin: %s}\n"
     assert load_text(MINIMAL + terms % "null").loss.terms == {"info_nce": 1}
     assert load_text(MINIMAL + terms % "0").loss.terms == {"info_nce": 1, "margin": 0}
-    with pytest.raises(RecipeError, match="loss.terms leaves no contrastive loss"):
+    with error_about(RecipeError, "loss.terms"):
         load_text(MINIMAL + "loss:\n  terms: {info_nce: null}\n")
 
 
@@ -499,12 +494,10 @@ def test_a_stage_takes_as_many_steps_as_its_epochs_need(epochs, num_records, exp
 
 def test_what_vllm_cannot_do_is_said_before_anything_is_loaded(load):
     assert load("rollout.backend=vllm", "rollout.temperature=0.7").rollout.backend == "vllm"
-    with pytest.raises(
-        RecipeError, match="rollout.prompt_pass=once continues the rollout from the training model's"
-    ):
+    with error_about(RecipeError, "rollout.prompt_pass=once"):
         load("rollout.backend=vllm", "rollout.prompt_pass=once")
     for temperature in ("0.001", "2.5"):
-        with pytest.raises(RecipeError, match=f"rollout.temperature={temperature} is not possible with"):
+        with error_about(RecipeError, "rollout.temperature=", temperature):
             load("rollout.backend=vllm", f"rollout.temperature={temperature}")
 
 
@@ -550,7 +543,7 @@ def test_rl_settings_that_cannot_be(overrides, message):
 
 
 def test_the_metric_of_validation_is_one_that_the_stage_has(load):
-    with pytest.raises(RecipeError, match="validation.metric=loss_lm has no value in the stage joint"):
+    with error_about(RecipeError, "validation.metric=loss_lm"):
         load("validation.sources=[{path: v.jsonl}]", "validation.metric=loss_lm", "loss.ratio=none")
     load("validation.sources=[{path: v.jsonl}]", "validation.metric=loss", "loss.ratio=none")
     rl = ["recipe=demo", "stage=rl", "init=x", "validation.sources=[{path: v.jsonl}]"]

@@ -20,6 +20,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from faults import error_about
 from hub import hub
 from huggingface_hub.errors import HfHubHTTPError
 from paths import ROOT
@@ -143,9 +144,7 @@ def test_overrides_of_the_checkpoints_prompts(encoder, picture):
     pictures = [picture(200, 200, seed) for seed in range(9)]
     (prompt,) = encoder._prompts([Item("0", content_of(None, tuple(pictures)))], "candidate")
     load = partial(Embedder.from_pretrained, encoder.checkpoint, max_prompt_tokens=120)
-    with pytest.raises(
-        UserError, match=r"'0': .* exceed max_prompt_tokens=120 \(9 pictures, 81 tokens\); raise"
-    ):
+    with error_about(UserError, "'0'", "max_prompt_tokens=120", "9", "81"):
         load().encode_document(images=[pictures])
     smaller = load(max_pixels=784)
     (scaled,) = smaller._prompts([Item("0", content_of(None, tuple(pictures)))], "candidate")
@@ -154,7 +153,7 @@ def test_overrides_of_the_checkpoints_prompts(encoder, picture):
     changed = {"max_prompt_tokens": 120, "pixels": {"min": 784, "max": 784}}
     assert {key: value for key, value in after.items() if before[key] != value} == changed
     for given in ({"max_pixels": 500}, {"min_pixels": 8000}):
-        with pytest.raises(UserError, match="min_pixels=.* is more than max_pixels=.*: give both"):
+        with error_about(UserError, "min_pixels=", "max_pixels="):
             Embedder.from_pretrained(encoder.checkpoint, **given)
 
 
@@ -198,9 +197,9 @@ def test_a_caller_says_how_much_is_written(encoder, items):
     one = encoder.encode_query("a", max_rationale_tokens=np.int64(0))
     assert np.array_equal(one, encoder.encode_query("a", mode="direct"))
     for wrong in (-1, 13, True, 1.5):
-        with pytest.raises(UserError, match="max_rationale_tokens must be 0 to 12"):
+        with error_about(UserError, "max_rationale_tokens", "0", "12"):
             encoder.encode_query("a", max_rationale_tokens=wrong)
-    with pytest.raises(ValueError, match="2 numbers for 1 items"):
+    with error_about(ValueError, "2", "1"):
         encoder.encode_query("a", max_rationale_tokens=[1, 2])
 
 
@@ -248,7 +247,7 @@ def test_a_task_has_its_own_prompts(with_tasks, picture):
     item = Item("a", content_of("word " * 200))
     with pytest.warns(UserWarning, match="more than 150 tokens"):
         with_tasks.for_task("naming").encode([item], side="query", mode="direct")
-    with pytest.raises(ValueError, match="knows no task 'other'"):
+    with error_about(ValueError, "other"):
         with_tasks.for_task("other")
     evaluated = ModelOptions(checkpoint=with_tasks.checkpoint, task="naming").load()
     assert evaluated.settings.profile == "plain"
@@ -261,15 +260,15 @@ def test_a_task_has_its_own_prompts(with_tasks, picture):
 
 
 def test_errors(encoder, items, tmp_path):
-    with pytest.raises(ValueError, match="mode must be one of reasoning, direct, auto, got 'fast'"):
+    with error_about(ValueError, "fast"):
         encoder.encode(items, side="query", mode="fast")
-    with pytest.raises(ValueError, match="side must be query or candidate, got 'doc'"):
+    with error_about(ValueError, "doc"):
         encoder.encode(items, side="doc", mode="direct")
-    with pytest.raises(ImageError, match=r"gone\.png cannot be read"):
+    with error_about(ImageError, "gone.png"):
         encoder.encode(
             [Item("x", content_of("egg", (str(tmp_path / "gone.png"),)))], side="query", mode="direct"
         )
-    with pytest.raises(ValueError, match="item 'x' has neither text nor images"):
+    with error_about(ValueError, "'x'"):
         encoder.encode([Item("x", content_of(" "))], side="query", mode="direct")
 
 
@@ -301,7 +300,7 @@ def test_a_query_is_asked_as_in_training(described):
     ):
         found = described.encode_query("a", instruction="other")
     assert np.array_equal(found, rows("other"))
-    with pytest.raises(ValueError, match="knows no task 'nameing'; known are naming"):
+    with error_about(ValueError, "nameing"):
         described.encode_query("a", task="nameing")
 
 
@@ -341,15 +340,13 @@ def test_a_picture_from_the_web(described, picture, tmp_path):
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}"
         found = described.encode_document(images=f"{address}/a.png")
-        with pytest.raises(ImageError, match=r"picture http.*/gone\.png cannot be fetched: .*404"):
+        with error_about(ImageError, "/gone.png", "404"):
             described.encode_document(images=f"{address}/gone.png")
         server.shutdown()
     assert np.array_equal(found, described.encode_document(images=folder / "a.png"))
     with pytest.raises(ImageError, match="cannot be fetched"):
         described.encode_document(images=f"{address}/a.png")
-    with pytest.raises(
-        ImageError, match="data URL data:image/png,abc cannot be read: only base64 is supported"
-    ):
+    with error_about(ImageError, "URL", "data:image/png,abc", "base64"):
         described.encode_document(images="data:image/png,abc")
 
 
@@ -381,7 +378,7 @@ def test_embeddings_are_cut_to_sizes_of_training_only(described):
         cut, whole[:, :8] / np.linalg.norm(whole[:, :8], axis=1, keepdims=True), atol=1e-6
     )
     assert np.array_equal(described.encode_document(["a", "b"], dimensions=32), whole)
-    with pytest.raises(ValueError, match="dimensions must be one of 8, 16, 32"):
+    with error_about(ValueError, "8", "16", "32"):
         described.encode_document("a", dimensions=12)
 
 
@@ -424,18 +421,18 @@ def test_pictures_as_tables_hold_them(described):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "named"),
     [
-        ({"engine": "vLLM"}, "engine must be one of own, vllm, got 'vLLM'"),
-        ({"dtype": "fp16"}, "dtype must be one of float32, bfloat16, float16, got 'fp16'"),
-        ({"dtype": torch.int8}, "dtype must be one of float32, bfloat16, float16, got 'int8'"),
-        ({"device": "gpu"}, "device=gpu cannot be used: Expected one of"),
-        ({"device": "cuda:99"}, "device=cuda:99 cannot be used: "),
-        ({"device": ["gpu", "cpu"]}, "device=gpu cannot be used: Expected one of"),
+        ({"engine": "vLLM"}, ("vLLM",)),
+        ({"dtype": "fp16"}, ("float32", "bfloat16", "float16", "fp16")),
+        ({"dtype": torch.int8}, ("float32", "bfloat16", "float16", "int8")),
+        ({"device": "gpu"}, ("device=gpu",)),
+        ({"device": "cuda:99"}, ("device=cuda:99",)),
+        ({"device": ["gpu", "cpu"]}, ("device=gpu",)),
     ],
 )
-def test_a_choice_that_does_not_exist_is_one_sentence(encoder, options, message):
-    with pytest.raises(UserError, match=message):
+def test_a_choice_that_does_not_exist_is_one_sentence(encoder, options, named):
+    with error_about(UserError, *named):
         Embedder.from_pretrained(encoder.checkpoint, **options).encode_document(["a", "b"])
 
 
@@ -467,11 +464,9 @@ def test_a_pickled_embedder_embeds_the_same(described):
 
 
 def test_the_hub_out_of_reach_is_one_sentence(monkeypatch):
-    with pytest.raises(
-        CheckpointError, match="somebody/nothing is not a directory here, and could not be fetched"
-    ):
+    with error_about(CheckpointError, "somebody/nothing"):
         Embedder.from_pretrained("somebody/nothing")
-    with pytest.raises(CheckpointError, match="checkpoint runs/a/b does not exist"):
+    with error_about(CheckpointError, "runs/a/b"):
         Embedder.from_pretrained("runs/a/b")
 
 
@@ -488,7 +483,7 @@ def test_a_checkpoint_goes_to_the_hub_and_comes_back(described, monkeypatch, tmp
         assert (held.created["name"], held.created["visibility"]) == ("mine", "private")
         uploaded = dict(held.files)
         again = Embedder.from_pretrained("me/mine", revision="main")
-        with pytest.raises(HfHubHTTPError, match="401"):
+        with error_about(HfHubHTTPError, "401"):
             described.push_to_hub("me/mine", token="hf_wrong")
     readme = uploaded.pop("README.md").decode()
     assert readme.splitlines().count("# me/mine") == 1
@@ -529,7 +524,7 @@ def test_rge_gives_the_embedder_away():
     import rge
 
     assert rge.Embedder is Embedder
-    with pytest.raises(AttributeError, match="no attribute 'Embeder'"):
+    with error_about(AttributeError, "Embeder"):
         rge.Embeder  # noqa: B018
 
 
@@ -597,7 +592,7 @@ def test_several_devices_embed_as_one_does(described, items, picture):
     assert np.array_equal(
         both.encode_document(images=images, batch_size=2), one.encode_document(images=images, batch_size=2)
     )
-    with pytest.raises(ImageError, match=r"gone\.png cannot be read"):
+    with error_about(ImageError, "gone.png"):
         both.encode_document(images=[*images, "gone.png"], batch_size=1)
     assert np.array_equal(both.encode_document("a"), one.encode_document("a"))
     with pytest.raises(AttributeError, match="model"):
@@ -631,14 +626,12 @@ def test_pictures_on_the_web_are_fetched_when_their_turn_comes(described, pictur
 
 
 def test_quantization_that_cannot_be_is_refused(described, monkeypatch):
-    with pytest.raises(BackboneError, match="quantization must be one of 8bit, 4bit, got 'int8'"):
+    with error_about(BackboneError, "8bit", "4bit", "int8"):
         Embedder.from_pretrained(described.checkpoint, quantization="int8")
-    with pytest.raises(
-        BackboneError, match="4bit needs a GPU, device is cpu; there, quantization=8bit works"
-    ):
+    with error_about(BackboneError, "4bit", "GPU", "quantization=8bit"):
         Embedder.from_pretrained(described.checkpoint, device="cpu", quantization="4bit")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(BackboneError, match=r"8bit needs bitsandbytes: pip install -e '\.\[quantization\]'"):
+    with error_about(BackboneError, "8bit", ".[quantization]"):
         Embedder.from_pretrained(described.checkpoint, quantization="8bit")
 
 

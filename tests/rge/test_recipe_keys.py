@@ -29,7 +29,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from family_models import TEXT, VISION
-from faults import raises
+from faults import error_about, raises
 
 from rge import check, train
 from rge.checkpoints import checkpoint_manager, training_state
@@ -606,9 +606,7 @@ def test_back_end_is_the_least_that_is_shared_out(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     ddp = SimpleNamespace(num_processes=2, distributed_type=DistributedType.MULTI_GPU)
     launch.check_launch(ddp, TrainConfig(back_end="ddp"))
-    with pytest.raises(
-        UserError, match="train.back_end=zero2, but the launch config runs DDP, which shards less"
-    ):
+    with error_about(UserError, "train.back_end=zero2", "DDP"):
         launch.check_launch(ddp, TrainConfig(back_end="zero2"))
 
 
@@ -658,7 +656,7 @@ def test_plugins_are_imported(home, arguments, monkeypatch):
     [problem] = check.examine(load_recipe(arguments(*mine)), Accelerator(cpu=True))[0]
     assert "contrastive loss must be one of info_nce, kl, margin_mse, got 'mine'" in problem
     assert check.examine(load_recipe(arguments(*mine, "plugins=[my_losses]")), Accelerator(cpu=True))[0] == []
-    with pytest.raises(UserError, match="plugins=no_such_module: no module of that name"):
+    with error_about(UserError, "plugins=no_such_module"):
         load_recipe(arguments("plugins=[no_such_module]"))
     del CONTRASTIVE_LOSSES._entries["mine"]
 
@@ -756,7 +754,7 @@ def test_patience_is_how_long_nothing_may_differ(arguments, lively, home):
         stage = Reinforcement(load_recipe(arguments(*RL, f"rl.patience={steps}")), lively, None, home)
         for _ in range(steps - 1):
             stage.after_step(report)
-        with pytest.raises(UserError, match=f"for {steps} steps no query had"):
+        with error_about(UserError, steps):
             stage.after_step(report)
 
 
@@ -963,13 +961,13 @@ def test_best_by_names_the_source_whose_figure_counts(arguments):
 def test_resume_with_allows_what_it_names(arguments, tmp_path):
     before = to_dict(load_recipe(arguments()))
     later = arguments("joint.lr=1e-4", "joint.steps=9")
-    with pytest.raises(CheckpointError, match="joint.steps"):
+    with error_about(CheckpointError, "joint.steps"):
         check_same_recipe(before, load_recipe([*later, "resume_with=[joint.lr]"]), "joint", tmp_path)
     recipe = load_recipe([*later, "resume_with=[joint.lr,joint.steps]"])
     assert check_same_recipe(before, recipe, "joint", tmp_path) == []
     assert changed_with(before, recipe, "joint") == {"joint.lr": (3e-3, 1e-4), "joint.steps": (2, 9)}
     assert changed_with(to_dict(recipe), recipe, "joint") == {}
-    with pytest.raises(RecipeError, match=r"resume_with: data.profile may not change"):
+    with error_about(RecipeError, "resume_with", "data.profile"):
         load_recipe(arguments("resume_with=[data.profile]"))
 
 

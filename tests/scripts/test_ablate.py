@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from eval_fakes import write_set
-from faults import raises
+from faults import error_about, raises
 from paths import ROOT
 
 from eval.benchmarks.suite import write_suite
@@ -151,13 +151,13 @@ def test_other_settings_are_left_to_the_trainer_to_refuse_and_another_set_is_ref
     other = tmp_path / "other"
     other.mkdir()
     (other / "queries.parquet").touch()
-    with pytest.raises(UserError, match=r"is an evaluation on data_prep/demo/data/test, now set=.*other"):
+    with error_about(UserError, "data_prep/demo/data/test", "set="):
         ablate.main([*ablate.given, "index=0", f"set={other}"])
 
 
 def test_a_table_is_of_the_settings_that_were_asked_for(ablate):
     ablate.main(ablate.given)
-    with pytest.raises(UserError, match=r"self/seed_0 was trained with other settings: .*joint\.lr"):
+    with error_about(UserError, "self/seed_0", "joint.lr"):
         ablate.main([*ablate.given, "collect=true", "joint.lr=1e-4"])
 
 
@@ -166,7 +166,7 @@ def test_a_table_is_of_the_set_that_was_asked_for(ablate, tmp_path):
     other = tmp_path / "other"
     other.mkdir()
     (other / "queries.parquet").touch()
-    with pytest.raises(UserError, match=r"is an evaluation on data_prep/demo/data/test, now set=.*other"):
+    with error_about(UserError, "data_prep/demo/data/test", "set="):
         ablate.main([*ablate.given, "collect=true", f"set={other}"])
 
 
@@ -244,7 +244,7 @@ def test_a_job_array_runs_one_run_each_and_a_last_call_makes_the_table(ablate, t
 
 def test_tables_need_every_run(ablate):
     ablate.main([*ablate.given, "index=1"])
-    with pytest.raises(UserError, match=r"5 of 6 runs are not finished, e\.g\. index=0 .*run them first"):
+    with error_about(UserError, "5", "6", "e.g", "index=0"):
         ablate.main([*ablate.given, "collect=true"])
 
 
@@ -328,10 +328,10 @@ def test_runs_of_different_queries_make_no_table(ablate, tmp_path):
     pd.read_parquet(path).iloc[:-1].to_parquet(path)
     with pytest.raises(UserError, match="was evaluated on other queries than the runs before it"):
         ablate.main([*ablate.given, "collect=true"])
-    with pytest.raises(UserError, match="by=pairs: evaluations have no such column"):
+    with error_about(UserError, "by=pairs"):
         ablate.main([*ablate.given, "collect=true", "by=pairs"])
     given = [word for word in ablate.given if not word.startswith("metrics=")]
-    with pytest.raises(UserError, match=r"was not evaluated for ndcg@7; there are: .*hit@1"):
+    with error_about(UserError, "ndcg@7", "hit@1"):
         ablate.main([*given, "collect=true", "metrics=ndcg@7"])
 
 
@@ -539,7 +539,7 @@ def test_paths_are_relative_to_the_working_directory(ablate, tmp_path, monkeypat
         ]
         assert {"init=cold", "out=sweep/self/seed_0"} <= set(command)
     assert Path("sweep/self/seed_0").is_dir()
-    with pytest.raises(UserError, match="init=nowhere does not exist"):
+    with error_about(UserError, "init=nowhere"):
         ablate.main(["recipe=demo", SWEEP, "init=nowhere", "out=sweep"])
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from faults import raises
+from faults import error_about, raises
 from PIL import Image
 from small_runs import Seer
 
@@ -177,7 +177,7 @@ def test_a_call_that_is_never_answered_stays_open(records, tmp_path):
     with LocalServer(chokes) as server:
         model = ModelConfig(name="m", base_url=server.url, max_retries=0, reasks=0)
         for _ in range(4):
-            with pytest.raises(UserError, match="1 of 4 calls are unanswered.*on_unanswered=proceed"):
+            with error_about(UserError, "1", "4", "on_unanswered=proceed"):
                 write(RationaleOptions(records=records, out=out, model=model))
             assert not out.exists()
         report = write(RationaleOptions(records=records, out=out, model=model, on_unanswered="proceed"))
@@ -189,7 +189,7 @@ def test_a_missing_picture_is_named_before_any_call(records, tmp_path):
     (records.parent / "images" / "a.png").unlink()
     with LocalServer(answer) as server:
         model = ModelConfig(name="m", base_url=server.url)
-        with pytest.raises(UserError, match=r"records.jsonl:1: .*a.png does not exist"):
+        with error_about(UserError, "records.jsonl:1", "a.png"):
             write(RationaleOptions(records=records, out=tmp_path / "out.jsonl", model=model))
         assert not server.num_answered
 
@@ -203,9 +203,7 @@ def test_a_picture_that_vanishes_costs_only_its_own_calls(records, tmp_path):
         model = ModelConfig(name="m", base_url=server.url, reasks=0)
         writing = Writing(RationaleOptions(records=records, out=out, model=model))
         second.unlink()
-        with pytest.raises(
-            UserError, match="1 of 4 calls are unanswered, such as: m: picture .*b.png cannot be"
-        ):
+        with error_about(UserError, "1", "4", "b.png"):
             writing.run()
         assert server.num_answered == 3
         Image.new("RGB", (40, 40)).save(second)
@@ -265,7 +263,7 @@ def test_answers_without_content_replace_no_result(records, tmp_path, proceed):
         asked = {"on_unanswered": "proceed"} if proceed else {}
         options = RationaleOptions(records=records, out=out, model=model, **asked)
         for _ in range(2):
-            with pytest.raises(UserError, match="3 of 4 calls are unanswered.*no content, only reasoning"):
+            with error_about(UserError, "3", "4"):
                 write(options)
         assert out.read_text() == "of an earlier model"
         ill[0] = False
@@ -315,7 +313,7 @@ def test_a_folder_of_records_has_one_budget_and_one_ledger(records, tmp_path, ca
             "model.reasks=0",
         ]
         paid = [*words, "model.input_price=0", "model.output_price=1", "model.budget=0.00029"]
-        with pytest.raises(UserError, match="of the budget 0.00029 is spent"):
+        with error_about(UserError, "0.00029"):
             main(["rationales", *paid])
         shown = capsys.readouterr().err
         assert "8 calls" in shown
@@ -431,7 +429,7 @@ def test_what_only_the_target_picture_shows_is_a_leak(pictures_wanted, tmp_path,
             f"model.base_url={server.url}",
             "leak=drop",
         ]
-        with pytest.raises(UserError, match="leak=drop cannot be measured"):
+        with error_about(UserError, "leak=drop"):
             main(["rationales", *words])
         assert server.num_answered == 0, "said before a call is paid"
         words += [f"captions={captions}"]
@@ -475,7 +473,7 @@ def test_a_picture_that_cannot_be_measured_is_named_before_any_call(pictures_wan
     with LocalServer(answers) as server:
         model = ModelConfig(name="m", base_url=server.url)
         seer = EncoderConfig("siglip", "seer")
-        with pytest.raises(UserError, match="record 'r0': picture .*broken.png cannot be decoded"):
+        with error_about(UserError, "'r0'", "broken.png"):
             write(RationaleOptions(records=records, out=tmp_path / "out.jsonl", model=model, encoder=seer))
         assert not server.num_answered
 

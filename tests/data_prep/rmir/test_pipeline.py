@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from faults import raises
+from faults import error_about, raises
 from forked import Program
 from PIL import Image
 from small_runs import made, one_family
@@ -197,7 +197,7 @@ def test_kmeans_finds_the_clusters():
     found = seed_set.cluster(vectors, 3, 0)
     assert [len(set(found[start : start + 10])) for start in (0, 10, 20)] == [1, 1, 1]
     assert len(set(found)) == 3
-    with pytest.raises(UserError, match="seed.clusters=31 needs at least as many pictures; 30 are usable"):
+    with error_about(UserError, "seed.clusters=31", "30"):
         seed_set.cluster(vectors, 31, 0)
 
 
@@ -272,7 +272,7 @@ def test_what_would_stop_a_run_after_hours_is_said_before_a_picture_is_opened(tm
 def test_unknown_configs_and_stages_are_named():
     with raises(UserError, ("choice", "config")):
         load_config(["config=dmo"])
-    with pytest.raises(UserError, match="give exactly one config=NAME"):
+    with error_about(UserError, "config=NAME"):
         load_config([])
     with raises(ValueError, ("choice", "stage")):
         main(["rmir", "config=demo", "stage=juge"])
@@ -303,13 +303,13 @@ def test_generated_blocks():
     }
     with pytest.raises(Abstained):
         prompts.read_generated(said(BLOCK), "CAUS", (25, 50))
-    with pytest.raises(MissingTag, match="no block <Example_TEMP_1>"):
+    with error_about(MissingTag, "<Example_TEMP_1>"):
         prompts.read_generated(said(BLOCK), "TEMP", (25, 50))
     with pytest.raises(Truncated):
         prompts.read_generated(said(BLOCK, "length"), "TEMP", (25, 50))
-    with pytest.raises(BadValue, match="<query> has 3 words, more than 2"):
+    with error_about(BadValue, "<query>", "3", "2"):
         prompts.read_generated(said(BLOCK), "FUNC", (2, 50))
-    with pytest.raises(BadValue, match="<target_desc> has 2 words, more than 1"):
+    with error_about(BadValue, "<target_desc>", "2", "1"):
         prompts.read_generated(said(BLOCK), "FUNC", (25, 1))
     limits = (GenerateConfig().max_query_words, 50)  # the paper's prompt asks for fewer than 25 words
     long, longer = (said(BLOCK.replace("What opens this?", " ".join(["word"] * count))) for count in (24, 25))
@@ -416,9 +416,7 @@ def test_missing_cells_as_pandas_writes_them_are_missing(tmp_path):
 def test_several_captions_in_one_cell_are_no_text(tmp_path):
     table = tmp_path / "t.jsonl"
     table.write_text('{"id": 1, "image": "a.png", "caption": ["a dog", "a puppy"]}\n')
-    with pytest.raises(
-        UserError, match="the caption of row 1 is not a text but a list: .*library.caption_column"
-    ):
+    with error_about(UserError, "1", "library.caption_column"):
         list(Library(LibraryConfig(path=str(table))).rows())
 
 
@@ -564,7 +562,7 @@ def test_names_that_are_one_without_blanks_are_refused(tmp_path):
             )
         )
     ) as run:
-        with pytest.raises(UserError, match="the id 'a%20b' occurs twice.*white space"):
+        with error_about(UserError, "a%20b"):
             stages.seed(run)
 
 
@@ -600,13 +598,13 @@ def test_nothing_half_written_stays_when_the_disk_fills(world):
     with no_room(300), pytest.raises(UserError, match="dataset cannot be written: .*File too large"):
         export(world, {"q1": "test", "q2": "train"}, {"q1": ["a"], "q2": ["d"]})
     assert not list(world.out.glob("*dataset*"))
-    with no_room(300), pytest.raises(FileError, match="splits.parquet cannot be written"):
+    with no_room(300), error_about(FileError, "splits.parquet"):
         stages.split(world)
     assert not list(world.path("split").glob("*parquet*"))
-    with no_room(300), pytest.raises(FileError, match="x.npy cannot be written"):
+    with no_room(300), error_about(FileError, "x.npy"):
         seed_set.save_vectors(world.out / "x.npy", np.zeros(1000))
     assert not list(world.out.glob("*x.npy*"))
-    with no_room(300), pytest.raises(FileError, match="x.md cannot be written"):
+    with no_room(300), error_about(FileError, "x.md"):
         write_text(world.out / "x.md", "x" * 1000)
     assert not list(world.out.glob("*x.md*"))
     assert stages.split(world)["test"] == 2, "with room again the same stage goes on"
@@ -616,9 +614,7 @@ def test_a_picture_that_has_gone_is_named(world, tmp_path):
     stages.keep(world)
     stages.pool(world)
     (tmp_path / "a.png").unlink()
-    with pytest.raises(
-        UserError, match=r"dataset cannot be written: picture .*a.png cannot be read.*Restore it"
-    ):
+    with error_about(UserError, "a.png"):
         stages.split(world)
 
 
@@ -667,11 +663,11 @@ def test_stopped_by_the_budget_and_resumed_no_call_is_paid_twice(tmp_path, monke
         for settings in config.models.values():
             settings.key_env = "A_KEY"
         run = Run(config, progress=False)
-        with pytest.raises(BudgetReached, match="of the budget 0.05 is spent"):
+        with error_about(BudgetReached, "0.05"):
             run_stages(run, STAGES)
         assert run.done("generate")
         assert not run.done("judge")
-        with pytest.raises(UserError, match="stage=keep needs stage=judge"):
+        with error_about(UserError, "stage=keep", "stage=judge"):
             run_stages(run, ["keep"])
         run.close()
         for model in config.models.values():
@@ -769,9 +765,7 @@ def test_a_call_that_is_never_answered_stays_open_and_the_others_go_on_where_tha
             settings.max_retries = 0
         for _ in range(4):
             with closing(Run(config, progress=False)) as run:
-                with pytest.raises(
-                    UserError, match="1 of [24] calls are unanswered, such as.*on_unanswered=proceed"
-                ):
+                with error_about(UserError, "1", "on_unanswered=proceed"):
                     run_stages(run, STAGES)
                 assert not run.done("generate")
         assert asked[poison[0]] == 4

@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from eval_fakes import FakeEncoder, loader, picture
+from faults import error_about
 
 from eval.__main__ import main
 from eval.benchmarks.published_tables import published
@@ -196,9 +197,9 @@ def test_a_suite_end_to_end(suite, tmp_path, capsys):
 
 
 def test_refusals(release, tmp_path):
-    with pytest.raises(UserError, match="lacks 33 of 36 sets: N24News, .* no MMEB score; sets=NAME"):
+    with error_about(UserError, "33", "36", "N24News", "MMEB", "sets=NAME"):
         import_mmeb(MmebOptions(src=release, out=tmp_path / "o"))
-    with pytest.raises(UserError, match="did you mean 'ImageNet-1K'"):
+    with error_about(UserError, "ImageNet-1K"):
         import_mmeb(MmebOptions(src=release, out=tmp_path / "o", sets=("ImageNet_1K",)))
     src = tmp_path / "src"
     src.mkdir()
@@ -227,9 +228,7 @@ def test_a_failed_import_says_what_it_leaves_behind(release, tmp_path):
         row = rows_of("ImageNet-1K")[0] | {"qry_img_path": ""} | change
         (src / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
     options = MmebOptions(src=src, out=tmp_path / "o", sets=("ImageNet-1K", "SUN397"))
-    with pytest.raises(
-        UserError, match=r"(?s)no candidates.*1 of 2 sets were written .* pass overwrite=true"
-    ):
+    with error_about(UserError, "1", "2", "overwrite=true"):
         import_mmeb(options)
     (src / "SUN397.jsonl").write_text(
         json.dumps(row | rows_of("ImageNet-1K")[0] | {"qry_img_path": ""}) + "\n"

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from eval_fakes import FakeEncoder, loader, picture
-from faults import raises
+from faults import error_about, raises
 
 from eval.__main__ import main
 from eval.benchmarks.registry import protocol_for
@@ -129,14 +129,12 @@ def test_documents_have_the_released_texts_and_judgements(tmp_path):
     corpus = next((src / "VisRAG_ArxivQA/corpus").iterdir())
     pages = pd.read_parquet(corpus)
     pages.assign(image=[{"bytes": None, "path": "gone.png"}] * len(pages)).to_parquet(corpus)
-    with pytest.raises(
-        UserError, match="row 1: picture 'gone.png' is not below"
-    ):  # no page without its picture
+    with error_about(UserError, "1", "gone.png"):  # no page without its picture
         import_mmeb2(Mmeb2Options(src, tmp_path / "gone", part="visdoc", sets=("VisRAG_ArxivQA",)))
     no_judgement = documents(
         tmp_path / "other", "VisRAG_ArxivQA", "train", judged=[("1", "p1", 1), ("2", "p4", 0)]
     )
-    with pytest.raises(UserError, match="query '2' has no judgement above 0"):
+    with error_about(UserError, "'2'", "0"):
         import_mmeb2(Mmeb2Options(no_judgement, tmp_path / "no", part="visdoc", sets=("VisRAG_ArxivQA",)))
 
 
@@ -166,25 +164,25 @@ def test_each_part_has_its_metric(release, tmp_path):
 def test_what_does_not_fit_is_said(release, tmp_path):
     assert len(SETS) == 36
     assert len(DOCUMENTS) == 24
-    with pytest.raises(UserError, match="lacks 23 of 36 sets"):
+    with error_about(UserError, "23", "36"):
         import_mmeb2(Mmeb2Options(release, tmp_path / "out"))
-    with pytest.raises(UserError, match="lacks 24 of 24 sets"):
+    with error_about(UserError, "24"):
         import_mmeb2(Mmeb2Options(release, tmp_path / "out", part="visdoc"))
-    with pytest.raises(UserError, match="images= applies to part=image only"):
+    with error_about(UserError, "images=", "part=image"):
         import_mmeb2(Mmeb2Options(release, tmp_path / "out", part="visdoc", images=release))
     with raises(UserError, ("choice", "pictures")):
         parse_options(Mmeb2Options, [f"src={release}", f"out={tmp_path / 'out'}", "pictures=copy"])
     import_mmeb2(Mmeb2Options(release, tmp_path / "twice", sets=("EDIS",)))
-    with pytest.raises(UserError, match="already holds a suite: choose another, or pass overwrite=true"):
+    with error_about(UserError, "overwrite=true"):
         import_mmeb2(Mmeb2Options(release, tmp_path / "twice", sets=("EDIS",)))
     import_mmeb2(Mmeb2Options(release, tmp_path / "twice", sets=("CIRR",), overwrite=True))
     (release / "image-tasks/b.png").unlink()
-    with pytest.raises(UserError, match="unpack image-tasks of TIGER-Lab/MMEB-V2"):
+    with error_about(UserError, "TIGER-Lab/MMEB-V2"):
         import_mmeb2(Mmeb2Options(release, tmp_path / "out", sets=("CIRR",)))
     pd.DataFrame([{"qry_text": "", "tgt_text": ["a"]}]).to_parquet(release / "GQA.parquet")
     (release / "GQA").mkdir()
     (release / "GQA.parquet").rename(release / "GQA/test.parquet")
-    with pytest.raises(UserError, match="column 'qry_inst' is missing.*import mmeb"):
+    with error_about(UserError, "qry_inst"):
         import_mmeb2(Mmeb2Options(release, tmp_path / "out", sets=("GQA",)))
 
 

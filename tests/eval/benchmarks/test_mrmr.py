@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from eval_fakes import FakeEncoder, loader, picture
+from faults import error_about
 
 from eval.__main__ import main
 from eval.benchmarks.registry import protocol_for
@@ -138,10 +139,10 @@ def test_main_scores_and_ties(release, tmp_path):
 
 
 def test_what_does_not_fit_is_said(tmp_path):
-    with pytest.raises(UserError, match="theorem/qrels has no table of split test"):
+    with error_about(UserError, "theorem/qrels"):
         import_mrmr(MrmrOptions(tmp_path, tmp_path / "out", tasks=("theorem",)))
     write(tmp_path / "lost", "design", judged=[("9", "a", 1)])
-    with pytest.raises(UserError, match="query '9' is not in query/"):
+    with error_about(UserError, "'9'", "query/"):
         import_mrmr(MrmrOptions(tmp_path / "lost", tmp_path / "out", tasks=("design",)))
     write(
         tmp_path / "empty",
@@ -153,7 +154,7 @@ def test_what_does_not_fit_is_said(tmp_path):
     write(
         tmp_path / "other", "design", queries=[{"id": "2", "modality": "video", "text": "x", "image": None}]
     )
-    with pytest.raises(UserError, match="modality 'video' is neither text nor image"):
+    with error_about(UserError, "video"):
         import_mrmr(MrmrOptions(tmp_path / "other", tmp_path / "out", tasks=("design",)))
     (tmp_path / "none/traffic/qrels").mkdir(parents=True)
     with pytest.raises(UserError, match="has no table of split test"):

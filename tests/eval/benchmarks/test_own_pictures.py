@@ -12,6 +12,7 @@ import openpyxl
 import pyarrow.parquet as pq
 import pytest
 from eval_fakes import FakeEncoder, loader, picture, tables, write_set, write_tables
+from faults import error_about
 from paths import ROOT
 from PIL import Image
 
@@ -142,7 +143,7 @@ def test_json_lines_with_lists(photos):
     with pytest.raises(UserError, match="unknown columns season. Known fields are id, text, image, right"):
         import_folder(options(photos, overwrite=True))
     (photos / "queries.jsonl").write_text(json.dumps({"text": ["q"], "right": ["key.jpg"]}) + "\n")
-    with pytest.raises(UserError, match=r"row 1, text: one text is needed, not a list: \['q'\]"):
+    with error_about(UserError, "1", "'q'"):
         import_folder(options(photos, overwrite=True))
 
 
@@ -220,7 +221,7 @@ def test_names_that_differ_only_in_case_or_in_an_escaped_blank_are_two_pictures(
     assert answers(photos, "Key.png", "key.png", "a b.png", "a%20b.png") == [
         ["Key.png"], ["key.png"], ["a%20b.png"], ["a%2520b.png"],
     ]  # fmt: skip
-    with pytest.raises(UserError, match="'KEY.PNG' could be 'Key.png' or 'key.png': give the full path"):
+    with error_about(UserError, "KEY.PNG", "Key.png", "key.png"):
         answers(photos, "KEY.PNG", overwrite=True)
 
 
@@ -241,7 +242,7 @@ def test_paths_of_windows_and_of_other_machines(photos):
 def test_numbers_as_a_spreadsheet_exports_them_name_pictures(photos):
     (photos / "7.jpg").write_bytes(picture(500))
     assert answers(photos, "7.0", "7") == [["7.jpg"]] * 2
-    with pytest.raises(UserError, match="1 problem\n.*'8.0' is not in the folder"):
+    with error_about(UserError, "1", "8.0"):
         answers(photos, "8.0")
 
 
@@ -261,9 +262,7 @@ def test_a_separator_may_be_part_of_a_name(photos):
     for number, name in enumerate(("salt.jpg", "salt;key.jpg")):
         (photos / name).write_bytes(picture(600 + number))
     (photos / "queries.csv").write_text('text,right\na,"salt;key.jpg"\n')
-    with pytest.raises(
-        UserError, match="B2: 'salt;key.jpg' is both the name of a file and a list of other files"
-    ):
+    with error_about(UserError, "B2", "salt;key.jpg"):
         import_folder(options(photos, overwrite=True))
 
 
@@ -293,7 +292,7 @@ def test_a_folder_that_is_not_ours_is_never_replaced(photos, tmp_path):
     with pytest.raises(UserError, match="already exists"):
         import_folder(options(photos))
     (photos.parent / "set" / "notes.txt").write_text("mine")
-    with pytest.raises(UserError, match="contains 'notes.txt', which does not belong to it"):
+    with error_about(UserError, "notes.txt"):
         import_folder(options(photos, overwrite=True))
     (photos.parent / "set" / "notes.txt").rename(
         photos.parent / "set" / ".DS_Store"
@@ -417,9 +416,9 @@ def test_sheets_and_files_that_are_no_workbook(workbook, tmp_path):
     photos = workbook(
         [["text", "right"], ["a", "key.jpg"]], lambda book, _: book.create_sheet("b").append(["x"])
     )
-    with pytest.raises(UserError, match="has 2 non-empty sheets .Sheet, b.: pass sheet=NAME"):
+    with error_about(UserError, "2", "sheet=NAME"):
         import_folder(options(photos))
-    with pytest.raises(UserError, match="has no sheet 'c'; its sheets: Sheet, b"):
+    with error_about(UserError, "'c'"):
         import_folder(options(photos, sheet="c"))
     assert import_folder(options(photos, sheet="Sheet")).query_ids
     (tmp_path / "old.xlsx").write_bytes(b"\xd0\xcf\x11\xe0 an older format, or one with a password")

@@ -5,6 +5,7 @@ import json
 import pandas as pd
 import pytest
 from eval_fakes import FakeEncoder, loader, picture
+from faults import error_about
 
 from eval.__main__ import main
 from eval.benchmarks.published_tables import published
@@ -149,7 +150,7 @@ def test_judgements_in_either_place_give_the_same_set(release):
     beir = import_rmir(options(release, src=release / "c", out=release / "out_c"))
     assert content(first) == content(as_set) == content(beir)
     (release / "c" / "qrels" / "test.tsv").write_text("\n".join(lines).replace("\t1", "\t0.5", 1))
-    with pytest.raises(UserError, match="test.tsv, row 1: score must be an integer gain, got '0.5'"):
+    with error_about(UserError, "test.tsv", "1", "0.5"):
         import_rmir(options(release, src=release / "c", out=release / "out_d"))
     assert first.columns["category"] == as_set.columns["category"]
     negative = [[as_set.corpus_ids[r] for r in rows] for rows in as_set.negatives]
@@ -213,10 +214,10 @@ def test_training_queries_become_records(release, layout):
 
 def test_unknown_columns_are_loud_and_field_map_helps(release):
     listed(release, right="answers_v2")
-    with pytest.raises(UserError, match=r"unknown columns answers_v2\..*field_map=answers_v2=FIELD"):
+    with error_about(UserError, "answers_v2", "field_map=answers_v2=FIELD"):
         import_rmir(options(release))
     assert len(import_rmir(options(release, field_map=("answers_v2=positives",))).queries) == 3
-    with pytest.raises(UserError, match="field_map must be theirs=ours with ours one of id, text"):
+    with error_about(UserError, "field_map", "theirs=ours"):
         import_rmir(options(release, field_map=("answers_v2=positive",)))
 
 
@@ -225,9 +226,7 @@ def test_visual_genome_ids_are_never_guessed(release):
     (release / "src" / "images" / "VG_100K" / f"{OWN[0]}.jpg").write_bytes(
         picture(5)
     )  # another picture's file name
-    with pytest.raises(
-        UserError, match="'2412112' is not below .* integer is a Visual Genome id, which is not a file"
-    ):
+    with error_about(UserError, "2412112"):
         import_rmir(options(release, manifest=None))
 
 
@@ -249,16 +248,14 @@ def test_ways_to_name_a_picture(release, ref, number):
 def test_a_url_needs_a_manifest(release):
     listed(release)
     jsonl(release / "src" / "corpus.jsonl", [{"id": n, "url": f"https://x.org/{n}.jpg"} for n in POOL])
-    with pytest.raises(UserError, match="is a URL: download it and pass manifest=FILE"):
+    with error_about(UserError, "URL", "manifest=FILE"):
         import_rmir(options(release))
 
 
 def test_missing_positives(release):
     listed(release)
     jsonl(release / "src" / "corpus.jsonl", [{"id": name} for name in POOL[1:]])
-    with pytest.raises(
-        UserError, match="1 right candidates are not in the 7 pictures .* allow_missing=true keeps them"
-    ):
+    with error_about(UserError, "1", "7", "allow_missing=true"):
         import_rmir(options(release))
     wanted = import_rmir(options(release, allow_missing=True))
     assert wanted.num_missing_Q.tolist() == [1, 0, 0]
@@ -322,27 +319,25 @@ def test_bad_releases_are_named(release):
     with pytest.raises(UserError, match="has no table"):
         import_rmir(options(release))
     listed(release)
-    with pytest.raises(
-        UserError, match="is not RMIR as published: 3 queries instead of 1,634; 8 pictures .* 35,803"
-    ):
+    with error_about(UserError, "RMIR", "3", "1,634", "8", "35,803"):
         import_rmir(options(release, counts=True))
     (release / "src" / "corpus.jsonl").rename(release / "src" / "other.txt")
     with pytest.raises(UserError, match="no file that lists the pool .* pool of the positives alone"):
         import_rmir(options(release))
     jsonl(release / "src" / "corpus.jsonl", [{"id": name} for name in [*POOL, POOL[0]]])
-    with pytest.raises(UserError, match="row 9: picture '0000000000000001' is in the pool twice"):
+    with error_about(UserError, "9", "0000000000000001"):
         import_rmir(options(release))
     jsonl(release / "src" / "corpus.jsonl", [{"id": name} for name in POOL])
     rows = [
         {"query_id": "a", "input_image": OWN[0], "query": "x", "type": "spatial", "target_images": [POOL[0]]}
     ]
     jsonl(release / "src" / "test.jsonl", rows)
-    with pytest.raises(UserError, match="row 1: category 'spatial' is not one of affordance, caus"):
+    with error_about(UserError, "1", "spatial"):
         import_rmir(options(release))
     (release / "src" / "images" / "open_images" / "test" / f"{POOL[0]}.jpg").write_bytes(b"no picture")
     rows[0]["type"] = "affordance"
     jsonl(release / "src" / "test.jsonl", rows)
-    with pytest.raises(UserError, match="picture of '0000000000000001'"):
+    with error_about(UserError, "0000000000000001"):
         import_rmir(options(release))
     assert not (release / "out").exists()
 
@@ -351,13 +346,13 @@ def test_what_could_be_read_two_ways_is_asked_about(release):
     listed(release)
     rows = [json.loads(line) for line in (release / "src" / "test.jsonl").read_text().splitlines()]
     jsonl(release / "src" / "test.jsonl", [*rows, rows[0]])
-    with pytest.raises(UserError, match="row 4: query 'a' occurs twice"):
+    with error_about(UserError, "4", "'a'"):
         import_rmir(options(release))
     jsonl(release / "src" / "test.jsonl", [row | {"query_image": row["input_image"]} for row in rows])
-    with pytest.raises(UserError, match="'input_image' and 'query_image' could both be 'image': choose with"):
+    with error_about(UserError, "input_image", "query_image", "image"):
         import_rmir(options(release))
     both = ("input_image=image", "query_image=image")
-    with pytest.raises(UserError, match="'input_image' and 'query_image' could both be 'image': choose with"):
+    with error_about(UserError, "input_image", "query_image", "image"):
         import_rmir(options(release, field_map=both))
     assert len(import_rmir(options(release, field_map=("query_image=ignore",))).queries) == 3
     jsonl(release / "src" / "test.jsonl", rows)
@@ -366,12 +361,12 @@ def test_what_could_be_read_two_ways_is_asked_about(release):
     (images / "validation" / f"{POOL[0]}.png").write_bytes(
         picture(3)
     )  # the same id in another split's folder
-    with pytest.raises(UserError, match=f"picture '{POOL[0]}' could be .* or .*: keep one of them"):
+    with error_about(UserError, POOL[0]):
         import_rmir(options(release, overwrite=True))
     (images / "validation" / f"{POOL[0]}.png").unlink()
     no_right = [rows[0] | {"target_images": []}, *rows[1:]]
     jsonl(release / "src" / "test.jsonl", no_right)
-    with pytest.raises(UserError, match="1 of 3 queries have no positive: 'a'"):
+    with error_about(UserError, "1", "3", "'a'"):
         import_rmir(options(release, overwrite=True))
     jsonl(release / "src" / "test.jsonl", [rows[0] | {"query": ""}])
     with pytest.raises(UserError, match="row 1: a query needs a picture and a text"):
@@ -424,13 +419,11 @@ def test_published_counts_and_the_swap_warning(tmp_path):
     assert _check_counts(published_counts, 35_803, given) == [SWAPPED]
     swapped = {"functional": 546, "temporal": 432, "causal": 656}
     assert _check_counts(draft(swapped), 35_803, given) == []
-    with pytest.raises(UserError, match="35,802 pictures in the pool instead of 35,803"):
+    with error_about(UserError, "35,802", "35,803"):
         _check_counts(published_counts, 35_802, given)
-    with pytest.raises(
-        UserError, match="1 functional, 0 temporal, 0 causal queries instead of 546 functional, 6"
-    ):
+    with error_about(UserError, "1", "0", "546", "656"):
         _check_counts(draft({"functional": 1}), 35_803, given)
-    with pytest.raises(UserError, match="more than 20 positives in 1 queries"):
+    with error_about(UserError, "20", "1"):
         _check_counts(draft({"causal": 1}, num_right=21), 35_803, given)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from eval_fakes import FakeEncoder, loader, picture, tables, write_set, write_tables
+from faults import error_about
 
 from eval.__main__ import main
 from eval.benchmarks.published_tables import TRAINED
@@ -123,7 +124,7 @@ def test_a_file_that_training_read_is_audited(set_dir, tmp_path, on_bad):
     if on_bad == "skip":
         assert shared(audit_run(wanted, ("auto",), settings))["query_images"] == 2
     else:
-        with pytest.raises(UserError, match="line 1: not valid JSON"):
+        with error_about(UserError, "1", "JSON"):
             audit_run(wanted, ("auto",), settings)
 
 

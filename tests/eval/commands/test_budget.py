@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from eval_fakes import NUM_QUERIES, FakeEncoder, loader, write_set
+from faults import error_about
 
 from eval.__main__ import main, usage
 from eval.commands import export as exporting
@@ -99,7 +100,7 @@ def test_a_card_and_a_comparison_show_the_curve(done, set_dir, tmp_path, monkeyp
     assert "Accuracy and cost" not in (tmp_path / "c" / "compare.html").read_text()
     metric = json.loads((other / "budget.json").read_text()) | {"metric": "hit@1"}
     (other / "budget.json").write_text(json.dumps(metric))
-    with pytest.raises(UserError, match="different metrics: A by mrr, B by hit@1"):
+    with error_about(UserError, "hit@1"):
         compare(CompareOptions(a=out, b=other, metric=("mrr",), out=tmp_path / "ab", examples=0))
 
 
@@ -178,16 +179,16 @@ def test_page_and_plot_show_every_point(done):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "named"),
     [
-        ({"query_mode": ("direct",)}, "leave out query_mode="),
-        ({"metric": "recall"}, "metric must be one of recall@1, .*, got 'recall'"),
+        ({"query_mode": ("direct",)}, ("query_mode=",)),
+        ({"metric": "recall"}, ("recall@1", "recall")),
     ],
 )
-def test_wrong_options_are_named(set_dir, tmp_path, change, message):
+def test_wrong_options_are_named(set_dir, tmp_path, change, named):
     options = {"checkpoint": "fake", "set": set_dir, "out": tmp_path / "out"} | change
     encoder = FakeEncoder()
-    with pytest.raises(UserError, match=message):
+    with error_about(UserError, *named):
         budget(BudgetOptions(**options), loader(encoder))
     assert not encoder.calls
 

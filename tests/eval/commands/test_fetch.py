@@ -7,6 +7,7 @@ import zipfile
 
 import pandas as pd
 import pytest
+from faults import error_about
 from hub import COMMIT, hub
 
 from eval.__main__ import main
@@ -69,9 +70,7 @@ def test_an_interrupted_download_goes_on(held, tmp_path):
 
     held.files["GQA/test-00000-of-00001.parquet"] = last
     held.answer = broken
-    with pytest.raises(
-        UserError, match="MMEB-eval could not be fetched from the hub: .*run the same command again"
-    ):
+    with error_about(UserError, "MMEB-eval"):
         fetch(FetchOptions("mmeb", tmp_path / "r"))
     held.answer = whole
     before = len(downloads(held))
@@ -85,9 +84,7 @@ def test_less_than_was_published_is_refused_or_marked(held, tmp_path, capsys):
     held.files["GQA/test-00000-of-00001.parquet"] = table(3)
     del held.files["CIRR/test-00000-of-00001.parquet"]
     out = tmp_path / "r"
-    with pytest.raises(
-        UserError, match=r"is incomplete: 35 of 36 sets; 34,003 of 36,000 queries.*partial=true"
-    ):
+    with error_about(UserError, "35", "36", "34,003", "36,000", "partial=true"):
         fetch(FetchOptions("mmeb", out))
     fetch(FetchOptions("mmeb", out, partial=True))
     assert "WARNING: partial: 35 of 36 sets" in capsys.readouterr().err
@@ -102,9 +99,9 @@ def test_one_folder_holds_one_commit(held, tmp_path):
     about = json.loads((tmp_path / "r/fetch.json").read_text())
     about["commits"] = {"TIGER-Lab/MMEB-eval": "2" * 40}
     (tmp_path / "r/fetch.json").write_text(json.dumps(about))
-    with pytest.raises(UserError, match="holds TIGER-Lab/MMEB-eval at 222222222222, not at 111111111111"):
+    with error_about(UserError, "TIGER-Lab/MMEB-eval", "222222222222", "111111111111"):
         fetch(FetchOptions("mmeb", tmp_path / "r", revision="main"))
-    with pytest.raises(UserError, match="holds mmeb: choose another out="):
+    with error_about(UserError, "out="):
         fetch(FetchOptions("mmbright", tmp_path / "r"))
 
 
@@ -112,21 +109,19 @@ def test_mmbright_and_pinpoint_are_counted_too(held, tmp_path):
     domain = table(50)
     held.files = {f"examples/d{number}.parquet": domain for number in range(29)}
     held.files |= {f"examples_multimodal/d{number}.parquet": table(42) for number in range(29)}
-    with pytest.raises(UserError, match="1,450 of 1,585 queries of mmbright1. Run"):
+    with error_about(UserError, "1,450", "1,585", "mmbright1"):
         fetch(FetchOptions("mmbright", tmp_path / "b"))
     held.files = {"pinpoint_licensed.parquet": table(7635), "index_signatures.txt": b"a\nb\n"}
-    with pytest.raises(UserError, match="or pass repo=OWNER/NAME"):
+    with error_about(UserError, "repo=OWNER/NAME"):
         fetch(FetchOptions("pinpoint", tmp_path / "p"))
-    with pytest.raises(UserError, match="2 of 109,600 candidates"):
+    with error_about(UserError, "2", "109,600"):
         fetch(FetchOptions("pinpoint", tmp_path / "p", repo="me/pinpoint"))
 
 
 def test_what_cannot_be_is_refused(tmp_path, capsys):
     assert main(["fetch", "mmebb", f"out={tmp_path}"]) == 2
     assert "did you mean 'mmeb'?" in capsys.readouterr().err
-    with pytest.raises(
-        UserError, match="revision= is for a release in one repository; mmeb2 part=image is in 2"
-    ):
+    with error_about(UserError, "revision=", "mmeb2", "part=image", "2"):
         fetch(FetchOptions("mmeb2", tmp_path, revision="main"))
     assert len({_repo_of(name) for name in DOCUMENTS}) == 24
     assert _repo_of("ViDoRe_esg_reports_v2_multilingual") == "vidore/esg_reports_v2"
@@ -146,6 +141,6 @@ def test_an_archive_is_unpacked_into_its_folder_and_nowhere_else(tmp_path, monke
             unpack_archive(archive, [archive], folder)
             assert (folder / name).read_text() == "a"
             continue
-        with pytest.raises(UserError, match=r"cannot be unpacked into .*b\.txt"):
+        with error_about(UserError, "b.txt"):
             unpack_archive(archive, [archive], folder)
         assert not (tmp_path / "b.txt").exists()

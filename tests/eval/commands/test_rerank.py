@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from eval_fakes import FakeEncoder, loader, tables, write_set, write_tables
+from faults import error_about
 from stock import nll_of, stock_forward
 
 from eval.commands.bm25 import Bm25Options, bm25
@@ -250,12 +251,12 @@ def test_the_command_reranks_a_finished_evaluation(tmp_path, judged_by):
     rerank_command(RerankOptions(of=tmp_path / "judged", out=tmp_path / "again", judge="x", top_n=2))
     assert [text.text for text in told.asked] == [f"because of {text.id}" for text in told.asked]
     judged_by(Knows({}))
-    with pytest.raises(UserError, match="already holds an evaluation with rerank.top_n = 60"):
+    with error_about(UserError, "rerank.top_n", "60"):
         rerank_command(RerankOptions(**options, top_n=5))
     other = Knows({})
     other.name = other.name | {"judge": "another"}
     judged_by(other)
-    with pytest.raises(UserError, match="already holds an evaluation with rerank.judge = .*'another'"):
+    with error_about(UserError, "rerank.judge", "another"):
         rerank_command(RerankOptions(**options, top_n=60))
     rerank_command(RerankOptions(**options, top_n=1, overwrite=True))
     assert json.loads((tmp_path / "judged" / "results.json").read_text())["micro"] == before["micro"]
@@ -264,7 +265,7 @@ def test_the_command_reranks_a_finished_evaluation(tmp_path, judged_by):
     with pytest.raises(UserError, match="is not the retrieval set that was measured"):
         rerank_command(RerankOptions(**options, overwrite=True))
     data.rename(tmp_path / "elsewhere")
-    with pytest.raises(UserError, match="retrieval set .* does not exist; if it was moved, pass set=DIR"):
+    with error_about(UserError, "set=DIR"):
         rerank_command(RerankOptions(**options, overwrite=True))
 
 
@@ -359,7 +360,7 @@ def test_a_judge_describes_the_answer_once_and_keeps_it(lively_path, tmp_path, m
         "rge.rollout.generate.generate",
         lambda embedder, prompts, **_: [replace(plain, forced=True)] * len(prompts),
     )
-    with pytest.raises(UserError, match="never ended with <emb>: .*eval records descriptions=FILE"):
+    with error_about(UserError, "<emb>", "descriptions=FILE"):
         judge.describe([Item("e", content_of("it is a hat"))], answers)
 
 
@@ -397,7 +398,7 @@ def test_the_command_asks_for_what_the_answer_shows(tmp_path, judged_by):
     assert found["rerank"]["before"]["recall@10"] == before["micro"]["recall@10"]
     assert nothing["micro"] == before["micro"] != alone["micro"]
     assert nothing["identity"]["key"] != alone["identity"]["key"]
-    with pytest.raises(UserError, match="rerank.mix = 0.05, this one has None"):
+    with error_about(UserError, "rerank.mix", "0.05"):
         rerank_command(RerankOptions(**options))
 
 
@@ -408,7 +409,7 @@ def test_a_reranked_evaluation_is_not_replaced_by_its_first_ranking_unasked(tmp_
     judged_by(Fixed({}))
     rerank_command(RerankOptions(of=done, judge="x", top_n=3, out=tmp_path / "judged"))
     before = (tmp_path / "judged" / "results.json").read_bytes()
-    with pytest.raises(UserError, match="already holds an evaluation with .*rerank.of = "):
+    with error_about(UserError, "rerank.of"):
         run(RunOptions(**options, out=tmp_path / "judged"), loader(FakeEncoder()))
     assert (tmp_path / "judged" / "results.json").read_bytes() == before
     rerank_command(RerankOptions(of=done, judge="x", top_n=3, out=tmp_path / "judged"))

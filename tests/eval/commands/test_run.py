@@ -23,6 +23,7 @@ from eval_fakes import (
     write_set,
     write_tables,
 )
+from faults import error_about
 
 from eval.__main__ import COMMANDS, main, usage
 from eval.commands.compare import CompareOptions, compare
@@ -101,11 +102,9 @@ def test_metrics_at_any_cutoff(set_dir, tmp_path):
     results, table = results_of(out), per_query_of(out)
     assert results["micro"]["recall@55"]["value"] == pytest.approx(table["recall@55"].mean())
     assert 0 < results["micro"]["ndcg@5"]["value"] < results["micro"]["recall@55"]["value"] < 1
-    with pytest.raises(
-        UserError, match="depth must be at least 55, the largest cutoff of the metrics, got 54"
-    ):
+    with error_about(UserError, "55", "54"):
         run(replace(asked, depth=54, overwrite=True), loader(FakeEncoder()))
-    with pytest.raises(UserError, match="no metric 'recall@ten'; there are"):
+    with error_about(UserError, "recall@ten"):
         run(replace(asked, metrics=("recall@ten",)), loader(FakeEncoder()))
     with pytest.raises(UserError, match="already holds an evaluation with metrics = .*this one has"):
         run(replace(asked, metrics=()), loader(FakeEncoder()))
@@ -128,7 +127,7 @@ def test_figures_by_another_column_are_of_the_same_set(set_dir, tmp_path):
     assert "Winter" in (out / "report.html").read_text()
     plain = score(ScoreOptions(run=out, set=data, out=tmp_path / "scored"))
     assert compare(CompareOptions(a=out, b=plain, metric=("mrr",)))["difference"].iloc[0] == 0
-    with pytest.raises(UserError, match=r"with set.report_by = \['season'\], this one has \[\]"):
+    with error_about(UserError, "set.report_by", "season"):
         run(replace(asked, by=()), loader(FakeEncoder()))
 
 
@@ -303,12 +302,10 @@ def test_embeddings_are_cut_for_the_search_and_stay_whole_in_the_cache(set_dir, 
     rows = encoder.encode(list(load_set(set_dir).corpus_items()), side="candidate", mode="direct").embeddings
     cosines = rows[:, :3] @ query[0, :3] / np.linalg.norm(rows[:, :3], axis=1) / np.linalg.norm(query[0, :3])
     assert best[0] == pytest.approx(cosines.max(), abs=1e-5)
-    with pytest.raises(UserError, match="embedding_dims = None, this one has 3"):
+    with error_about(UserError, "embedding_dims", "3"):
         run(options(set_dir, tmp_path / "whole", embedding_dims=3, **given), loader(encoder))
     for wrong in (0, 10_000):
-        with pytest.raises(
-            UserError, match=f"embedding_dims must be between 1 and the embedding's .*, got {wrong}"
-        ):
+        with error_about(UserError, "embedding_dims", "1", wrong):
             run(options(set_dir, tmp_path / "wrong", embedding_dims=wrong, **given), loader(encoder))
 
 
@@ -355,7 +352,7 @@ def test_a_run_may_cap_its_rationales(set_dir, tmp_path):
         assert tokens.max() == (7 if cap is None else cap)
         decoding = json.loads((out / "results.json").read_text())["decoding"]
         assert decoding.get("max_rationale_tokens") == cap
-    with pytest.raises(UserError, match="max_rationale_tokens"):
+    with error_about(UserError, "max_rationale_tokens"):
         ThirdParty.with_(encoder, max_rationale_tokens=3)
 
 
@@ -400,9 +397,7 @@ def test_a_pool_of_several_kinds_shows_how_often_a_candidate_of_the_wrong_kind_i
 
 def test_several_evaluations_do_not_go_into_the_directory_of_one(set_dir, tmp_path):
     run(options(set_dir, tmp_path), loader(FakeEncoder()))
-    with pytest.raises(
-        UserError, match="holds a single evaluation, but this command would write 2: choose another out="
-    ):
+    with error_about(UserError, "2", "out="):
         run(options(set_dir, tmp_path, query_mode=("reasoning", "direct")), loader(FakeEncoder()))
 
 
@@ -468,7 +463,7 @@ def test_candidates_may_reason_too(set_dir, tmp_path):
         ("query", "reasoning"),
     }
     assert results_of(tmp_path / "a")["candidate_mode"] == "reasoning"
-    with pytest.raises(UserError, match="candidate_mode = 'reasoning', this one has 'direct'"):
+    with error_about(UserError, "candidate_mode", "reasoning", "direct"):
         run(options(set_dir, tmp_path / "a"), loader(FakeEncoder()))
 
 
@@ -549,7 +544,7 @@ def test_another_output_is_not_overwritten_unasked(set_dir, tmp_path, change, en
     run(options(set_dir, tmp_path), loader(FakeEncoder()))
     before = (tmp_path / "results.json").read_bytes()
     key = key if " = " in key else f"{key} = "
-    with pytest.raises(UserError, match=f"already holds an evaluation with {key}.*overwrite=true"):
+    with error_about(UserError, key, "overwrite=true"):
         run(options(set_dir, tmp_path, **change), loader(encoder))
     assert (tmp_path / "results.json").read_bytes() == before
     run(options(set_dir, tmp_path, overwrite=True, **change), loader(encoder))
@@ -560,10 +555,10 @@ def test_another_output_is_not_overwritten_unasked(set_dir, tmp_path, change, en
 def test_another_protocol_is_not_overwritten_unasked(tmp_path):
     data = write_tables(tmp_path / "set", tables(), {"benchmark": "rmir"})
     run(options(data, tmp_path / "out"), loader(FakeEncoder()))
-    with pytest.raises(UserError, match="benchmark = 'generic', this one has 'rmir'"):
+    with error_about(UserError, "generic", "rmir"):
         run(options(data, tmp_path / "out", benchmark="rmir"), loader(FakeEncoder()))
     run(options(data, tmp_path / "out", benchmark="rmir", overwrite=True), loader(FakeEncoder()))
-    with pytest.raises(UserError, match="profile = 'clean', this one has 'official'"):
+    with error_about(UserError, "clean", "official"):
         run(options(data, tmp_path / "out", benchmark="rmir", profile="official"), loader(FakeEncoder()))
 
 
@@ -575,14 +570,14 @@ def test_what_changes_no_figure_may_take_its_place(set_dir, tmp_path):
         loader(FakeEncoder()),
     )
     assert results_of(tmp_path)["batch_size"] == 5
-    with pytest.raises(UserError, match="with depth = 1000, this one has 50: choose another out="):
+    with error_about(UserError, "1000", "50", "out="):
         run(options(set_dir, tmp_path, depth=50), loader(FakeEncoder()))
 
 
 def test_another_set_is_not_overwritten_unasked(set_dir, tmp_path):
     run(options(set_dir, tmp_path / "out"), loader(FakeEncoder()))
     other = write_set(tmp_path / "other", num_queries=12)
-    with pytest.raises(UserError, match=r"already holds an evaluation with set.fingerprint = "):
+    with error_about(UserError, "set.fingerprint"):
         run(options(other, tmp_path / "out"), loader(FakeEncoder()))
 
 
@@ -596,30 +591,30 @@ def test_nothing_half_written_looks_complete(set_dir, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "named"),
     [
         (
             {"query_mode": ("reasonin",)},
-            "query_mode must be one of reasoning, direct, auto, got 'reasonin'; did you mean",
+            ("query_mode", "reasonin"),
         ),
-        ({"query_modality": ("picture",)}, "query_modality must be one of both, text, image, got 'picture'"),
+        ({"query_modality": ("picture",)}, ("query_modality", "picture")),
         (
             {"benchmark": "rmirr"},
-            "benchmark must be one of generic, .*rmir.* got 'rmirr'; did you mean 'rmir'",
+            ("rmirr", "rmir"),
         ),
-        ({"benchmark": "rmir"}, "benchmark=rmir, but .* was not imported as that"),
-        ({"profile": "paper"}, "profile must be one of clean, official, got 'paper'"),
+        ({"benchmark": "rmir"}, ("benchmark=rmir",)),
+        ({"profile": "paper"}, ("paper",)),
         (
             {"profile": "official"},
-            "benchmark=generic has only profile=clean, got profile=official",
+            ("benchmark=generic", "profile=clean", "profile=official"),
         ),
-        ({"prompts": "rgee"}, "prompts must be one of plain, rge, got 'rgee'"),
-        ({"limit": 0}, "limit must be at least 1, got 0"),
-        ({"depth": 20}, "depth must be at least 50, the largest cutoff of the metrics, got 20"),
+        ({"prompts": "rgee"}, ("rgee",)),
+        ({"limit": 0}, ("1", "0")),
+        ({"depth": 20}, ("50", "20")),
     ],
 )
-def test_wrong_options_are_named(set_dir, tmp_path, change, message):
-    with pytest.raises(UserError, match=message):
+def test_wrong_options_are_named(set_dir, tmp_path, change, named):
+    with error_about(UserError, *named):
         run(options(set_dir, tmp_path / "out", **change), loader(FakeEncoder()))
     assert not (tmp_path / "out").exists()
 
@@ -635,7 +630,7 @@ def test_a_mode_that_the_released_evaluation_lacks_is_refused_before_anything_is
     set_dir, tmp_path, modes
 ):
     encoder = FakeEncoder()
-    with pytest.raises(UserError, match="as=release: queries write a rationale and candidates do not"):
+    with error_about(UserError, "as=release"):
         run(options(set_dir, tmp_path / "out", as_="release", **modes), loader(encoder))
     assert not encoder.calls
 
@@ -661,7 +656,7 @@ def test_a_missing_picture_is_named_before_the_model_is_loaded(tmp_path):
     content = tables()
     content["corpus"]["image"] = pa.array([f"{number}.png" for number in range(NUM_CANDIDATES)])
     path = write_tables(tmp_path / "set", content)
-    with pytest.raises(ImageError, match="0.png cannot be read"):
+    with error_about(ImageError, "0.png"):
         run(options(path, tmp_path / "out"), lambda *_, **__: pytest.fail("the model was loaded"))
 
 
@@ -688,7 +683,7 @@ def test_missing_queries_score_zero_and_are_counted(done, set_dir, tmp_path):
     _, _, dirs = done
     text = (dirs[0] / "run.trec").read_text().splitlines(keepends=True)
     (tmp_path / "run").write_text("".join(line for line in text if not line.startswith(("q03 ", "q11 "))))
-    with pytest.raises(UserError, match="2 of 24 queries have no line, first 'q03'.*allow_missing=true"):
+    with error_about(UserError, "2", "24", "q03", "allow_missing=true"):
         score(ScoreOptions(run=tmp_path / "run", set=set_dir, out=tmp_path / "out"))
     score(ScoreOptions(run=tmp_path / "run", set=set_dir, out=tmp_path / "out", allow_missing=True))
     results, table = results_of(tmp_path / "out"), per_query_of(tmp_path / "out")
@@ -719,9 +714,9 @@ def test_scores_of_another_run_are_not_overwritten_unasked(done, set_dir, tmp_pa
     other = tmp_path / "other.trec"  # of another ranking, under the same tag
     lines = (dirs[0] / "run.trec").read_text().splitlines(keepends=True)
     other.write_text("".join(line for line in lines if line.split()[3] != "60"))
-    with pytest.raises(UserError, match="already holds an evaluation with run_hash = "):
+    with error_about(UserError, "run_hash"):
         score(ScoreOptions(run=other, set=set_dir, out=tmp_path))
-    with pytest.raises(UserError, match="already holds an evaluation with seed = 0, this one has 1"):
+    with error_about(UserError, "0", "1"):
         score(ScoreOptions(run=dirs[0] / "run.trec", set=set_dir, out=tmp_path, seed=1))
     score(ScoreOptions(run=dirs[0] / "run.trec", set=set_dir, out=tmp_path))
     score(ScoreOptions(run=other, set=set_dir, out=tmp_path, overwrite=True))

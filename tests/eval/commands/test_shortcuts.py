@@ -7,6 +7,7 @@ from dataclasses import replace
 import pandas as pd
 import pytest
 from eval_fakes import FakeEncoder, loader, write_set
+from faults import error_about
 
 from eval.__main__ import main
 from eval.commands.audit import shortcut_rates
@@ -43,11 +44,9 @@ def test_shortcut_rates_by_hand(done):
     shares = {name: found[name]["value"] * 24 for name in ("both", "text", "image", "either", "needs_both")}
     assert shares == pytest.approx({"both": 12, "text": 6, "image": 4, "either": 8, "needs_both": 4})
     assert found["either"]["low"] < 8 / 24 < found["either"]["high"]
-    with pytest.raises(UserError, match="query_modality=both,text,image"):
+    with error_about(UserError, "query_modality=both,text,image"):
         shortcut_rates([both, text], "hit@1")
-    with pytest.raises(
-        UserError, match=r"query_modality=both,text,image; got .*both \(both\), .*both \(both\), .*\(text\)"
-    ):
+    with error_about(UserError, "query_modality=both,text,image"):
         shortcut_rates([both, both, text], "hit@1")
     other = replace(image, results=image.results.but(checkpoint_hash="other"))
     with pytest.raises(UserError, match="evaluations of one set, checkpoint and query mode"):

@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 from chromium import Chromium
 from eval_fakes import FakeEncoder, loader, write_set
+from faults import error_about
 
 from eval.commands.compare import CompareOptions, compare
 from eval.commands.run import RunOptions, run
@@ -88,9 +89,7 @@ def test_a_set_that_was_moved_is_named(world, tmp_path):
         results = json.loads((folder / "results.json").read_text())
         results["set"]["path"] = "gone"
         (folder / "results.json").write_text(json.dumps(results))
-    with pytest.raises(
-        UserError, match="retrieval set gone does not exist; if it was moved, pass set=DIR, or examples=0"
-    ):
+    with error_about(UserError, "set=DIR", "examples=0"):
         compare(CompareOptions(a, b, metric=("mrr",), out=tmp_path / "c"))
     compare(CompareOptions(a, b, metric=("mrr",), out=tmp_path / "c", set=world / "set"))
     assert "<article" in (tmp_path / "c/compare.html").read_text()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from chromium import Chromium
-from faults import raises
+from faults import error_about, raises
 from PIL import Image
 
 from eval.pages import charts, evaluations, examples
@@ -590,9 +590,7 @@ def test_what_a_slice_means_is_said_by_the_set_and_by_nobody_else(world):
     assert "Seen pairs: trained. Held\u2011out pairs: trained in <words> only." in caption
     meta["slice_notes"] = {"pair": "trained"}
     (world / "set/meta.json").write_text(json.dumps(meta))
-    with pytest.raises(
-        UserError, match=r"slice_notes.pair: Input should be a valid dictionary, got 'trained'"
-    ):
+    with error_about(UserError, "slice_notes.pair", "trained"):
         written(world)
 
 
@@ -633,7 +631,7 @@ def test_the_page_opens_with_reasons_that_the_set_gives(world):
 
 def test_results_of_two_protocols_do_not_share_a_page(world):
     edit(world / "out/direct-both", lambda r: r.update(benchmark="rmir", profile="official"))
-    with pytest.raises(UserError, match="has benchmark .*'rmir'"):
+    with error_about(UserError, "rmir"):
         written(world, baseline=())
     for folder in (world / "out").iterdir():
         edit(folder, lambda r: r.update(benchmark="rmir", profile="clean"))
@@ -770,7 +768,7 @@ def test_stages_stand_end_to_end_and_another_run_is_refused(tmp_path):
     assert run["step"].tolist() == [1, 2, 3, 4]
     assert run["stage"].tolist() == ["cold", "cold", "joint", "joint"]
     assert run["loss"].tolist() == [1.0, 1.0, 2.0, 2.0]
-    with pytest.raises(UserError, match="none/metrics.jsonl repeats a stage of an earlier one"):
+    with error_about(UserError, "none/metrics.jsonl"):
         read_training_logs([ours, other])
 
 
@@ -778,7 +776,7 @@ def test_stages_stand_end_to_end_and_another_run_is_refused(tmp_path):
 def test_a_log_without_steps_is_named(tmp_path, content):
     if content is not None:
         (tmp_path / "m.jsonl").write_text(content)
-    with pytest.raises(UserError, match=r"m\.jsonl does not exist, or has no lines with stage and step"):
+    with error_about(UserError, "m.jsonl"):
         read_training_logs([tmp_path / "m.jsonl"])
 
 
@@ -787,10 +785,10 @@ def test_curves_without_values_are_left_out_and_others_must_be_finite(tmp_path):
     log = write_log(tmp_path / "m.jsonl", lines)
     assert [chart["name"] for chart in curves_of([log])] == ["Loss"]
     write_log(log, [*lines, {"stage": "a", "step": 3, "loss": float("nan")}])
-    with pytest.raises(UserError, match=r"m\.jsonl: loss of step 3 is nan"):
+    with error_about(UserError, "m.jsonl", "3"):
         curves_of([log])
     log.write_bytes(b"\xff\xfe")
-    with pytest.raises(UserError, match=r"m\.jsonl cannot be read"):
+    with error_about(UserError, "m.jsonl"):
         curves_of([log])
 
 
@@ -836,14 +834,14 @@ def edit(folder: Path, change) -> None:
 
 def test_an_incomplete_evaluation_is_named(world):
     (world / "out/direct-both/results.json").unlink()
-    with pytest.raises(UserError, match="direct-both has no results.json: the evaluation is unfinished"):
+    with error_about(UserError, "results.json"):
         written(world)
 
 
 def test_nothing_to_report_on(world):
     with pytest.raises(UserError, match="gone is not a directory"):
         write_report([world / "gone"], world / "r.html")
-    with pytest.raises(UserError, match="set has no results.json"):
+    with error_about(UserError, "results.json"):
         write_report([world / "set"], world / "r.html")
     with pytest.raises(UserError, match="at least one evaluation"):
         write_report([], world / "r.html")
@@ -854,7 +852,7 @@ def test_a_set_whose_place_is_not_recorded_is_asked_for(world, monkeypatch):
     monkeypatch.chdir(world / "set")
     for folder in (world / "out").iterdir():
         edit(folder, lambda r: r["set"].pop("path"))
-    with pytest.raises(UserError, match="does not exist; if it was moved, pass set=DIR"):
+    with error_about(UserError, "set=DIR"):
         written(world)
 
 
@@ -862,7 +860,7 @@ def test_a_budget_is_reported_where_an_evaluation_was_written_too(world):
     """Its page silently became that of the other evaluation, such as one of bm25."""
     write_evaluation(world / "both", world / "set")
     (world / "both/budget.json").write_text("{}")
-    with pytest.raises(UserError, match="both/direct"):  # what a budget's page is made of
+    with error_about(UserError, "both/direct"):  # what a budget's page is made of
         write_report([world / "both"], world / "r.html")
 
 
@@ -875,7 +873,7 @@ def test_evaluations_of_different_sets_are_refused(world):
 def test_evaluations_of_different_queries_are_refused(world):
     path = world / "out/direct-both/per_query.parquet"
     pd.read_parquet(path).iloc[1:].to_parquet(path)
-    with pytest.raises(UserError, match="queries, .*; 'q0' is only in one of them"):
+    with error_about(UserError, "'q0'"):
         written(world)
 
 
@@ -888,7 +886,7 @@ def test_a_set_that_changed_since_is_refused(world):
 
 def test_a_moved_set_is_found_where_it_is_said_to_be(world):
     (world / "set").rename(world / "elsewhere")
-    with pytest.raises(UserError, match="does not exist; if it was moved, pass set=DIR"):
+    with error_about(UserError, "set=DIR"):
         written(world)
     assert "<article" in written(world, set=world / "elsewhere")
 
@@ -929,21 +927,21 @@ def test_a_missing_picture_is_named(world):
     queries = pd.read_parquet(path)
     queries["image"] = [["images/gone.jpg"]] * len(queries)
     queries.to_parquet(path)
-    with pytest.raises(UserError, match=r"query 'q\d+' of .*gone.jpg cannot be read"):
+    with error_about(UserError, "gone.jpg"):
         written(world)
 
 
 def test_unknown_metric_names_those_there_are(world):
-    with pytest.raises(UserError, match="got 'recall@3'; it holds recall@1, recall@5, mrr"):
+    with error_about(UserError, "recall@3", "recall@1", "recall@5"):
         written(world, metric="recall@3")
 
 
 def test_a_baseline_is_one_evaluation(world):
     with pytest.raises(UserError, match="holds 4 evaluations: pass one of direct-both"):
         written(world, baseline=(f"other:{world / 'out'}",))
-    with pytest.raises(UserError, match="must be unique, got 'Direct' twice"):
+    with error_about(UserError, "Direct"):
         written(world, baseline=(f"Direct:{world / 'none'}",))
-    with pytest.raises(UserError, match="labels of evaluations must be unique, got 'mine' twice"):
+    with error_about(UserError, "mine"):
         written(world, baseline=(f"mine:{world / 'none'}", f"mine:{world / 'out' / 'direct-both'}"))
 
 

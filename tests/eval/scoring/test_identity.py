@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from eval_fakes import FakeEncoder, loader, picture, tables, write_set, write_tables
+from faults import error_about
 
 from eval.__main__ import main
 from eval.commands.compare import CompareOptions, compare
@@ -92,7 +93,7 @@ def test_an_import_with_another_profile_says_so(data, tmp_path):
         meta = json.loads((path / "meta.json").read_text()) | {"instructions": profile}
         (path / "meta.json").write_text(json.dumps(meta))
     one, two = evaluate(data, tmp_path / "one"), evaluate(other, tmp_path / "two")
-    with pytest.raises(UserError, match="imported with made_with.instructions: 'vlm2vec' and 'rge'"):
+    with error_about(UserError, "made_with.instructions", "vlm2vec", "rge"):
         compare(CompareOptions(one, two))
 
 
@@ -306,7 +307,7 @@ def test_an_export_carries_identity_and_warnings(data, tmp_path, capsys):
 def test_another_run_of_the_same_name_does_not_take_the_place_of_one(data, tmp_path):
     evaluate(data, tmp_path / "one")
     changed(data, "queries", "text", ["other " + text for text in tables(6, 20)["queries"]["text"]])
-    with pytest.raises(UserError, match="already holds an evaluation with set.content"):
+    with error_about(UserError, "set.content"):
         evaluate(data, tmp_path / "one")
 
 
@@ -318,7 +319,7 @@ def test_an_evaluation_that_finished_meanwhile_is_not_replaced(data, tmp_path):
                 evaluate(data, tmp_path / "one", FakeEncoder())
             return super().encode(items, **asked)
 
-    with pytest.raises(UserError, match="already holds an evaluation with set.limit = None, this one has 2"):
+    with error_about(UserError, "set.limit", "2"):
         evaluate(data, tmp_path / "one", Slow(), limit=2)
     assert results_of(tmp_path / "one")["set"]["limit"] is None
 

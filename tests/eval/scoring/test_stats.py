@@ -131,7 +131,7 @@ def coverage(draw, num_groups, trials=300):
 @pytest.mark.slow
 @pytest.mark.parametrize("draw", [hits_of, rare_hits_of, gains_of, differences_of])
 def test_coverage_with_few_groups(draw, monkeypatch):
-    """Prints the table of docs/evaluation.md: nominal 95 % covers, with BCa alone and as it is."""
+    """Prints the coverage that docs/evaluation.md speaks of: nominal 95 % covers, with BCa alone and as it is."""
     sizes = (3, 5, 10, 20)
     found = [coverage(draw, size) for size in sizes]
     monkeypatch.setattr(intervals, "FEW_GROUPS", 0)

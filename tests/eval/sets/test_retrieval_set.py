@@ -6,6 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from eval_fakes import NUM_CANDIDATES, NUM_QUERIES, picture, tables, write_set, write_tables
+from faults import error_about
 
 from eval.benchmarks.registry import protocol_for
 from eval.sets.contents import with_content
@@ -136,7 +137,7 @@ def test_modalities(tmp_path):
     assert (text.text, text.instruction, len(text.pictures)) == ("question 0", "Find the picture.", 0)
     assert (image.text, image.instruction, len(image.pictures)) == (None, None, 1)
     only_pictures = load_set(write_tables(tmp_path / "small", small()))
-    with pytest.raises(SetError, match="1 of 2 queries have no text, so query_modality=text .* empty: 'q2'"):
+    with error_about(SetError, "1", "2", "query_modality=text", "'q2'"):
         only_pictures.query_items("text")
 
 
@@ -150,10 +151,10 @@ def test_limit_and_report_by(tmp_path):
     assert len(first.columns["pair"]) == len(first.positives) == len(first.negatives) == 3
     assert first.excluded is None
     assert (len(first.corpus_ids), first.fingerprint) == (NUM_CANDIDATES, found.fingerprint)
-    with pytest.raises(SetError, match="column 'colour' is missing; there are id, text"):
+    with error_about(SetError, "colour"):
         load_set(path, by=["colour"])
     for name in ("group", "rationale", "stop_reason"):
-        with pytest.raises(SetError, match=f"cannot report by '{name}', which is a reserved column"):
+        with error_about(SetError, name):
             load_set(path, by=[name])
 
 
@@ -170,7 +171,7 @@ def test_a_set_is_the_same_however_it_is_reported(tmp_path):
 def test_report_by_refuses_a_column_that_is_no_grouping(tmp_path):
     content = tables(num_queries=60)
     content["queries"]["note"] = [f"note {number}" for number in range(60)]
-    with pytest.raises(SetError, match="report_by column 'note' has 60 values, more than 50"):
+    with error_about(SetError, "report_by", "note", "60", "50"):
         load_set(write_tables(tmp_path, content, {"report_by": ["note"]}))
 
 
@@ -196,78 +197,78 @@ def _columns(table, **columns):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "named"),
     [
-        (_drop("queries", "group"), r"queries.parquet: column 'group' is missing; there are id, text, image"),
-        (_drop("queries", "category"), "queries.parquet: column 'category' is missing"),
-        (_drop("qrels", "score"), "qrels.parquet: column 'score' is missing"),
+        (_drop("queries", "group"), ("queries.parquet", "group")),
+        (_drop("queries", "category"), ("queries.parquet", "category")),
+        (_drop("qrels", "score"), ("qrels.parquet", "score")),
         (
             _columns("corpus", id=["a", "b", "c"], title=["x", "y", "z"]),
-            "columns 'text', 'image' and 'content' are all missing",
+            ("text", "image", "content"),
         ),
-        (_put("corpus", "id", 1, "b"), "corpus.parquet: id 'b' occurs twice, again in row 1"),
-        (_put("queries", "id", 1, "q1"), "queries.parquet: id 'q1' occurs twice, again in row 1"),
+        (_put("corpus", "id", 1, "b"), ("corpus.parquet", "'b'", "1")),
+        (_put("queries", "id", 1, "q1"), ("queries.parquet", "'q1'", "1")),
         (
             _put("corpus", "id", 1, "a b"),
-            "corpus.parquet: id 'a b' in row 1 is empty or contains white space",
+            ("corpus.parquet", "a b", "1"),
         ),
-        (_put("corpus", "id", 1, ""), "corpus.parquet: id '' in row 1 is empty"),
-        (_put("queries", "group", 1, ""), "query 'q2' has no group; if it shares nothing, use its id"),
-        (_put("queries", "group", 1, None), "column 'group' is null in row 1"),
+        (_put("corpus", "id", 1, ""), ("corpus.parquet", "1")),
+        (_put("queries", "group", 1, ""), ("'q2'",)),
+        (_put("queries", "group", 1, None), ("group", "1")),
         (
             _put("qrels", "corpus-id", 0, "z"),
-            "qrels.parquet: 'z', listed for query 'q1', is not in corpus.parquet",
+            ("qrels.parquet", "'z'", "'q1'", "corpus.parquet"),
         ),
-        (_put("qrels", "query-id", 0, "q7"), "qrels.parquet: query 'q7' is not in queries.parquet"),
-        (_put("qrels", "query-id", 2, "q1"), "qrels.parquet: 1 of 2 queries have no positive: 'q2'"),
-        (_put("qrels", "score", 2, 0), "1 of 2 queries have no positive: 'q2'"),
-        (_put("qrels", "score", 2, -1), "score of 'a' for query 'q2' must be a gain >= 0, got -1"),
-        (_put("qrels", "corpus-id", 1, "c"), "qrels.parquet: 'c' is listed twice for query 'q1'"),
+        (_put("qrels", "query-id", 0, "q7"), ("qrels.parquet", "'q7'", "queries.parquet")),
+        (_put("qrels", "query-id", 2, "q1"), ("qrels.parquet", "1", "2", "'q2'")),
+        (_put("qrels", "score", 2, 0), ("1", "2", "'q2'")),
+        (_put("qrels", "score", 2, -1), ("'a'", "'q2'", "0", "-1")),
+        (_put("qrels", "corpus-id", 1, "c"), ("qrels.parquet", "'c'", "'q1'")),
         (
             _columns("negatives", query_id=["q1"], corpus_id=["z"]),
-            "negatives.parquet: 'z', listed for query 'q1'",
+            ("negatives.parquet", "'z'", "'q1'"),
         ),
         (
             _columns("excluded", query_id=["q1"], corpus_id=["b"]),
-            "excluded.parquet: 'b', a positive of query 'q1', is listed",
+            ("excluded.parquet", "'b'", "'q1'"),
         ),
         (
             _columns("candidates", query_id=["q1", "q1"], corpus_id=["b", "c"]),
-            "candidates.parquet: 'a', a positive of query 'q2', is not listed",
+            ("candidates.parquet", "'a'", "'q2'"),
         ),
         (
             _columns("candidates", query_id=["q1", "q1", "q2"], corpus_id=["b", "a", "a"]),
-            "candidates.parquet: 'c', a positive of query 'q1', is not listed",
+            ("candidates.parquet", "'c'", "'q1'"),
         ),
     ],
 )
-def test_what_breaks_the_format_is_named(tmp_path, change, message):
+def test_what_breaks_the_format_is_named(tmp_path, change, named):
     content = small()
     write_tables(tmp_path, content)
     change(content)
     for name, columns in content.items():  # the fingerprint is that of the set before the change
         pq.write_table(pa.table(columns), tmp_path / f"{name}.parquet")
-    with pytest.raises(SetError, match=message):
+    with error_about(SetError, *named):
         load_set(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("table", "column", "values", "message"),
+    ("table", "column", "values", "named"),
     [
-        ("corpus", "id", [1, 2, 3], "column 'id' must hold strings, it holds int64"),
-        ("queries", "category", [1.0, 2.0], "column 'category' must hold strings, it holds double"),
-        ("queries", "text", [1, 2], "column 'text' must hold strings, it holds int64"),
-        ("qrels", "score", [1.0, 2.0, 1.0], r"column 'score' must hold integers, it holds double"),
-        ("queries", "num_missing_positives", [0, None], "column 'num_missing_positives' is null in row 1"),
-        ("queries", "image", [[1], [2]], "image of 'q1' must be bytes, a path or {bytes, path}, got int"),
-        ("queries", "image", [[], []], "'q2' has neither text nor image"),
+        ("corpus", "id", [1, 2, 3], ("'id'", "int64")),
+        ("queries", "category", [1.0, 2.0], ("category",)),
+        ("queries", "text", [1, 2], ("text", "int64")),
+        ("qrels", "score", [1.0, 2.0, 1.0], ("score",)),
+        ("queries", "num_missing_positives", [0, None], ("num_missing_positives", "1")),
+        ("queries", "image", [[1], [2]], ("'q1'",)),
+        ("queries", "image", [[], []], ("'q2'",)),
     ],
 )
-def test_wrong_types_are_named(tmp_path, table, column, values, message):
+def test_wrong_types_are_named(tmp_path, table, column, values, named):
     content = small()
     write_tables(tmp_path, content)
     pq.write_table(pa.table(content[table] | {column: values}), tmp_path / f"{table}.parquet")
-    with pytest.raises(SetError, match=message):
+    with error_about(SetError, *named):
         load_set(tmp_path)
 
 
@@ -275,7 +276,7 @@ def test_an_empty_candidate_is_named_when_it_is_read(tmp_path):
     content = small()
     content["corpus"]["image"][2] = None
     found = load_set(write_tables(tmp_path, content))
-    with pytest.raises(SetError, match="corpus.parquet: 'c' has neither text nor image"):
+    with error_about(SetError, "corpus.parquet", "'c'"):
         list(found.corpus_items())
 
 
@@ -284,9 +285,7 @@ def test_a_changed_set_is_refused(tmp_path):
     write_tables(tmp_path, content)
     content["qrels"]["corpus-id"][0] = "a"
     pq.write_table(pa.table(content["qrels"]), tmp_path / "qrels.parquet")
-    with pytest.raises(
-        SetError, match="fingerprint is '.*', but the tables next to it have '.*': the set was changed"
-    ):
+    with error_about(SetError, ", but the tables next to it have "):
         load_set(tmp_path)
 
 
@@ -320,13 +319,13 @@ def test_files_that_are_missing_empty_or_no_parquet(tmp_path):
         pa.table({"id": pa.array([], pa.string()), "text": pa.array([], pa.string())}),
         path / "corpus.parquet",
     )
-    with pytest.raises(SetError, match="corpus.parquet has no rows"):
+    with error_about(SetError, "corpus.parquet"):
         load_set(path)
     (path / "corpus.parquet").write_bytes(b"id,text\n")
-    with pytest.raises(SetError, match="corpus.parquet cannot be read as Parquet"):
+    with error_about(SetError, "corpus.parquet"):
         load_set(path)
     (path / "corpus.parquet").unlink()
-    with pytest.raises(SetError, match="corpus.parquet cannot be read"):
+    with error_about(SetError, "corpus.parquet"):
         load_set(path)
 
 
@@ -361,8 +360,8 @@ def test_columns_of_results_are_no_slices(tmp_path):
     content = small()
     content["queries"] |= {"hit@1": ["a", "b"], "mrr": ["a", "b"], "stop_reason": ["a", "b"]}
     path = write_tables(tmp_path, content)
-    with pytest.raises(SetError, match="cannot report by 'stop_reason', which is a reserved column"):
+    with error_about(SetError, "stop_reason"):
         load_set(path, by=["stop_reason"])
     for name in ("hit@1", "mrr"):
-        with pytest.raises(UserError, match=f"cannot report by '{name}', which is the name of a metric"):
+        with error_about(UserError, name):
             protocol_for("generic", "clean", load_set(path, by=[name]))

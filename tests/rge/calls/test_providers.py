@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from faults import raises
+from faults import error_about, raises
 from PIL import Image
 
 from rge.calls.caller import Caller
@@ -108,7 +108,7 @@ def test_a_setting_that_the_endpoint_does_not_know_stops_at_once_with_its_words(
     server = Server(picky)
     requests = [ask(str(number)) for number in range(200)]
     with LocalServer(server) as at:
-        with pytest.raises(StopCalls, match=r"Unsupported parameter: 'max_tokens'.*token_limit"):
+        with error_about(StopCalls, "max_tokens", "token_limit"):
             Caller(model(at, concurrency=4, output_price=1e6, budget=1e9), store).run(requests)
         assert sum(server.seen.values()) <= 4
         assert store.num_replies() == 0
@@ -145,7 +145,7 @@ def test_an_endpoint_that_rejects_a_canary_too_stops(store):
         lambda body: chat("fine") if "good" in text_of(body) else Answer({"error": {"message": "no"}}, 400)
     )
     with LocalServer(server) as at:
-        with pytest.raises(StopCalls, match="HTTP 400.*no.*harmless"):
+        with error_about(StopCalls, "HTTP", "400"):
             Caller(model(at, concurrency=1), store).run(
                 [ask("good"), *(ask(str(number)) for number in range(50))]
             )
@@ -308,14 +308,14 @@ def test_a_key_is_found_in_base64_wherever_it_stands():
 @pytest.mark.parametrize("key", ["x", "key", "elevenchars"])
 def test_what_is_too_short_for_a_key_is_refused(store, monkeypatch, key):
     monkeypatch.setenv("A_KEY", key)
-    with pytest.raises(UserError, match=r"A_KEY \(key_env\) has \d+ characters, too few for a key"):
+    with error_about(UserError, "A_KEY", "key_env"):
         Caller({"m": ModelConfig(name="m", key_env="A_KEY")}, store)
 
 
 @pytest.mark.parametrize("key", ["sk-abcdefghij\u2026klm", "sk-abcdefg\nsk-hijklmnop"])
 def test_what_no_header_can_hold_is_no_key(store, monkeypatch, key):
     monkeypatch.setenv("A_KEY", key)
-    with pytest.raises(UserError, match=r"A_KEY \(key_env\) contains characters that no key has"):
+    with error_about(UserError, "A_KEY", "key_env"):
         Caller({"m": ModelConfig(name="m", key_env="A_KEY")}, store)
 
 
@@ -501,7 +501,7 @@ def test_a_model_s_answers_do_not_depend_on_which_others_there_are(store, name):
     with LocalServer(servers[0]) as first, LocalServer(servers[1]) as second:
         a, b = ModelConfig(name="m", base_url=first.url), ModelConfig(name="m", base_url=second.url)
         for models in ({"a": a, "b": b}, {"b": b, "a": a}):
-            with pytest.raises(UserError, match="cache_as"):
+            with error_about(UserError, "cache_as"):
                 Caller(models, store)
         b.cache_as = name
         for models in ({"a": a, "b": b}, {"b": b, "a": a}, {"b": b}):
@@ -566,7 +566,7 @@ def test_the_pace_is_learnt_from_429(store):
 
 def test_an_endpoint_that_only_refuses_is_given_up_in_the_end(store):
     with LocalServer(Server(lambda body: Answer({"error": {"message": "slow"}}, 429))) as at:
-        with pytest.raises(StopCalls, match=r"HTTP 429.*still rate-limited after 0.3 s \(max_limited_s\)"):
+        with error_about(StopCalls, "HTTP", "429", "0.3", "max_limited_s"):
             Caller(model(at, max_limited_s=0.3), store).run([ask("a")])
 
 
@@ -667,7 +667,7 @@ def test_a_picture_that_cannot_be_read_is_named(tmp_path):
     async def prepare():
         await Pictures().encode(picture_of(tmp_path / "a.jpg"))
 
-    with pytest.raises(ImageError, match=r"a\.jpg"):
+    with error_about(ImageError, "a.jpg"):
         asyncio.run(prepare())
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from faults import error_about
 from PIL import EpsImagePlugin, ExifTags, Image
 
 from rge.common import images
@@ -152,7 +153,7 @@ def test_a_phones_heic_is_read(picture, monkeypatch):
     assert load_image(held.getvalue()).size == (64, 48)
     monkeypatch.setitem(sys.modules, "pillow_heif", None)
     monkeypatch.setattr(Image, "ID", [name for name in Image.ID if name != "HEIF"])
-    with pytest.raises(ImageError, match=r"HEIC needs pillow-heif: pip install -e '\.\[search\]'"):
+    with error_about(ImageError, "HEIC", ".[search]"):
         load_image(held.getvalue())
 
 
@@ -172,9 +173,7 @@ def test_a_format_for_which_a_program_would_be_started_is_refused(picture, tmp_p
     (tmp_path / "a.png").write_bytes(eps)
     for ref in (eps, str(tmp_path / "a.png")):
         for look in (load_image, picture_size):
-            with pytest.raises(
-                ImageError, match=r"picture of a supported format \(AVIF, BMP, .*WEBP, XBM, XPM\)"
-            ):
+            with error_about(ImageError, "AVIF", "BMP", "WEBP", "XBM", "XPM"):
                 look(ref)
     with pytest.raises(Image.UnidentifiedImageError):
         open_picture(eps)
@@ -216,13 +215,13 @@ def test_a_header_says_how_much_memory_decoding_takes(kind, mode, options):
 
 @pytest.mark.parametrize("kind", ["TIFF", "ICO", "AVIF"])
 def test_a_client_may_send_common_formats_only(picture, kind):
-    with pytest.raises(ImageError, match="it is none of JPEG, PNG, WEBP, GIF, BMP"):
+    with error_about(ImageError, "JPEG", "PNG", "WEBP", "GIF", "BMP"):
         upload_header(encode(picture(32, 32), kind))
 
 
 def test_a_truncated_picture_of_pillows_is_refused(picture):
     data = encode(picture(40, 40), "PNG")
-    with pytest.raises(ImageError, match="picture <40 x 40 picture> cannot be decoded: "):
+    with error_about(ImageError, "<40", "40", "picture>"):
         load_image(Image.open(io.BytesIO(data[: len(data) // 2])))
 
 
@@ -241,7 +240,7 @@ def test_frames_are_not_counted():
 def test_a_truncated_picture_is_refused(picture, tmp_path, kind, kept):
     data = encode(picture(40, 40), kind)
     (tmp_path / "cut.img").write_bytes(data[: int(len(data) * kept)])
-    with pytest.raises(ImageError, match=r"picture .*cut\.img cannot be decoded: "):
+    with error_about(ImageError, "cut.img"):
         load_image(str(tmp_path / "cut.img"))
 
 
@@ -250,12 +249,12 @@ def test_a_corrupt_picture_is_refused(png):
     broken[60] ^= 0xFF
     with pytest.raises(ImageError, match=f"picture <{len(png)} bytes> cannot be decoded"):
         load_image(bytes(broken))
-    with pytest.raises(ImageError, match="picture <9 bytes> cannot be decoded"):
+    with error_about(ImageError, "<9", "bytes>"):
         load_image(b"not an im")
 
 
 def test_pixels_without_a_known_range_are_refused():
-    with pytest.raises(ImageError, match="has 32-bit pixels of unknown range"):
+    with error_about(ImageError, "32-bit"):
         load_image(encode(Image.new("F", (2, 2), 0.5), "TIFF"))
 
 
@@ -352,20 +351,20 @@ def test_pillow_does_not_warn_in_its_own_words(look):
 
 
 def test_what_is_missing_is_named(tmp_path, png):
-    with pytest.raises(ImageError, match=r"picture .*gone\.png cannot be read: No such file or directory"):
+    with error_about(ImageError, "gone.png"):
         load_image(str(tmp_path / "gone.png"))
     with pytest.raises(ImageError, match=r"picture .* cannot be read: Is a directory"):
         load_image(str(tmp_path))
-    with pytest.raises(ImageError, match=r"picture library .*gone\.parquet does not exist"):
+    with error_about(ImageError, "gone.parquet"):
         load_image(f"{tmp_path}/gone.parquet#a")
     pq.write_table(pa.table({"id": ["a", "b"], "image": [png, png]}), tmp_path / "some.parquet")
-    with pytest.raises(ImageError, match=r"picture 'c' is not in .*some\.parquet \(2 rows\)"):
+    with error_about(ImageError, "'c'", "some.parquet", "2"):
         load_image(f"{tmp_path}/some.parquet#c")
     pq.write_table(pa.table({"name": ["a"]}), tmp_path / "other.parquet")
-    with pytest.raises(ImageError, match=r"other\.parquet is not a Parquet file with columns id and image"):
+    with error_about(ImageError, "other.parquet"):
         load_image(f"{tmp_path}/other.parquet#a")
     (tmp_path / "text.parquet").write_text("no")
-    with pytest.raises(ImageError, match=r"text\.parquet is not a Parquet file with columns id and image"):
+    with error_about(ImageError, "text.parquet"):
         load_image(f"{tmp_path}/text.parquet#a")
 
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from faults import error_about
 
 from rge.common.files import LOCK, InUseError, held
 
@@ -28,9 +29,7 @@ def test_a_second_process_is_refused_and_a_kill_frees_the_folder(tmp_path):
     ) as holder:
         worker = int(holder.stdout.readline())
         try:
-            with pytest.raises(
-                InUseError, match=rf"a run is in use by process {holder.pid} on .+ since \d{{4}}-"
-            ):
+            with error_about(InUseError, holder.pid):
                 with held(folder):
                     pytest.fail("two are inside")
             holder.kill()

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from faults import error_about
 
 from rge.checkpoints.export import export, settings_of
 from rge.common.parts import with_pictures
@@ -221,9 +222,7 @@ def test_fewer_naming_pictures_than_processes_are_refused(tmp_path):
 
 def test_a_record_that_cannot_be_used_is_named(batches, records):
     (records[0].path.parent / "images/4.png").unlink()
-    with pytest.raises(
-        ValueError, match=r"record '[ab]\d' of .*/[ab]\.jsonl: .*images/4\.png cannot be read"
-    ):
+    with error_about(ValueError, "images/4.png"):
         [batches()[step] for step in range(10)]
 
 
@@ -236,7 +235,7 @@ def test_one_record_that_includes_its_wording_ends_a_run_whose_profile_adds_anot
         out.write(json.dumps(row) + "\n")
     records[1] = RecordFile(path)
     found = batches(on_bad=on_bad, profile="rge")
-    with pytest.raises(RecordError, match=r"record 'w' include their wording.*set profile: plain"):
+    with error_about(RecordError, "'w'"):
         [found[step] for step in range(20)]
     found = batches(on_bad=on_bad, profile="plain")
     assert sum(len(found[step].queries) for step in range(20)) == 120
@@ -318,7 +317,7 @@ def test_sorting_moves_rows_and_columns_and_nothing_else(batches):
 
 def test_an_augmentation_that_returns_nothing_is_an_error_of_its_own(batches, monkeypatch):
     monkeypatch.setitem(AUGMENTATIONS._entries, "forgetful", lambda image, seed: None)
-    with pytest.raises(RecordError, match=r"data\.augment=forgetful must return a picture, got None"):
+    with error_about(RecordError, "data.augment=forgetful"):
         batches(augment="forgetful")[0]
 
 

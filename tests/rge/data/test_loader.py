@@ -12,6 +12,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from faults import error_about
 
 from rge.common.images import ImageError
 from rge.data import loader
@@ -194,7 +195,7 @@ def test_an_error_comes_in_its_turn_and_ends_the_workers(num_workers):
     began = time.monotonic()
     batches = iter(Loader(Made(fails_at(4)), range(20), settings(num_workers)))
     assert [next(batches).seeds[1] for _ in range(4)] == [0, 1, 2, 3]
-    with pytest.raises(ImageError, match="picture x.png cannot be read") as caught:
+    with error_about(ImageError, "x.png") as caught:
         next(batches)
     assert gone([pid for pid in children() if pid not in before])
     assert time.monotonic() - began < 10
@@ -223,7 +224,7 @@ def test_a_killed_worker_is_named():
 
     batches = iter(Loader(Made(make), range(12), settings(2)))
     assert [next(batches).seeds[1] for _ in range(5)] == [0, 1, 2, 3, 4]
-    with pytest.raises(WorkerError, match="data worker 1 was killed by SIGKILL while it made .* of step 6"):
+    with error_about(WorkerError, "1", "SIGKILL", "6"):
         next(batches)
 
 

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
+from faults import error_about
 from paths import ROOT
 from PIL import Image, ImageDraw
 from ports import free_port
@@ -175,15 +176,15 @@ def test_a_file_may_leave_out_what_a_data_set_may(tmp_path):
         assert mine.query.images == other.query.images
     assert [found[index].id for index in range(2)] == ["train.jsonl:0", "second"]
     file.write_text(lines[0].replace('"negatives"', '"negativs"'))
-    with pytest.raises(RecordError, match="train.jsonl:1: negativs: Extra inputs are not permitted"):
+    with error_about(RecordError, "train.jsonl:1"):
         open_records(RecordsConfig(path=str(file)))
 
 
 def test_a_split_is_chosen(home):
     assert len(open_records(RecordsConfig(dataset=str(home / "splits"), split="test"))) == 5
-    with pytest.raises(RecordError, match=r"has no split 'valid'; it has train, test"):
+    with error_about(RecordError, "valid"):
         open_records(RecordsConfig(dataset=str(home / "splits"), split="valid"))
-    with pytest.raises(RecordError, match=r"cannot be loaded: Unknown split \"valid\""):
+    with error_about(RecordError, "valid"):
         open_records(RecordsConfig(dataset=str(home / "parquet"), split="valid"))
 
 
@@ -244,9 +245,7 @@ def test_a_column_may_have_the_name_of_the_field_that_it_is_a_part_of(tmp_path):
     )
     assert open_records(RecordsConfig(dataset=str(tmp_path), columns=columns))[0].query.text == "0.png"
     del columns["query.text"]  # the question would be lost
-    with pytest.raises(
-        RecordError, match=r":0: query: must have text or images, got str; .*query.text: query"
-    ):
+    with error_about(RecordError, "0", "query.text"):
         open_records(RecordsConfig(dataset=str(tmp_path), columns=columns))
 
 
@@ -352,9 +351,7 @@ def test_a_streams_folder_may_be_a_relative_path(home, monkeypatch):
 
 
 def test_an_empty_folder_is_an_error(tmp_path):
-    with pytest.raises(
-        RecordError, match="a folder must hold Parquet or JSON lines, or what save_to_disk wrote"
-    ):
+    with error_about(RecordError, "JSON", "save_to_disk"):
         open_records(RecordsConfig(dataset=str(tmp_path)))
 
 
@@ -414,7 +411,7 @@ def test_a_picture_without_bytes_is_found_by_the_check(tmp_path):
     source = write_pairs(
         tmp_path / "rows", pa.array(["a", "b"]), [{"bytes": drawing(1), "path": None}, empty]
     )
-    with pytest.raises(RecordError, match=r"rows\[train\]:1: positives: "):
+    with error_about(RecordError, "rows[train]:1"):
         open_records(source)
     found = open_records(source, on_bad="skip")
     assert (len(found), found[0].query.text, [bad.place for bad in found.bad]) == (1, "a", [1])
@@ -683,9 +680,7 @@ def test_a_stream_that_changed_is_an_error(home, tmp_path):
     key = stream(home).config.key
     notes.write_text("".join(json.dumps({"stream": key, "shard": n, "rows": 5}) + "\n" for n in range(4)))
     reader = stream(home, notes=notes).reader()
-    with pytest.raises(
-        RecordError, match=r"has changed since this run began: its shard \d had 5 rows and now has 6"
-    ):
+    with error_about(RecordError, "5", "6"):
         [reader[place] for place in range(COUNT)]
 
 
@@ -766,9 +761,7 @@ def test_bad_records_of_a_stream(home, builder, tmp_path):
     broken(home, tmp_path / "bad")
     source = SourceConfig(dataset=str(tmp_path / "bad"), streaming=True, shuffle_buffer=4)
     files = [open_records(source, need_rationale=True)]
-    with pytest.raises(
-        (RecordError, ImageError), match=r"record (0:\d+|'r11') of .*bad\[train\]: (positives|pic)"
-    ):
+    with error_about((RecordError, ImageError), "bad[train"):
         [step_batches(files, builder)[step] for step in range(COUNT // 6)]
     skipping = step_batches(files, builder, on_bad="skip")
     ledger = BadRecords(DataConfig(on_bad="skip", max_bad_share=0.01), files, tmp_path, 0, skipping.mixture)
@@ -789,7 +782,7 @@ def test_bad_records_of_a_stream(home, builder, tmp_path):
         DataConfig(on_bad="skip", max_bad_share=0.001), files, tmp_path / "a", 0, skipping.mixture
     )
     bad = [step_batches(files, builder, on_bad="skip")[step] for step in range(COUNT // 6)]
-    with pytest.raises(RecordError, match="of 1000 records are bad, more than data.max_bad_share=0.001"):
+    with error_about(RecordError, "1000", "data.max_bad_share=0.001"):
         [strict.after_step(step, batch) for step, batch in enumerate(bad, start=1)]
 
 
@@ -839,15 +832,9 @@ def test_a_source_is_one_thing(recipe, override, message):
 def test_a_stream_refuses_what_needs_its_length(recipe, home):
     given = f"joint.sources=[{{dataset: '{home / 'parquet'}', streaming: true}}]"
     assert loaded(recipe, given).joint.sources[0].streaming
-    with pytest.raises(
-        RecipeError,
-        match=r"joint.epochs needs the number of records, which is unknown for the stream .* set joint.steps",
-    ):
+    with error_about(RecipeError, "joint.epochs", "joint.steps"):
         loaded(recipe, given, "joint.steps=null")
-    with pytest.raises(
-        RecipeError,
-        match=r"model.scratch learns its vocabulary from the texts of all records, and the stream",
-    ):
+    with error_about(RecipeError, "model.scratch"):
         loaded(recipe, given, "model.path=null", "model.scratch={vocab_size: 300}")
 
 

@@ -335,7 +335,7 @@ def differences(weights: dict, expected: dict, before: dict) -> tuple[float, flo
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BACK_ENDS)
 def test_steps_of_two_processes_equal_one(found, name):
-    """With ``-s`` this prints the rows of the table in docs/scaling.md."""
+    """With ``-s`` this prints the figures behind docs/scaling.md."""
     two = results(found, name)
     worst = {"loss": 0.0, "norm": 0.0, "updates": 0.0, "one tensor": 0.0}
     for number, one in enumerate(found["one"]):

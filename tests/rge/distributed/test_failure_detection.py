@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+from faults import error_about
 from paths import WORKERS
 from ports import free_port
 
@@ -95,7 +96,7 @@ def test_the_first_failure_is_everybodys_reason(monkeypatch):
     ):  # its own, unchanged
         raise ValueError("record 7 is broken")
     fellows.rank = 1
-    with pytest.raises(watch.RankError, match=r"rank 0 \(.*\) failed: ValueError: record 7 is broken"):
+    with error_about(watch.RankError, "0", "ValueError", "7"):
         with watch.watch_other_ranks(SILENCE_S):
             raise KeyError("something that followed from it")
     # A mistake that all make, such as one in the recipe, is shown as what it is.

@@ -138,7 +138,7 @@ def test_every_weight_moves(found, name, num_processes):
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "num_processes"), EVERY)
 def test_gradients_point_where_float32s_do(found, name, num_processes):
-    """With ``-s`` this prints the rows of the table in docs/scaling.md."""
+    """With ``-s`` this prints the figures behind docs/scaling.md."""
     exact, here = gradient(found, "float32", 1), gradient(found, name, num_processes)
     cosine = float(torch.cosine_similarity(here, exact, dim=0))
     moved = result(found, name, num_processes)["adamw"]["moved"]

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from accelerate.utils import DistributedType
+from faults import error_about
 from paths import WORKERS
 
 from rge.config import Recipe
@@ -291,7 +292,7 @@ def test_a_gradient_that_is_not_finite_never_reaches_the_weights(value):
     )
     accelerator.backward(model(torch.tensor([[3.0, 4.0]])).sum())
     net.weight.grad[0, 1] = float(value)
-    with pytest.raises(FloatingPointError, match=rf"norm of its gradient is {value}; step 7, .*\['r1'\]"):
+    with error_about(FloatingPointError, value, "7", "'r1'"):
         dist.optimizer_step(accelerator, model, optimizer, 1.0, "step 7, records of this batch: ['r1']")
     assert torch.equal(net.weight, before)
     assert not optimizer.state
@@ -304,7 +305,7 @@ def test_a_step_that_deepspeed_leaves_out_has_no_norm():
     optimizer = SimpleNamespace(step_was_skipped=False, zero_grad=lambda: None)
     assert dist.optimizer_step(accelerator, engine, optimizer, 1.0) == 1.5
     optimizer.step_was_skipped = True
-    with pytest.raises(FloatingPointError, match="norm of its gradient is nan; step 7"):
+    with error_about(FloatingPointError, "7"):
         dist.optimizer_step(accelerator, engine, optimizer, 1.0, "step 7")
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from eval_fakes import write_set
+from faults import error_about
 from peft import LoraConfig, get_peft_model
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -234,21 +235,19 @@ def test_an_embedding_does_not_depend_on_the_batch(family, adapter, request):
 
 
 def test_what_an_adapter_cannot_do_is_said(clip_path, qwen2_path, tmp_path):
-    with pytest.raises(UserError, match="writes no rationales: use query_mode=direct"):
+    with error_about(UserError, "query_mode=direct"):
         load_model(clip_path).encode(ITEMS, side="query", mode="reasoning")
-    with pytest.raises(UserError, match="temperature=0.7: .* writes no rationale"):
+    with error_about(UserError, "temperature=0.7"):
         load_model(clip_path, temperature=0.7)
-    with pytest.raises(
-        UserError, match="adapter=clip is for clip, metaclip_2, siglip, siglip2; .* is a qwen2_vl"
-    ):
+    with error_about(UserError, "adapter=clip", "metaclip_2", "siglip2", "qwen2_vl"):
         load_model(qwen2_path, adapter="clip")
-    with pytest.raises(UserError, match="adapter=vlm2vec is for .*; .* is a clip"):
+    with error_about(UserError, "adapter=vlm2vec"):
         load_model(clip_path, adapter="vlm2vec")
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "preprocessor_config.json"):
         (tmp_path / name).write_bytes((clip_path / name).read_bytes())
     weights = load_file(clip_path / "model.safetensors")
     save_file({k: v for k, v in weights.items() if "projection" not in k}, tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match="lacks 2 weights, e.g. text_projection.weight: it is incomplete"):
+    with error_about(UserError, "2", "e.g", "text_projection.weight"):
         load_model(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(UserError, match="cannot be loaded"):
@@ -259,7 +258,7 @@ def test_what_an_adapter_cannot_do_is_said(clip_path, qwen2_path, tmp_path):
 def test_a_run_records_adapter_and_wording(clip_path, tmp_path):
     data = write_set(tmp_path / "set", num_queries=4, num_candidates=8)
     options = {"model": str(clip_path), "set": data, "report": False}
-    with pytest.raises(UserError, match="writes no rationales: use query_mode=direct"):
+    with error_about(UserError, "query_mode=direct"):
         run(RunOptions(**options, out=tmp_path / "out"))
     (out,) = run(RunOptions(**options, out=tmp_path / "out", query_mode=("direct",)))
     results = json.loads((out / "results.json").read_text())

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from eval_fakes import picture, write_set
+from faults import error_about
 from pdfs import GREEN, RED, page, pdf
 from transformers import AutoModel, CLIPImageProcessor, MetaClip2Config, MetaClip2Model
 
@@ -122,10 +123,10 @@ def test_an_endpoint_that_answers_something_else_is_an_error(served, change, why
 
 
 def test_options_that_an_endpoint_cannot_follow_are_refused(served, tmp_path):
-    with pytest.raises(UserError, match="dtype, trust_code"):
+    with error_about(UserError, "trust_code"):
         load_model("m", endpoint=served.url, dtype="float16", trust_code=True)
     served.statuses = [401]
-    with pytest.raises(UserError, match="401"):
+    with error_about(UserError, "401"):
         embed(load_model("m", endpoint=served.url), TEXT)
     assert main(["run", "model=m", "endpoint_key_env=KEY", "set=x", f"out={tmp_path}"]) != 0
 
@@ -160,7 +161,7 @@ def test_a_query_prompt_words_queries_of_any_embedder_and_nothing_else(clip_path
         embed(prompted, TEXT, side="candidate"), embed(encoder, TEXT, side="candidate")
     )
     assert "query_prompt" not in encoder.settings.content()
-    with pytest.raises(UserError, match="instruction="):
+    with error_about(UserError, "instruction="):
         embed(prompted, SHOWN)
 
     class Library:
@@ -262,7 +263,7 @@ def own_modules(tmp_path, monkeypatch):
 def test_the_code_of_a_repository_runs_only_if_it_is_trusted(tmp_path, methods, query, candidate):
     path, marker = repository(tmp_path / "repo", methods)
     assert next(one.name for one in adapters() if one.matches(facts_of(path))) == "own-code"
-    with pytest.raises(UserError, match="trust_code=true"):
+    with error_about(UserError, "trust_code=true"):
         load_model(path)
     assert not marker.exists()
     encoder = load_model(path, trust_code=True)
@@ -278,17 +279,17 @@ def test_the_code_of_a_repository_runs_only_if_it_is_trusted(tmp_path, methods, 
 def test_a_repository_for_pictures_alone_and_one_without_a_known_method(tmp_path):
     encoder = load_model(repository(tmp_path / "vision", NOMIC)[0], trust_code=True)
     assert embed(encoder, ITEMS[2]).shape == (1, 3)
-    with pytest.raises(UserError, match="query_modality=image"):
+    with error_about(UserError, "query_modality=image"):
         embed(encoder, TEXT)
-    with pytest.raises(UserError, match="register_embedder"):
+    with error_about(UserError, "register_embedder"):
         load_model(repository(tmp_path / "none", NONE)[0], trust_code=True)
 
 
 def test_code_of_sentence_transformers_modules_needs_trust_too(tmp_path, clip_path):
     (tmp_path / "modules.json").write_text(json.dumps([{"type": "custom_st.Transformer", "path": ""}]))
-    with pytest.raises(UserError, match="custom_st.Transformer"):
+    with error_about(UserError, "custom_st.Transformer"):
         load_model(tmp_path)
-    with pytest.raises(UserError, match="trust_code=true is for adapter=own-code"):
+    with error_about(UserError, "trust_code=true", "adapter=own-code"):
         load_model(clip_path, trust_code=True)
 
 
@@ -327,5 +328,5 @@ def test_meta_clip_2_joins_features_by_weight_or_along_the_arc(meta_path):
     np.testing.assert_allclose(found["slerp", 0.0][2], picture_D, atol=1e-5)
     np.testing.assert_allclose(found["slerp", 1.0][2], text_D, atol=1e-5)
     assert AutoModel.from_pretrained(meta_path).config.model_type == "metaclip_2"
-    with pytest.raises(UserError, match="text_weight="):
+    with error_about(UserError, "text_weight="):
         load_model(meta_path, combine="slerp")

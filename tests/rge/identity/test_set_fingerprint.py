@@ -4,6 +4,7 @@ import hashlib
 
 import numpy as np
 import pytest
+from faults import error_about
 
 from rge.identity.set_fingerprint import set_fingerprint
 
@@ -32,7 +33,7 @@ def test_every_table_counts():
 
 @pytest.mark.parametrize("gain", [1.0, True, "1", None])
 def test_gain_must_be_an_integer(gain):
-    with pytest.raises(ValueError, match="gain of 'a' for query 'q' must be an integer"):
+    with error_about(ValueError, "'a'", "'q'"):
         set_fingerprint(["q"], ["a"], [("q", "a", gain)])
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from faults import error_about
 from paths import ROOT
 
 pytest.importorskip("lancedb", exc_type=ImportError)
@@ -360,7 +361,7 @@ def test_captions_are_embedded_where_that_is_asked(photos, capsys, demo):
     (photos / "red.txt").write_text("Another caption")
     index(["pho tos", "out=gallery"])
     assert "0 added, 1 changed" in capsys.readouterr().out
-    with pytest.raises(UserError, match="was made with captions=embed, not show"):
+    with error_about(UserError, "captions=embed"):
         index(["pho tos", "out=gallery", "captions=show"])
 
 
@@ -417,9 +418,7 @@ def test_unreadable_files_are_counted_listed_and_fatal_beyond_a_share(photos, ca
     (photos / "tall.png").write_bytes(b"")
     (photos / "latin.txt").write_bytes(b"\xfftext")
     Image.new("RGB", (1, 900)).save(photos / "thin.png")
-    with pytest.raises(
-        UserError, match=r"(?s)2 of 11 items are unreadable so far, more than max_unreadable=0\.1:.*broken"
-    ):
+    with error_about(UserError, "2", "11", "max_unreadable=0.1"):
         index(["pho tos", "out=gallery", "checkpoint=demo"])
     assert (
         index(["pho tos", "out=gallery", "checkpoint=demo", "max_unreadable=0.5", "unreadable=bad.tsv"]) == 0
@@ -458,7 +457,7 @@ def test_a_photo_of_108_megapixels_is_embedded_and_a_larger_drawing_is_one_unrea
     assert capsys.readouterr().err.count("1 of 3 items are unreadable") == 2
     assert index(["few", "out=gallery", "max_file_pixels=100000000"]) == 0
     assert names() == ["phone.jpg", "plan.png", "red.png"]
-    with pytest.raises(UserError, match="1 of 3 items are unreadable so far, more than max_unreadable=0:"):
+    with error_about(UserError, "1", "3", "max_unreadable=0"):
         embed(["few", "out=strict.parquet", "checkpoint=demo", "max_unreadable=0"])
 
 
@@ -538,13 +537,11 @@ def test_a_source_is_taken_out_by_any_path_to_it(photos, capsys, monkeypatch):
 def test_an_empty_or_missing_folder_changes_nothing(photos, capsys):
     index(["pho tos", "out=gallery", "checkpoint=demo"])
     photos.rename("elsewhere")
-    with pytest.raises(SourceError, match="src=pho tos does not exist"):
+    with error_about(SourceError, "src=pho"):
         index(["pho tos", "out=gallery"])
     photos.mkdir()  # as where a disk is not mounted
     (photos / "x.mp4").touch()
-    with pytest.raises(
-        SourceError, match=r"holds no pictures .* and no texts \(\.txt\), only movies: 1 .mp4"
-    ):
+    with error_about(SourceError, "1", ".mp4"):
         index(["pho tos", "out=gallery"])
     assert names() == EVERYTHING
     search(["gallery", "What is this?", "k=1"])
@@ -583,24 +580,22 @@ def test_another_checkpoint_is_named_and_refused(photos, tmp_path):
     index(["pho tos", "out=second", f"checkpoint={other}"])
     moved = other.rename(tmp_path / "moved")
     for command, words in ((index, ["pho tos", "out=second"]), (search, ["second", "x"])):
-        with pytest.raises(
-            UserError, match="other does not exist; second was made by it: .* with checkpoint="
-        ):
+        with error_about(UserError, "checkpoint="):
             command(words)
         command([*words, f"checkpoint={moved}"])
-    with pytest.raises(UserError, match="there is no index at new yet: give checkpoint="):
+    with error_about(UserError, "checkpoint="):
         index(["pho tos", "out=new"])
-    with pytest.raises(UserError, match="was made with dimensions=128, not 64"):
+    with error_about(UserError, "dimensions=128", "64"):
         index(["pho tos", "out=gallery", "dimensions=64"])
 
 
 def test_the_list_of_unreadable_files_does_not_become_an_item(photos):
     """Watching would embed it, write it again, and so on."""
-    with pytest.raises(UserError, match=r"unreadable=pho tos/sub/bad.txt would be an item of .*pho tos: put"):
+    with error_about(UserError, "unreadable=pho", "tos/sub/bad.txt"):
         index(["pho tos", "out=gallery", "checkpoint=demo", "unreadable=pho tos/sub/bad.txt"])
     Path("link").symlink_to("pho tos")
     for source, listed in (("pho tos", "link/bad.txt"), ("link", "pho tos/bad.txt")):
-        with pytest.raises(UserError, match=rf"unreadable={listed} would be an item of .*{source}: put"):
+        with error_about(UserError, "unreadable=", listed, source):
             index([source, "out=gallery", "checkpoint=demo", f"unreadable={listed}"])
     (photos / ".rge").mkdir()
     for _ in range(2):
@@ -792,7 +787,7 @@ def test_search_tells_the_rationale_and_the_hits(photos, capsys, demo, monkeypat
     search(["gallery", question, "mode=direct", "where=year = 1900"])
     assert capsys.readouterr().out == "nothing found\n"
     for nothing in ([], [" "]):
-        with pytest.raises(UserError, match="give a question, image="):
+        with error_about(UserError, "image="):
             search(["gallery", *nothing])
     with pytest.raises(UserError, match="there is no index at nothing"):
         search(["nothing", "x"])
@@ -829,7 +824,7 @@ def test_embed_writes_what_the_embedder_says(photos, demo, capsys):
     np.testing.assert_allclose(vectors["sub/notes.txt"], demo.encode_document("a padlock"), atol=1e-5)
     assert json.loads(found.schema.metadata[b"rge"])["checkpoint_hash"] == demo.checkpoint_hash
     assert not os.path.exists("x.parquet.parts")
-    with pytest.raises(UserError, match=r"x\.parquet already exists"):
+    with error_about(UserError, "x.parquet"):
         embed(["checkpoint=demo", "src=pho tos", "out=x.parquet"])
     embed(
         ["pho tos", "checkpoint=demo", "out=q.parquet", "side=query", "instruction=''"]
@@ -844,7 +839,7 @@ def test_embed_writes_what_the_embedder_says(photos, demo, capsys):
 
 def test_a_command_that_embedded_nothing_may_be_corrected(photos, capsys):
     """A refused mode, for example, must not count as the settings of what is there."""
-    with pytest.raises(UserError, match="mode=auto needs a checkpoint that was trained to decide"):
+    with error_about(UserError, "mode=auto"):
         embed(["src=pho tos", "out=x.parquet", "checkpoint=demo", "mode=auto"])
     assert embed(["src=pho tos", "out=x.parquet", "checkpoint=demo", "mode=direct"]) == 0
     assert "7 vectors" in capsys.readouterr().out
@@ -866,9 +861,7 @@ def test_embed_goes_on_where_it_was_and_says_when_it_was_begun_otherwise(photos,
     with pytest.raises(KeyboardInterrupt):
         embed(words)
     assert not os.path.exists("x.parquet")
-    with pytest.raises(
-        UserError, match=r"x\.parquet\.parts was started with other settings \(side: 'document', now 'query'"
-    ):
+    with error_about(UserError, "x.parquet.parts", "document", "query"):
         embed([*words, "side=query"])
     # One of the finished ones changes meanwhile, one goes.
     Image.new("RGB", (44, 50), "black").save(photos / "blue.png")
@@ -902,7 +895,7 @@ def test_embed_says_what_is_wrong(photos, words, message):
 def test_nothing_readable_is_an_error(photos):
     for path in photos.rglob("*.*"):
         path.write_bytes(b"")
-    with pytest.raises(UserError, match="more than max_unreadable"):
+    with error_about(UserError, "max_unreadable"):
         embed(["checkpoint=demo", "src=pho tos", "out=x.parquet"])
     with pytest.raises(UserError, match="nothing was embedded"):
         embed(["checkpoint=demo", "src=pho tos", "out=x.parquet", "max_unreadable=1"])
@@ -944,7 +937,7 @@ def test_the_demos_checkpoint_is_found_by_its_name_from_anywhere(tmp_path, monke
     assert vector.shape == (128,)
     (tmp_path / "demo").mkdir()  # a folder of that name is meant first
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=r"demo has no rge\.json"):
+    with error_about(UserError, "rge.json"):
         Embedder.from_pretrained("demo")
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from faults import error_about
 
 pytest.importorskip("lancedb", exc_type=ImportError)
 
@@ -140,7 +141,7 @@ def test_columns_of_the_metadata_narrow_a_search(index):
         with pytest.raises(ConditionError, match="is not a valid condition: ") as caught:
             found(wrong)
         assert ".rs:" not in str(caught.value)
-    with pytest.raises(ConditionError, match="Valid fields are `id`, `text`, `taken`"):
+    with error_about(ConditionError, "id", "text", "taken"):
         found("nothing = 1")
     reasons = {
         "year = '2024'": "not convert to literal of type 'Int64'",
@@ -151,7 +152,7 @@ def test_columns_of_the_metadata_narrow_a_search(index):
             found(wrong)
     for asked in ({}, {"words": ["key"]}):  # what only a row can tell
         index.refresh(ann_from=99)
-        with pytest.raises(ConditionError, match="^where= fails on a row: .*Divide by zero"):
+        with error_about(ConditionError, "where="):
             index.search(stored_ND[:1], 9, where="1 / (_2023 - 3) = 1", **asked)
 
 
@@ -192,7 +193,7 @@ def test_a_condition_may_call_what_takes_no_memory(index):
 
 
 def test_two_columns_that_a_condition_could_not_tell_apart(index):
-    with pytest.raises(UserError, match=r"both 'price \(\$\)' and 'price \(€\)' as price____: rename one"):
+    with error_about(UserError, "price ($)", "price (€)", "price____"):
         index.declare([{"price ($)": 1}, {"price (€)": 2}])
 
 
@@ -369,7 +370,7 @@ def test_a_row_comes_back_as_it_was_put(index):
     assert index.search(vectors(1), 5)[0][0].thumbnail is None
     assert index.picture(one.source, one.id) == (one.image, one.thumbnail)
     assert index.known("s") == {one.id: ("9:9", "e")}
-    with pytest.raises(SearchIndexError, match="holds no 'other'"):
+    with error_about(SearchIndexError, "other"):
         index.picture("s", "other")
 
 
@@ -664,7 +665,7 @@ def test_wrong_queries(index, query, k, message):
 
 
 def test_wrong_vectors(index):
-    with pytest.raises(ValueError, match="holds vectors of 16, got 8"):
+    with error_about(ValueError, "16", "8"):
         index.put(rows(vectors(1, 8)))
     with pytest.raises(ValueError, match="not finite"):
         index.put(rows(np.full((1, 16), np.nan, np.float32)))
@@ -672,7 +673,7 @@ def test_wrong_vectors(index):
 
 
 def test_what_is_no_index_is_named(tmp_path):
-    with pytest.raises(SearchIndexError, match="there is no index at .*nothing: make one with `rge index"):
+    with error_about(SearchIndexError, "rge"):
         Index.open(tmp_path / "nothing")
     (tmp_path / "file").write_text("x")
     with pytest.raises(SearchIndexError, match="is a file; an index is a folder"):
@@ -683,7 +684,7 @@ def test_what_is_no_index_is_named(tmp_path):
     import lancedb
 
     lancedb.connect(tmp_path / "folder").create_table("items", [{"a": 1}])
-    with pytest.raises(SearchIndexError, match="that `rge index` did not make"):
+    with error_about(SearchIndexError, "rge", "index"):
         Index.open(tmp_path / "folder")
     with pytest.raises(SearchIndexError, match="there is an index at"):
         Index.create(tmp_path / "folder", dimensions=16, **MADE)
@@ -720,7 +721,7 @@ def test_a_killed_writer_leaves_whole_commits_and_no_lock_and_a_second_writer_is
     ) as writer:
         for _ in range(3):
             writer.stdout.readline()
-        with pytest.raises(InUseError, match=rf"in use by process {writer.pid} on "):
+        with error_about(InUseError, writer.pid):
             with writing(index.uri):
                 pytest.fail("two are inside")
         assert len(index) % 16 == 0  # a reader beside a writer sees whole commits
@@ -763,5 +764,5 @@ def test_addresses_are_handed_to_lancedb(tmp_path):
 
 def test_without_lancedb_the_error_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "lancedb", None)
-    with pytest.raises(SearchIndexError, match=r"pip install -e '\.\[search\]'"):
+    with error_about(SearchIndexError, ".[search]"):
         Index.create(tmp_path / "x", dimensions=16, **MADE)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from clips import clip
+from faults import error_about
 from pdfs import GREEN, RED, page, pdf
 
 from rge.common.errors import UserError
@@ -88,7 +89,7 @@ def test_sentence_transformers_embeds_as_we_do(checkpoint, queries, tmp_path):
 
 def test_sentence_transformers_never_averages_in_silence(checkpoint):
     """Without its files it would load the text model, average its states, and say nothing."""
-    with pytest.raises(ValueError, match="trust_remote_code=True"):
+    with error_about(ValueError, "trust_remote_code=True"):
         sentence_transformers.SentenceTransformer(str(checkpoint), device="cpu")
 
 
@@ -96,9 +97,7 @@ def test_an_unknown_kind_of_input_is_named(checkpoint):
     theirs = sentence_transformers.SentenceTransformer(str(checkpoint), trust_remote_code=True, device="cpu")
     with pytest.raises(ValueError, match="got caption too"):
         theirs[0].preprocess([{"text": "a", "caption": "b"}])
-    with pytest.raises(
-        ValueError, match="a picture is a path, a web address, bytes or a PIL image, got ndarray"
-    ):
+    with error_about(ValueError, "PIL"):
         theirs.encode_document([np.zeros((40, 40, 3), np.uint8)])
     with pytest.raises(ValueError, match="audio"):
         theirs.encode_query([{"text": "a", "audio": "b.wav"}])
@@ -266,13 +265,11 @@ def test_a_prompt_of_documents_is_refused(checkpoint):
     """Documents are trained without one; it was dropped in silence, as was a task that does not exist."""
     theirs = loaded(checkpoint)
     for embed in (theirs.encode, theirs.encode_document):
-        with pytest.raises(UserError, match="prompt='find it': a document has no instruction; encode_query"):
+        with error_about(UserError, "prompt=", "find it", "encode_query"):
             embed(["a key"], prompt="find it")
-    with pytest.raises(UserError, match="prompt='passage: '"):
+    with error_about(UserError, "prompt=", "passage: "):
         loaded(checkpoint, prompts={"document": "passage: "}).encode_document(["a key"])
-    with pytest.raises(
-        UserError, match="task must be one of query, document, got 'querry'; did you mean 'query'"
-    ):
+    with error_about(UserError, "querry", "query"):
         theirs.encode(["a key"], task="querry")
 
 
@@ -399,5 +396,5 @@ def test_an_embedder_takes_parts_in_their_order(checkpoint, picture):
     assert embedder.encode_document(content=clip).shape == alone.shape
     with pytest.raises(ValueError, match="content alone"):
         embedder.encode_query("a key", content=parts)
-    with pytest.raises(ValueError, match=r"content\.0"):
+    with error_about(ValueError, "content.0"):
         embedder.encode_query(content=[{"picture": image}])

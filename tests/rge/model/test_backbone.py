@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from faults import error_about
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -111,31 +112,26 @@ def test_pixel_limits(tiny_path):
 
 
 def test_a_plain_model_is_not_an_embedder(tiny_path):
-    with pytest.raises(
-        BackboneError, match=r"tiny has no <emb> token, so it is not a reasoning-guided embedder"
-    ):
+    with error_about(BackboneError, "<emb>"):
         load_backbone(tiny_path)
 
 
 def test_an_unsupported_family_is_named(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
-    with pytest.raises(
-        BackboneError,
-        match=r"is a bert; supported families: gemma3, idefics3, internvl, qwen2_5_vl, qwen2_5_vl_efficientnet, qwen2_vl",
+    with error_about(
+        BackboneError, "gemma3", "idefics3", "qwen2_5_vl", "qwen2_5_vl_efficientnet", "qwen2_vl"
     ):
         load_backbone(tmp_path)
 
 
 @pytest.mark.parametrize("path", ["/no/such/place", "./nowhere", "deep/down/nowhere", "nowhere"])
 def test_a_missing_directory_is_named(path):
-    with pytest.raises(
-        BackboneError, match=f"no model can be loaded from {path}: there is no such directory"
-    ):
+    with error_about(BackboneError, path):
         load_backbone(path)
 
 
 def test_an_unreachable_hub_model_is_named():
-    with pytest.raises(BackboneError, match="no model can be loaded from nobody/nothing: "):
+    with error_about(BackboneError, "nobody/nothing"):
         load_backbone("nobody/nothing")
 
 
@@ -147,13 +143,13 @@ def damaged(lively_path, tmp_path):
 def test_a_directory_without_a_model(lively_path, tmp_path):
     """Such as a run's own folder, or a file of a checkpoint."""
     for path in (tmp_path, lively_path / "config.json"):
-        with pytest.raises(BackboneError, match=r"no config.json; checkpoints .* in <out>/<stage>/final"):
+        with error_about(BackboneError, "config.json", "<out>/<stage>/final"):
             load_backbone(path)
 
 
 def test_adapters_alone(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(BackboneError, match="contains PEFT adapters and no model: give the model that"):
+    with error_about(BackboneError, "PEFT"):
         load_backbone(tmp_path)
 
 
@@ -169,10 +165,7 @@ def test_missing_weights_are_not_filled_with_random_numbers(damaged):
     name = next(name for name in weights if name.endswith("layers.1.mlp.up_proj.weight"))
     del weights[name]
     save_file(weights, damaged / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(
-        BackboneError,
-        match=r"damaged is incomplete: it lacks 1 weights, e\.g\. .*layers\.1\.mlp\.up_proj\.weight",
-    ):
+    with error_about(BackboneError, "1", "e.g", "layers.1.mlp.up_proj.weight"):
         load_backbone(damaged)
 
 
@@ -202,7 +195,7 @@ def test_the_empty_picture_is_one_placeholder(lively):
 def test_a_start_without_an_output_matrix_is_trained_tied_and_exported(
     headless_path, make_batch, roll_out, tmp_path
 ):
-    with pytest.raises(BackboneError, match=r"lm_head\.weight"):
+    with error_about(BackboneError, "lm_head.weight"):
         load_backbone(headless_path, add_emb=True)
     embedder = EmbeddingModel(load_backbone(headless_path, add_emb=True, needs_head=False)).eval()
     weights = [embedder.model.get_input_embeddings().weight, embedder.model.get_output_embeddings().weight]

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from fake_gpu import FakeGpu, OnGpu
 from family_models import every_family
+from faults import error_about
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLMLP, Qwen2_5_VLRMSNorm
 
 from rge.common.errors import UserError
@@ -134,9 +135,7 @@ def test_a_wrong_kernel_ends_the_run(liger, monkeypatch):
     layer = norm()
     with FakeGpu() as gpu:
         gpu.move(layer)
-        with pytest.raises(
-            KernelError, match=r"a norm differs from plain code .*set model.fused_kernels=none"
-        ):
+        with error_about(KernelError, "model.fused_kernels=none"):
             layer(OnGpu(5 * torch.randn(8, 16).bfloat16()))
 
 
@@ -253,10 +252,7 @@ def test_what_is_asked_for_and_what_is_installed(monkeypatch, caplog):
         raise ImportError(f"No module named {name!r}")
 
     monkeypatch.setattr(fused, "importlib", SimpleNamespace(import_module=missing))
-    with pytest.raises(
-        UserError,
-        match=r"needs liger-kernel \(No module .*pip install 'rge\[liger\]', or set model.fused_kernels",
-    ):
+    with error_about(UserError, "rge[liger]", "model.fused_kernels"):
         fused.wanted("liger")
     assert not fused.wanted("auto")
     assert "faster" not in caplog.text  # not on a CPU

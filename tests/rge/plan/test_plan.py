@@ -14,6 +14,7 @@ import pytest
 import torch
 import yaml
 from family_models import HAS_TOWER, PHOTOS, PLUGINS, TEXT, TEXTS, VISION, every_family
+from faults import error_about
 from paths import ROOT
 from PIL import Image
 from torch.utils.flop_counter import FlopCounterMode
@@ -308,7 +309,7 @@ def test_on_a_cpu_activations_are_kept_in_its_free_memory(monkeypatch, capsys):
     needed = (roomy["memory_to"] + roomy["host"]["memory"]) / GIB / costs.CPU_SHARE
     assert kept(1.01 * needed)["setup"]["keep"] == "device"
     assert kept(0.99 * needed)["setup"] != roomy["setup"]
-    with pytest.raises(RecipeError, match="set rollout.prompt_pass=auto"):
+    with error_about(RecipeError, "rollout.prompt_pass=auto"):
         kept(4, "rollout.prompt_pass=once")
     limited = kept(64, "train.micro_batch_size=48", "train.micro_batch_tokens=1000")
     assert limited["load"]["chunks"] > 4
@@ -479,9 +480,7 @@ def test_the_fastest_ways_are_ones_that_training_accepts(the_3b, capsys):
             nothing_kept = again["setup"]["keep"] == "none" and again["load"]["chunks"] > 1
             assert not (nothing_kept and asked == "once") or "rollout.prompt_pass=twice" in one["overrides"]
     # Muon needs whole gradients, which ZeRO and FSDP2 do not have.
-    with pytest.raises(
-        RecipeError, match="optim.name=muon needs whole gradients, which zero2 does not have: set"
-    ):
+    with error_about(RecipeError, "optim.name=muon", "zero2"):
         found("optim.name=muon", "train.back_end=zero2")
     plans = [found("optim.name=muon", "train.back_end=ddp", size) for size in ("gpu_gib=80", "gpu_gib=50")]
     assert [one["fits"] for one in plans] == [True, False]
@@ -510,7 +509,7 @@ def test_keeping_is_chosen_by_the_room_that_there_is(the_3b, capsys):
     # The rollout needs whole weights between a prompt's forward and its backward, so only candidates can be kept.
     for back_end in ("zero3", "fsdp2"):
         assert kept(f"back_end={back_end}", "gpu_gib=140") == ("device", "twice", 59.4)
-    with pytest.raises(RecipeError, match="rollout.prompt_pass=once keeps what 8 micro batches need"):
+    with error_about(RecipeError, "rollout.prompt_pass=once", "8"):
         kept("gpu_gib=60", "rollout.prompt_pass=once")
 
 
@@ -1030,35 +1029,33 @@ def test_the_reference_of_the_kl_divergence_is_planned():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "named"),
     [
-        (["num_gpus=513"], r"joint.batch_size=512 leaves some of 513 GPUs without a query"),
-        (["num_gpu=8"], "unknown key num_gpu; did you mean num_gpus"),
-        (["gpu_gib=big"], r"gpu_gib must be a number, got 'big'"),
-        (["num_gpus=0"], "num_gpus must be >= 1, got 0"),
-        (["utilisation=1.5"], "utilisation must be <= 1, got 1.5"),
-        (["peak_tflops=0"], "peak_tflops must be > 0, got 0"),
-        (["back_end=zero4"], "back_end must be one of ddp, zero1, zero2, zero3, fsdp2, got 'zero4'"),
-        (["for=rl", "rl.beta=0.1", "back_end=zero3"], "rl.beta needs the weights .* under ZeRO-3 no process"),
-        (["model.lora.targets=[q_prj]"], "no linear layer is named q_prj; there are: down_proj"),
-        (["model.path=null", "model.scratch={}"], "model.scratch lacks 'hidden_size'"),
-        (["for=cold_start", "stage=joint"], "stage=joint leaves no cold_start to plan"),
+        (["num_gpus=513"], ("joint.batch_size=512", "513", "GPUs")),
+        (["num_gpu=8"], ("num_gpu", "num_gpus")),
+        (["gpu_gib=big"], ("gpu_gib", "big")),
+        (["num_gpus=0"], ("num_gpus", "1", "0")),
+        (["utilisation=1.5"], ("1", "1.5")),
+        (["peak_tflops=0"], ("peak_tflops", "0")),
+        (["back_end=zero4"], ("back_end", "zero1", "zero2", "zero3", "fsdp2", "zero4")),
+        (["for=rl", "rl.beta=0.1", "back_end=zero3"], ("rl.beta", "ZeRO-3")),
+        (["model.lora.targets=[q_prj]"], ("q_prj", "down_proj")),
+        (["model.path=null", "model.scratch={}"], ("model.scratch", "hidden_size")),
+        (["for=cold_start", "stage=joint"], ("stage=joint", "cold_start")),
         (
             ["query_pictures=3"],
-            r"3 pictures of model.max_pixels=802816 take 3072 tokens, which data.max_prompt_tokens=2048 cannot hold",
+            ("3", "model.max_pixels=802816", "3072", "data.max_prompt_tokens=2048"),
         ),
-        (["model.pth=x"], "did you mean model.path"),
+        (["model.pth=x"], ("model.path",)),
     ],
 )
-def test_errors(arguments, message):
-    with pytest.raises(UserError, match=message):
+def test_errors(arguments, named):
+    with error_about(UserError, *named):
         main(["recipe=qwen25vl_3b", *arguments])
 
 
 def test_unknown_shapes_are_never_guessed(tmp_path):
-    with pytest.raises(
-        BackboneError, match=r"no model can be loaded from nobody/nothing: .*; without the hub, .*: Qwen"
-    ):
+    with error_about(BackboneError, "nobody/nothing"):
         main(["recipe=qwen25vl_3b", "model.path=nobody/nothing"])
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
     with pytest.raises(BackboneError, match="is a bert; supported families: "):

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate.utils import DistributedType
+from faults import error_about
 from stock import (
     TEMPERATURE,
     gradients,
@@ -506,10 +507,7 @@ def test_equal_rewards_leave_no_gradient_and_end_the_stage(lively, make_batch, t
         stage.after_step(report)
     again = Reinforcement(recipe, lively, None, tmp_path)
     again.load_state_dict(stage.state_dict())
-    with pytest.raises(
-        UserError,
-        match=r"rl: for 3 steps no query had two rationales of different reward.*margin -\d.*cut off 25%",
-    ):
+    with error_about(UserError, "3", "25%"):
         again.after_step(report)
     patient = Reinforcement(recipe_of(patience=0), lively, None, tmp_path)
     for _ in range(100):
@@ -561,10 +559,7 @@ def test_a_reward_that_is_never_a_number_is_not_logged_as_0(lively, make_batch, 
     assert not {"reward", f"reward_{name}"} & report.keys()
     assert math.isfinite(report["reward_format"])
     report["forced_rate"] = 0.0
-    with pytest.raises(
-        UserError,
-        match=rf"for 1 steps no query could be scored.*{name} not a number, format \d.*check rl.rewards",
-    ):
+    with error_about(UserError, "1", name, "rl.rewards"):
         Reinforcement(recipe, lively, None, tmp_path).after_step(report)
 
 
@@ -582,10 +577,7 @@ def test_a_reward_that_raises_is_named_with_its_line(lively, make_batch, sample,
     batch = make_batch(PromptBuilder(lively.processor))
     recipe = recipe_of(rewards=[RewardConfig(f"{__name__}:raises")])
     line = raises.__code__.co_firstlineno + 2
-    with pytest.raises(
-        UserError,
-        match=rf"rl.rewards: .*:raises failed: AttributeError: .*no_such_attribute.*\.py, line {line}\)",
-    ):
+    with error_about(UserError, "rl.rewards", "AttributeError", "no_such_attribute", line):
         take(lively, batch, sample(lively, batch), recipe)
 
 
@@ -599,13 +591,11 @@ def test_a_reward_may_be_there_twice_with_other_options(lively, make_batch, samp
     assert report["reward"] == pytest.approx(0.3 * alone[0] + 2.0 * alone[1])
 
 
-@pytest.mark.parametrize(("value", "got"), [("flat", r"of shape \(15,\)"), ("list", "'list'")])
+@pytest.mark.parametrize(("value", "got"), [("flat", "(15,)"), ("list", "'list'")])
 def test_a_reward_of_the_wrong_length_is_an_error(lively, make_batch, sample, take, value, got):
     batch = make_batch(PromptBuilder(lively.processor))
     recipe = recipe_of(rewards=[RewardConfig(f"{__name__}:broken", options={"value": value})])
-    with pytest.raises(
-        UserError, match=rf"broken must return one number per rationale, a tensor of shape \(5, 3\).*{got}"
-    ):
+    with error_about(UserError, "5", "3", got):
         take(lively, batch, sample(lively, batch), recipe)
 
 
@@ -715,9 +705,7 @@ def test_vllm_that_gives_no_probabilities_is_an_error(lively, make_batch, sample
     ]
     number = next(number for number, one in enumerate(rationales) if len(one.ids) > 2)
     rationales[number] = dataclasses.replace(rationales[number], log_probs=given and (-1.0,) * given)
-    with pytest.raises(
-        UserError, match=r"vLLM returned log probabilities for \d of the \d+ tokens.*correction=false"
-    ):
+    with error_about(UserError, "vLLM", "correction=false"):
         take(lively, batch, rationales, recipe)
     without = dataclasses.replace(
         recipe, rl=dataclasses.replace(recipe.rl, vllm_importance_sampling_correction=False)

@@ -10,6 +10,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from faults import error_about
 from PIL import Image
 
 from data_prep.rmir.config import LibraryConfig
@@ -172,7 +173,7 @@ def test_a_library_has_the_same_rows_or_names_the_one_without_a_picture(home, ki
 
 def test_a_tsv_without_quotes_is_recognised_or_refused(home):
     """Its texts decide: among these, some can be read in both ways."""
-    with pytest.raises(UserError, match=r"unquoted\.tsv, line \d+: .* quoting="):
+    with error_about(UserError, "unquoted.tsv", "quoting="):
         by_tables(unquoted(home, ROWS), AS_FOUND)
     clear = [row for row in ROWS if row["text"] not in ('""', 'x\\"y', '"')]
     assert by_tables(unquoted(home, clear), AS_FOUND) == [tuple(row.values()) for row in clear]

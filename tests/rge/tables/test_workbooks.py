@@ -5,6 +5,7 @@ import time
 
 import openpyxl
 import pytest
+from faults import error_about
 from openpyxl.styles import PatternFill
 
 from rge.tables.errors import TableError
@@ -80,7 +81,7 @@ def test_mergers_hidden_rows_and_formulas(tmp_path):
         ["x", None, "w"],
     ]
     assert (list(rows), grid.num_hidden) == ([2, 3, 4, 5], 1)
-    with pytest.raises(TableError, match=r"a\.xlsx, B5: the formula was never calculated"):
+    with error_about(TableError, "a.xlsx", "B5"):
         list(table_rows(path))
 
 
@@ -90,7 +91,7 @@ def test_sheets_of_charts_hold_no_table(tmp_path):
 
     path = save(tmp_path / "a.xlsx", [["id"], [1]], chart)
     assert list(table_rows(path)) == [{"id": 1}]
-    with pytest.raises(TableError, match="no sheet 'Chart1'; its sheets: Sheet"):
+    with error_about(TableError, "Chart1"):
         list(table_rows(path, form=TableFormat(sheet="Chart1")))
-    with pytest.raises(TableError, match=r"sheet=x is for workbooks"):
+    with error_about(TableError, "sheet=x"):
         list(table_rows(tmp_path / "a.csv", form=TableFormat(sheet="x")))

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from eval_fakes import DIM, FakeEncoder
+from faults import error_about
 from forked import Program
 
 from rge.common.errors import UserError
@@ -208,12 +209,10 @@ def test_damaged_shards_are_named(tmp_path):
     shard = next(tmp_path.glob("*/000000016-*.parquet"))
     content = shard.read_bytes()
     shard.write_bytes(content[:100])
-    with pytest.raises(
-        UserError, match=r"shard .*000000016-000000032.parquet cannot be read .*: delete it and run again"
-    ):
+    with error_about(UserError, "000000016-000000032.parquet"):
         encode(tmp_path, FakeEncoder())
     shard.write_bytes(next(tmp_path.glob("*/000000048-*.parquet")).read_bytes())
-    with pytest.raises(UserError, match="holds 2 rows instead of 16: delete it and run again"):
+    with error_about(UserError, "2", "16"):
         encode(tmp_path, FakeEncoder())
 
 
@@ -246,20 +245,20 @@ def nan_at_three(x):
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("damage", "named"),
     [
         (
             nan_at_three,
-            "embedding of query 'i003' must have norm 1, got nan, .* If it is NaN or infinite, try dtype=float32",
+            ("i003", "1", "NaN", "dtype=float32"),
         ),
-        (lambda x: x * 2, "embedding of query 'i000' must have norm 1, got 2"),
-        (lambda x: x * 0, "embedding of query 'i000' must have norm 1, got 0"),
-        (lambda x: x[1:], r"encoder must return \(16, D\) float32 embeddings, got \(15, 16\) float32"),
-        (lambda x: x.astype(np.float64), "got .* float64"),
+        (lambda x: x * 2, ("i000", "1", "2")),
+        (lambda x: x * 0, ("i000", "1", "0")),
+        (lambda x: x[1:], ("16", "float32", "15")),
+        (lambda x: x.astype(np.float64), ("float64",)),
     ],
 )
-def test_unusable_embeddings_stop_the_run_and_are_not_kept(tmp_path, damage, message):
-    with pytest.raises(UserError, match=message):
+def test_unusable_embeddings_stop_the_run_and_are_not_kept(tmp_path, damage, named):
+    with error_about(UserError, *named):
         encode(tmp_path, Broken(damage))
     assert not list(tmp_path.glob("*/*.parquet"))
 
@@ -271,7 +270,7 @@ def test_a_picture_that_cannot_be_decoded_is_named_by_its_item(tmp_path):
                 list(map(load_image, item.pictures))
             return super().encode(items, **options)
 
-    with pytest.raises(UserError, match="query 'i003': picture <4 bytes> cannot be decoded.*rge eval check"):
+    with error_about(UserError, "i003", "<4", "bytes>"):
         encode(
             tmp_path,
             Decoding(),

@@ -6,6 +6,7 @@ import os
 import numpy as np
 import pytest
 from eval_fakes import DIM, FakeEncoder, loader, tables, write_tables
+from faults import error_about
 
 from eval.commands.run import RunOptions, run
 from eval.scoring.search import search
@@ -146,9 +147,7 @@ def test_no_room_for_the_map_is_said(tmp_path, monkeypatch):
         raise OSError(28, os.strerror(28))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(
-        UserError, match=r"4 items take .* more than memory_mb=1e-06, .*No space left on device"
-    ):
+    with error_about(UserError, "4", "memory_mb=1e-06"):
         read_embeddings(cache, np.arange(4), 1e-6)
 
 

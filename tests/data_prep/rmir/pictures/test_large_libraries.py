@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from faults import error_about
 from PIL import Image
 from small_runs import config_of, one_family
 
@@ -225,7 +226,7 @@ def test_rows_without_ids_are_numbered_and_two_of_one_name_refused(tmp_path):
     assert [row["id"] for row in Library(library).rows()][6:8] == ["000.tar/p6", "001.tar/p7"]
     (tmp_path / "001.tar").write_bytes((tmp_path / "000.tar").read_bytes())
     run = Run(config_of(tmp_path / "out", tmp_path), progress=False)
-    with pytest.raises(UserError, match="the id 'p0' occurs twice .*null numbers the rows"):
+    with error_about(UserError, "'p0'"):
         seed(run)
     run.close()
 
@@ -256,7 +257,7 @@ def test_several_pictures_in_a_row_are_refused(tmp_path, kind):
         pq.write_table(pa.table({"id": ["p0"], "image": [[png(0), png(1)]]}), path)
     else:
         path.write_text(json.dumps({"id": "p0", "image": ["a.png", "b.png"]}))
-    with pytest.raises(UserError, match=rf"list\.{kind}: row 1 has a list of pictures in image"):
+    with error_about(UserError, kind, "1"):
         list(Library(LibraryConfig(path=str(path))).rows())
     if kind == "jsonl":  # a run begun when they counted as missing goes on
         assert len(list(Library(LibraryConfig(path=str(path))).rows(pictures=False))) == 1
@@ -299,9 +300,7 @@ def test_a_picture_that_cannot_be_read_for_a_moment_costs_only_another_try(tmp_p
 
     config, reads = a_store_whose_second_read_of_p3(fails, tmp_path, monkeypatch)
     with closing(Run(config, progress=False)) as run:
-        with pytest.raises(
-            UserError, match="picture 'p3' .*cannot be read now.*: run the same command again"
-        ):
+        with error_about(UserError, "'p3'"):
             seed(run)
         inspected = {place: number for place, number in reads.items() if number == 1}
         seed(run)
@@ -332,10 +331,7 @@ def test_an_outage_of_a_store_is_not_the_loss_of_all_pictures(tmp_path, monkeypa
     with closing(Run(config, progress=False)) as run:
         with monkeypatch.context() as down:
             down.setattr(type(fs), "cat_file", fails)
-            with pytest.raises(
-                UserError,
-                match="none of 21 pictures can be read, such as memory://.*0.png: PermissionError. Run the",
-            ):
+            with error_about(UserError, "21", "memory://", "0.png", "PermissionError"):
                 seed(run)
         assert seed(run)["usable"] == 21
 
@@ -351,9 +347,7 @@ def test_files_that_a_store_no_longer_has_are_lost_for_good(tmp_path):
 def test_a_picture_that_has_changed_is_named_with_the_way_out(tmp_path, monkeypatch):
     config, _ = a_store_whose_second_read_of_p3(lambda: png(99), tmp_path, monkeypatch)
     with closing(Run(config, progress=False)) as run:
-        with pytest.raises(
-            UserError, match="picture 'p3' has changed since it was inspected: delete .*seed and run"
-        ):
+        with error_about(UserError, "'p3'"):
             seed(run)
 
 
@@ -363,12 +357,10 @@ def test_a_run_in_the_folder_of_its_library_is_refused_before_it_begins(tmp_path
     WRITERS[kind](str(tmp_path), fsspec.filesystem("file"))
     for out in (tmp_path, tmp_path / "runs" / "mine"):
         with closing(Run(config_of(out, tmp_path), progress=False)) as run:
-            with pytest.raises(
-                UserError, match="out=.*: the run's own files, such as .*/images.parquet, would"
-            ):
+            with error_about(UserError, "out=", "/images.parquet"):
                 run_stages(run, ["seed"])
     with closing(Run(config_of(tmp_path / "runs", f"file://{tmp_path}"), progress=False)) as run:
-        with pytest.raises(UserError, match="out=.*: the run's own files, such as .*/images.parquet, would"):
+        with error_about(UserError, "out=", "/images.parquet"):
             run_stages(run, ["seed"])
     with closing(Run(config_of(tmp_path / ".mine", tmp_path), progress=False)) as run:
         run.config.seed.clusters = 2
@@ -407,7 +399,7 @@ def test_the_shard_that_cannot_be_read_is_named(tmp_path, kind):
     WRITERS[kind](str(tmp_path), fsspec.filesystem("file"))
     path = sorted(tmp_path.glob(f"*.{kind}"))[1]
     path.write_bytes(path.read_bytes()[:600])
-    with pytest.raises(UserError, match=rf"{path.name} cannot be read"):
+    with error_about(UserError, path.name):
         list(Library(LibraryConfig(path=str(tmp_path))).rows())
 
 
@@ -445,9 +437,7 @@ def test_a_text_that_is_a_link_out_of_its_tar_is_an_error(tmp_path):
     with tarfile.open(tmp_path / "one.tar", "w") as tar:
         for name in ("a.png", "a.txt"):
             tar.add(tmp_path / name, name)
-    with pytest.raises(
-        UserError, match=r"a\.txt is a link to \.\./elsewhere\.txt, which is not in the archive"
-    ):
+    with error_about(UserError, "a.txt", "../elsewhere.txt"):
         list(Library(LibraryConfig(path=str(tmp_path / "one.tar"))).rows())
 
 
@@ -564,9 +554,7 @@ def test_a_run_where_the_pattern_of_its_library_would_find_it_is_refused(tmp_pat
         write_parquet(str(tmp_path / depth), fsspec.filesystem("file"))
     for start in ("", "file://"):
         with closing(Run(config_of(tmp_path / out, f"{start}{tmp_path}/{pattern}"), progress=False)) as run:
-            with pytest.raises(
-                UserError, match="out=.*: the run's own files, such as .*/(images|part-00000).parquet"
-            ):
+            with error_about(UserError, "out="):
                 run_stages(run, ["seed"])
 
 

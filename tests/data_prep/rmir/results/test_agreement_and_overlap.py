@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from faults import raises
+from faults import error_about, raises
 from PIL import Image, ImageFilter
 
 from data_prep.__main__ import main
@@ -399,25 +399,25 @@ def test_the_input_is_a_candidate_where_one_asks_for_it(finished):
 
 
 @pytest.mark.parametrize(
-    ("word", "message"),
+    ("word", "named"),
     [
         (
             "retrieve.more=[{name: image, encoder: {kind: pixels}}]",
-            "index names must be unique; got 'image' twice",
+            ("image",),
         ),
-        ("retrieve.more=[{name: x, side: sound}]", r"retrieve.more\[0\].side must be one of image, caption"),
+        ("retrieve.more=[{name: x, side: sound}]", ("retrieve.more[0].side",)),
         (
             "retrieve.more=[{name: x, side: caption}]",
-            "retrieve.more.0.encoder.kind must be one of text, checkpoint",
+            ("retrieve.more.0.encoder.kind",),
         ),
-        ("retrieve.more=[{name: x, count: 0}]", r"retrieve.more\[0\].count must be >= 1"),
-        ("image_encoder.kind=words", "image_encoder.kind must be one of siglip"),
-        ("library.near_duplicates=40", "library.near_duplicates must be .*16"),
-        ("audit.ks=[]", "audit.ks: .* at least 1 item"),
+        ("retrieve.more=[{name: x, count: 0}]", ("retrieve.more[0].count", "1")),
+        ("image_encoder.kind=words", ("image_encoder.kind",)),
+        ("library.near_duplicates=40", ("library.near_duplicates", "16")),
+        ("audit.ks=[]", ("audit.ks", "1")),
     ],
 )
-def test_wrong_settings_are_named(word, message):
-    with pytest.raises(UserError, match=message):
+def test_wrong_settings_are_named(word, named):
+    with error_about(UserError, *named):
         load_config(["config=demo", word])
 
 
@@ -502,10 +502,7 @@ def test_verdicts_do_not_count_for_another_question_of_the_same_name(finished, t
     assert "1 of 2 verdicts are left out, such as that on 'q1 -> a', which" in capsys.readouterr().err
     del saved["q2 -> e"]
     file.write_text(json.dumps({"verdicts": saved}))
-    with pytest.raises(
-        UserError,
-        match="'q1 -> a', which this run did not decide, or whose question or pictures have changed",
-    ):
+    with error_about(UserError, "q1 -> a"):
         review.read_verdicts(out, [file])
 
 
@@ -529,7 +526,7 @@ def test_verdicts_while_an_earlier_stage_is_redone_are_left_out(finished, tmp_pa
 
 def test_two_files_of_one_person_are_refused(finished, tmp_path):
     files = [verdicts(tmp_path / f"{number}.json", by="two", a="accept") for number in range(2)]
-    with pytest.raises(UserError, match="two files are from 'two'"):
+    with error_about(UserError, "two"):
         review.read_verdicts(finished.out, files)
 
 

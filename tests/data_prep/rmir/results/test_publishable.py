@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from faults import error_about
 from PIL import Image
 from small_runs import Seer, config_of, one_family
 
@@ -138,7 +139,7 @@ def test_a_stage_whose_calls_are_all_rejected_is_not_done_and_goes_on_after_the_
     with LocalServer(picky) as server:
         config = config_of(tmp_path / "out", tmp_path / "library.csv", server.url)
         run = Run(config, progress=False)
-        with pytest.raises(UserError, match="use max_completion_tokens"):
+        with error_about(UserError, "max_completion_tokens"):
             run_stages(run, STAGES)
         assert run.done("seed")
         assert not run.done("generate")
@@ -359,7 +360,7 @@ def test_the_data_set_says_where_each_picture_is_from_and_nothing_of_its_camera(
     before = (tmp_path / "out/dataset/pictures.parquet").read_bytes()
     (tmp_path / "library.csv").rename(tmp_path / "gone.csv")  # with it would go whom to credit
     config.split.tsr_threshold = 0.5
-    with pytest.raises(UserError, match="library.csv does not exist"):
+    with error_about(UserError, "library.csv"):
         run_stages(run, ["split"])
     assert (tmp_path / "out/dataset/pictures.parquet").read_bytes() == before
     (tmp_path / "gone.csv").rename(tmp_path / "library.csv")

@@ -90,6 +90,7 @@ class Miner:
             process_group=self.process_group,
             batch_size=options.batch_size,
             seed=options.seed,
+            cluster=options.cluster(),
         )
         pool = caches.fill("candidate", "direct", table.items, table.digests, table.ids)
         digests = [query.digest for query in table.queries]

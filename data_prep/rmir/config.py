@@ -297,6 +297,10 @@ class RmirConfig:
     """Instead of calling models, answer from the shipped relation tables, with deliberate errors."""
     prompts: str | None = None
     """Folder whose files replace the shipped prompts of the same name (docs/data_prep.md); null: none."""
+    engine: Literal["process", "ray"] = "process"
+    """Where pictures are inspected and embedded: in this process, or on all devices of a cluster (docs/scaling.md)."""
+    address: str | None = None
+    """With ``engine=ray``: a cluster, ``auto`` for this machine's; null: this machine alone."""
     queries_per_shard: AtLeastOne = 500
     """Queries judged at once: at most what a stopped run redoes."""
 

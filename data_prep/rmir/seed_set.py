@@ -4,8 +4,9 @@ import hashlib
 import os
 import shutil
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from data_prep.rmir import frames
+from data_prep.rmir.config import EncoderConfig, LibraryConfig
 from data_prep.rmir.pictures.changes import Changes, LibraryState, compare, files_of
 from data_prep.rmir.pictures.download import LOST, OUTAGE_OF, Reached, is_address, resolve
-from data_prep.rmir.pictures.encoders import ImageEncoder, embed_captions, load_encoder
+from data_prep.rmir.pictures.encoders import ImageEncoder, embed_all, load_encoder
 from data_prep.rmir.pictures.library import (
     DUPLICATE,
     NEAR_DUPLICATE,
@@ -34,8 +36,11 @@ from rge.common.errors import UserError
 from rge.common.files import replacing, write_bytes
 from rge.common.parts import ImageRef
 from rge.common.schema import safe_id
+from rge.distributed.ray_data import mapped
 from rge.tables.pictures import find, would_find
 
+PARTS_AHEAD = 4
+"""Blocks per device of a cluster that wait, with their pictures."""
 Rows = list[dict[str, Any]]
 IMAGE_COLUMNS = ("id", "ref", "caption", "sha256", "width", "height", "phash")
 
@@ -79,7 +84,8 @@ def seed(run: Run) -> dict[str, Any]:
     keep_pictures(run, library, images)
     save_vectors(folder / "images.npy", np.concatenate([kept_ND, vectors_ND]) if len(kept_ND) else vectors_ND)
     captions = [image["caption"] for image in images if image["caption"]]
-    save_vectors(folder / "captions.npy", embed_captions(captioner, captions))
+    captions_ND = embed_all(config, config.caption_encoder, captions=captions, loaded=captioner)
+    save_vectors(folder / "captions.npy", captions_ND)
     frames.write_rows(folder / "rejected.parquet", bad)
     frames.write_rows(folder / "images.parquet", images)
     return {
@@ -307,9 +313,16 @@ def scan_library(
     todo = blocks(fetched(_unread(library, state, tables)), config.shard_size, most_bytes)
     proceed = run.config.on_unanswered == "proceed"
     reached = None if proceed else Reached(min(OUTAGE_OF, config.shard_size))
-    inspected = (
-        _inspect_block(run, rows, number, reached) for number, rows in enumerate(todo, start=len(tables))
+    jobs = (
+        (_part(run, number), _resolved(run, rows, reached))
+        for number, rows in enumerate(todo, start=len(tables))
     )
+    if run.config.engine == "ray":
+        work = partial(_scanner, config, run.config.image_encoder)
+        for path in mapped(work, jobs, address=run.config.address, ahead=PARTS_AHEAD):
+            tables.append(frames.read_table(path))
+        return _scanned(run, tables)
+    inspected = (_inspect_block(config, *job) for job in jobs)
     with ThreadPoolExecutor(1) as beside:
         waiting = beside.submit(next, inspected, None)
         while (refs := waiting.result()) is not None:
@@ -319,20 +332,44 @@ def scan_library(
                 _vectors(run, number), encoder.pictures(refs) if refs else np.empty((0, 0), np.float32)
             )
             tables.append(frames.read_table(_part(run, number)))
+    return _scanned(run, tables)
+
+
+def _scanned(run: Run, tables: list[pa.Table]) -> tuple[pa.Table, list[np.ndarray]]:
     good = [number for number, table in enumerate(tables) if table["reason"].null_count]
     return pa.concat_tables(tables), [np.load(_vectors(run, number), mmap_mode="r") for number in good]
 
 
-def _inspect_block(run: Run, rows: Rows, number: int, reached: Reached | None) -> list[ImageRef]:
-    """Write the table ``inspected`` of a block; returns the pictures to embed."""
+def _scanner(config: LibraryConfig, encoder: EncoderConfig) -> Callable[[tuple[Path, Rows]], Path]:
+    """Inspects and embeds a block, as `scan_library` does in one process; returns the path of its table."""
+    loaded = load_encoder(encoder)
+
+    def work(job: tuple[Path, Rows]) -> Path:
+        path, rows = job
+        refs = _inspect_block(config, path, rows)
+        save_vectors(
+            path.with_suffix(".npy"), loaded.pictures(refs) if refs else np.empty((0, 0), np.float32)
+        )
+        return path
+
+    return work
+
+
+def _resolved(run: Run, rows: Rows, reached: Reached | None) -> Rows:
+    """A block's rows with the pictures that had to be downloaded."""
     rows = resolve(rows, run.out / "downloads", run.config.download, progress=run.progress)
     if reached is not None:
         reached.note(rows)
-    found = inspect(rows, run.config.library)
+    return rows
+
+
+def _inspect_block(config: LibraryConfig, path: Path, rows: Rows) -> list[ImageRef]:
+    """Write the table ``inspected`` of a block; returns the pictures to embed."""
+    found = inspect(rows, config)
     for row, about in zip(rows, found, strict=True):
         if LOST in row and is_address(row["ref"]):
             about["reason"] = f"download: {row[LOST]}"
-    frames.write_rows(_part(run, number), found)
+    frames.write_rows(path, found)
     return [
         row["data"] or row["ref"] for row, about in zip(rows, found, strict=True) if about["reason"] is None
     ]

@@ -17,9 +17,8 @@ from data_prep.rmir.pictures.encoders import (
     NO_CAPTIONS,
     Index,
     caption_index,
-    embed_captions,
+    embed_all,
     image_index,
-    load_encoder,
 )
 from data_prep.rmir.results.audit import audit
 from data_prep.rmir.results.export import export
@@ -52,7 +51,7 @@ def caption(run: Run) -> dict[str, Any]:
     written = [image["caption"] for image in captioned if image["caption_by"] != "library"]
     vectors = np.load(run.path("seed", "captions.npy"), mmap_mode="r")
     if written:
-        written_ND = embed_captions(load_encoder(run.config.caption_encoder), written)
+        written_ND = embed_all(run.config, run.config.caption_encoder, captions=written)
         next_of = {True: iter(vectors), False: iter(written_ND)}
         vectors = np.stack([next(next_of[image["caption_by"] == "library"]) for image in captioned])
     save_vectors(run.caption_vectors(), vectors)
@@ -149,7 +148,7 @@ def _indices(run: Run, images: Rows) -> Iterator[tuple[str, int, Index]]:
             saved = run.path("retrieve", f"index-{spec.name}.npy")
             if not saved.is_file():
                 refs = [image["ref"] for image in images]
-                save_vectors(saved, load_encoder(spec.encoder).pictures(refs))
+                save_vectors(saved, embed_all(run.config, spec.encoder, pictures=refs))
             yield spec.name, spec.count, image_index(spec.encoder, images, np.load(saved))
         elif has_captions:
             yield spec.name, spec.count, caption_index(spec.encoder, images)

@@ -255,6 +255,7 @@ class Session:
         self.embeddings = Embeddings(
             encoder, options.root, self.measurement.wanted, contents, options.candidate_mode, options.embedding_dims,
             options.memory_mb, process_group=process_group, batch_size=options.batch_size, seed=options.seed,
+            cluster=options.cluster(wanted.meta, wanted.path, max_rationale_tokens=options.max_rationale_tokens),
         )  # fmt: skip
         warnings = [warning for condition in conditions for warning in self.warnings(condition.mode)]
         if caution := few_groups(len(set(self.measurement.wanted.columns["group"]))):

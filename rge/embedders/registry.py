@@ -23,7 +23,7 @@ from rge.common.files import checkpoint_folder, read_json
 from rge.common.options import AtLeastOne, NotNegative, Share, one_of
 from rge.common.prompt_profiles import PROFILES
 from rge.common.registry import Registry
-from rge.vectors.fill_cache import Embeds
+from rge.vectors.fill_cache import Cluster, Embeds
 
 RELEASED = "qwen2_5_vl"
 """Architecture of the released RGE checkpoint."""
@@ -251,8 +251,11 @@ class ModelOptions:
     """Device, such as cuda:0; null: a GPU if there is one."""
     dtype: str | None = None
     """Dtype of the weights; null: float32 on CPU, the recipe's on GPU."""
-    engine: Literal["own", "vllm"] = "own"
-    """What writes the rationales of a checkpoint of rge: the model itself, or vLLM (docs/serving.md)."""
+    engine: Literal["own", "vllm", "ray"] = "own"
+    """What embeds: the model itself, with vLLM for its rationales (docs/serving.md), or a copy of it on every device of a cluster, by
+    Ray Data (docs/scaling.md), with the same result."""
+    address: str | None = None
+    """With ``engine=ray``: address of a cluster, ``auto`` for the one that this machine belongs to; null: this machine alone."""
     vllm_memory: float = 0.5
     """Share of a GPU's memory for vLLM, which holds a second copy of the language model and its cache."""
     max_prompt_tokens: AtLeastOne | None = None
@@ -284,7 +287,7 @@ class ModelOptions:
         """Raise a `UserError` for options that contradict each other, before anything is read."""
         if self.prompts is not None:
             one_of("prompts", [self.prompts], tuple(PROFILES))
-        if self.exact and self.engine != "own":
+        if self.exact and self.engine == "vllm":
             raise UserError("exact=true embeds every item alone, which vLLM does not do: use engine=own")
         if self.endpoint is None and self.endpoint_key_env is not None:
             raise UserError("endpoint_key_env= is the key of endpoint=ADDRESS, which is not given")
@@ -306,9 +309,19 @@ class ModelOptions:
             "revision", "base", "engine", "trust_code", "combine", "text_weight", "endpoint", "endpoint_key_env",
         )  # fmt: skip
         chosen = {key: getattr(self, key) for key in keys}
-        if self.engine != "own":
+        if self.engine == "ray":  # its actors load the model
+            chosen["engine"] = "own"
+        if self.engine == "vllm":
             chosen |= {"vllm_memory": self.vllm_memory, "vllm_rows": self.batch_size}
         return partial(load_model, str(name), as_released=self.as_ == "release", **chosen)
+
+    def cluster(
+        self, meta: Mapping[str, Any] = MappingProxyType({}), named: Path | str = "", **changes: Any
+    ) -> Cluster | None:
+        """The devices that embed in place of this process, with ``engine=ray``; `changes` are those of `Embeds.with_`."""
+        if self.engine != "ray":
+            return None
+        return Cluster(partial(_load_with, self, dict(meta), named, changes), self.address)
 
     def load(
         self,
@@ -331,7 +344,7 @@ class ModelOptions:
             )
         exact = self.exact
         if exact is None:
-            exact = self.engine == "own" and (settings.dtype, settings.device) == ("float32", "cpu")
+            exact = self.engine != "vllm" and (settings.dtype, settings.device) == ("float32", "cpu")
         profile = self.prompts or meta.get("prompts")
         encoder = encoder.with_(exact=exact or None, profile=None if profile == settings.profile else profile)
         if self.task is not None:
@@ -346,6 +359,12 @@ class ModelOptions:
             raise UserError("query_prompt= cannot be used with as=release, whose prompts are fixed")
         prompted: Embeds = pkgutil.resolve_name("rge.embedders.common:Prompted")(encoder, self.query_prompt)
         return prompted
+
+
+def _load_with(
+    options: ModelOptions, meta: Mapping[str, Any], named: Path | str, changes: dict[str, Any]
+) -> Embeds:
+    return options.load(meta, named).with_(**changes)
 
 
 def _chosen(facts: Facts, requested: Adapter | None) -> Adapter:

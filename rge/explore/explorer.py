@@ -229,7 +229,7 @@ def demo_gallery(embedder: Embedder) -> Index:
     entries = [replace(entry, text=entry.metadata["concept"], metadata={}) for entry in source.entries]
     reader = Reader(embedder, thumbnail_px=256, captions=False)
     for window in reader.embed(entries, Unreadable(len(entries), 0.0)):
-        index.put([Row.of(source, item.entry, item.content, item.vector) for item in window])
+        index.put([Row.of(source.name, item.entry, item.content, item.vector) for item in window])
     index.refresh(ann_from=len(entries) + 1)
     return index
 

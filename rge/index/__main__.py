@@ -7,23 +7,25 @@
 Embeddings are written every few seconds, so a stopped command continues where it was.
 """
 
-import os
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from rge.common.commands import progress_bar, start
 from rge.common.errors import UserError
 from rge.common.options import parse_options, positional
-from rge.index.options import IndexOptions, blocks_of, on_any_machine
-from rge.index.rows import Row
-from rge.index.sources import Entry, Source, Unreadable, source_of
+from rge.index.blocks import Finished
+from rge.index.options import IndexOptions
+from rge.index.rows import Row, as_block, of_block
+from rge.index.sources import Entry, Source, Unreadable, source_name, source_of
 from rge.index.store import DEPTH, NUM_QUERIES, Index, SearchIndexError, writing
+from rge.tables.stores import is_stored
 
 if TYPE_CHECKING:
     import numpy as np
@@ -45,8 +47,6 @@ def main(words: list[str]) -> int:
         raise UserError(
             "watch=true keeps an index up to date, remove=true takes a source out of it: give one of them"
         )
-    if options.engine == "ray":
-        on_any_machine(options)
     with writing(options.out):
         if options.remove:
             return remove_source(options)
@@ -62,7 +62,7 @@ def main(words: list[str]) -> int:
 def remove_source(options: IndexOptions) -> int:
     """Remove a source, even if it no longer exists."""
     index = Index.open(options.out)
-    name, sources = os.path.abspath(options.src.expanduser()), index.sources()
+    name, sources = source_name(options.src), index.sources()
     if name not in sources:
         raise SearchIndexError(
             f"{options.out} contains nothing from {name}; it contains: {', '.join(sources) or 'nothing'}"
@@ -188,54 +188,110 @@ def _embed(
     todo = [entry for entry in source.entries if known.get(entry.id, ("",))[0] != entry.stamp]
     if not todo:
         return counts
+    # When files are renamed in turn (a to b, b to c), a row is replaced before the next needs its vector.
     at_start = index.as_of_now()
     index.declare(entry.metadata for entry in source.entries)
-    if options.engine == "ray":
-        windows = _on_cluster(options, todo, unreadable)
-    else:
-        windows = reader.windows(todo, unreadable, at_start.digests(len(todo)))
-    with progress_bar(total=len(todo), unit="item") as bar, _Commits(index, known) as commits:
-        for window in windows:
-            known_before = {item.content.digest for item in window.items} - window.vectors.keys()
-            # Of the index at the start: when files are renamed in turn (a to b, b to c), a row is replaced before the next needs its vector.
-            vectors = at_start.vectors_of(known_before)
-            vectors |= commits.vectors_of(known_before - vectors.keys())
-            vectors |= window.vectors
-            for item in window.items:
-                digest, before = item.content.digest, known.get(item.entry.id, ("", None))[1]
-                counts["added"] += before is None
-                counts["changed"] += before not in (None, digest)
-                counts["again"] += digest in known_before and digest != before
-            commits.add(
-                Row.of(source, item.entry, item.content, vectors[item.content.digest])
-                for item in window.items
-            )
-            bar.update(window.count)
-    counts["unfit"] += commits.unfit
+    # What a command with engine=ray has finished is taken up by one without, unless that would need a package more.
+    finished = None
+    if options.engine == "ray" or not is_stored(options.out):
+        finished = Finished(f"{options.out.rstrip('/')}.parts")
+    if options.engine == "ray" or finished:
+        assert finished is not None
+        finished.start(index.about | {"src": source.name, "thumbnail_px": options.thumbnail_px})
+    blocks = [todo] if finished is None else finished.left(todo, options.batch_size)
+    left = list(chain.from_iterable(blocks))
+    with progress_bar(total=len(todo), initial=len(todo) - len(left), unit="item") as bar:
+        if options.engine == "ray":
+            from rge.distributed.ray_data import mapped
+
+            assert finished is not None
+            work = partial(_worker, options, source.name, finished.folder, len(left))
+            for count, faults in mapped(work, blocks, address=options.address):
+                for name, reason in faults.items():
+                    unreadable.add(name, reason)
+                bar.update(count)
+        else:
+            with _Commits(index, known) as commits:
+                for window in reader.windows(left, unreadable, at_start.digests(len(left))):
+                    found = list(_rows_of(window, source.name, at_start, commits.vectors_of))
+                    for row, was_known in found:
+                        _count(counts, known, row.id, row.digest, was_known)
+                    commits.add(row for row, _ in found)
+                    bar.update(window.count)
+            counts["unfit"] += commits.unfit
+    if finished:
+        _commit(index, finished, source, todo, known, counts)
+        finished.remove()
     return counts
 
 
-def _on_cluster(options: IndexOptions, todo: Sequence[Entry], unreadable: Unreadable) -> "Iterator[Window]":
-    """As `Reader.windows`, by Ray's actors; contents that are in several blocks are embedded in each."""
-    from rge.distributed.ray_data import mapped
+def _rows_of(
+    window: "Window", source: str, at_start: Index, earlier: "Callable[[set[str]], dict[str, np.ndarray]]"
+) -> Iterator[tuple[Row, bool]]:
+    """Rows of a window, and whether their content was known; `earlier` looks up vectors that came since the start."""
+    known = {item.content.digest for item in window.items} - window.vectors.keys()
+    vectors = at_start.vectors_of(known)
+    vectors |= earlier(known - vectors.keys())
+    vectors |= window.vectors
+    for item in window.items:
+        digest = item.content.digest
+        yield Row.of(source, item.entry, item.content, vectors[digest]), digest in known
 
-    blocks = list(blocks_of(todo, options.batch_size))
-    for windows, faults in mapped(partial(_worker, options), blocks, address=options.address):
-        for name, reason in faults.items():
-            unreadable.add(name, reason)
-        yield from windows
+
+def _count(
+    counts: Counter[str], known: dict[str, tuple[str, str]], id: str, digest: str, was_known: bool
+) -> None:
+    before = known.get(id, ("", None))[1]
+    counts["added"] += before is None
+    counts["changed"] += before not in (None, digest)
+    counts["again"] += was_known and digest != before
 
 
-def _worker(options: IndexOptions) -> "Callable[[Sequence[Entry]], tuple[list[Window], dict[str, str]]]":
-    """Embeds a block; the index exists already."""
+def _worker(
+    options: IndexOptions, source: str, folder: str, num_left: int
+) -> "Callable[[Sequence[Entry]], tuple[int, dict[str, str]]]":
+    """Embeds a block and writes its rows; returns the number of its items, and those that are unreadable.
+
+    The index exists already, and does not change before all blocks are finished. Contents that are in several blocks are embedded in each.
+    """
     index, reader = opened(options)
-    digests = index.as_of_now().digests(0)
+    index, finished = index.as_of_now(), Finished(folder)
+    digests = index.digests(num_left)
 
-    def work(entries: Sequence[Entry]) -> "tuple[list[Window], dict[str, str]]":
+    def work(entries: "Sequence[Entry]") -> tuple[int, dict[str, str]]:
         unreadable = Unreadable(len(entries), 1.0)  # the share of all counts
-        return list(reader.windows(entries, unreadable, digests)), unreadable.faults
+        vectors: dict[str, np.ndarray] = {}
+        found: list[tuple[Row, bool]] = []
+        for window in reader.windows(entries, unreadable, digests.copy()):
+            vectors.update(window.vectors)
+            found += _rows_of(window, source, index, lambda digests: {one: vectors[one] for one in digests})
+        if found:
+            finished.write(as_block(found))
+        return len(entries), unreadable.faults
 
     return work
+
+
+def _commit(
+    index: Index,
+    finished: Finished,
+    source: Source,
+    todo: Sequence[Entry],
+    known: dict[str, tuple[str, str]],
+    counts: Counter[str],
+) -> None:
+    """Put the rows of all finished blocks into the index: the new ones in one commit, the changed ones in another."""
+
+    def batches(entries: Sequence[Entry]) -> Iterator[list[Row]]:
+        for table in finished.tables(entries):
+            found = list(of_block(table, source.name))
+            for row, was_known in found:
+                _count(counts, known, row.id, row.digest, was_known)
+            yield [row for row, _ in found]
+
+    for is_new in (True, False):
+        some = [entry for entry in todo if (entry.id not in known) is is_new]
+        counts["unfit"] += index.put_all(batches(some), new=is_new)
 
 
 class _Commits:

@@ -1,25 +1,21 @@
 """Options of `rge embed`, `rge index` and `rge search`; free of torch, so that ``--help`` is quick."""
 
-import os
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 from rge.common.modes import Mode
 from rge.common.options import AtLeastOne, Count, Quoting, Share
 from rge.common.registry import PluginOptions
-
-T = TypeVar("T")
 
 
 @dataclass(kw_only=True)
 class Reading(PluginOptions):
     """Options of commands that read a source."""
 
-    src: Path
-    """A folder of pictures, PDFs, videos and texts, one PDF, or a table (``.csv``, ``.tsv``, ``.xlsx``, ``.jsonl``, ``.json``, ``.parquet``). PDFs are
-    read by page. In a folder, ``x.txt`` or ``x.jpg.txt`` next to ``x.jpg`` is its caption, and any other ``.txt`` is an item of its own; hidden files are
+    src: str
+    """A folder of pictures, PDFs, videos and texts, one PDF, or a table (``.csv``, ``.tsv``, ``.xlsx``, ``.jsonl``, ``.json``, ``.parquet``,
+    ``.lance``), on this machine or in an object store (``s3://``, ``gs://``, ``az://``). PDFs are read by page. In a folder, ``x.txt`` or ``x.jpg.txt`` next to ``x.jpg`` is its caption, and any other ``.txt`` is an item of its own; hidden files are
     skipped."""
     exclude: tuple[str, ...] = ()
     """Files and folders to leave out, by patterns as in ``.gitignore``. Folders of thumbnails and deleted files
@@ -63,31 +59,6 @@ class Reading(PluginOptions):
     """With ``engine=ray``: address of a cluster, ``auto`` for the one that this machine belongs to; null: this machine alone."""
     unreadable: Path | None = None
     """File for the list of all unreadable items; null: only print the first twenty."""
-
-
-WINDOW = 4
-"""Batches that are read, sorted by length and embedded together."""
-BLOCK_ROWS = 1024
-"""About as many items are a block of work for one of a cluster's devices: what is done again if the device dies."""
-
-
-def blocks_of(entries: Sequence[T], batch_size: int) -> Iterator[Sequence[T]]:
-    """Blocks of whole windows, so that all items are embedded next to the same others as in one process."""
-    window = WINDOW * batch_size
-    size = window * max(1, BLOCK_ROWS // window)
-    for at in range(0, len(entries), size):
-        yield entries[at : at + size]
-
-
-def on_any_machine(options: "EmbedOptions | IndexOptions") -> None:
-    """Make the paths of options absolute, for processes in other folders."""
-    options.src = Path(os.path.abspath(options.src.expanduser()))
-    if "://" not in str(options.out):
-        options.out = type(options.out)(os.path.abspath(Path(options.out).expanduser()))
-    if options.checkpoint is not None and Path(options.checkpoint).expanduser().is_dir():
-        options.checkpoint = os.path.abspath(Path(options.checkpoint).expanduser())
-    if options.base is not None and Path(options.base).expanduser().is_dir():
-        options.base = os.path.abspath(Path(options.base).expanduser())
 
 
 @dataclass(kw_only=True)

@@ -16,7 +16,7 @@ from rge.common.modes import Mode
 from rge.common.parts import ImagePart, content_of
 from rge.common.schema import Item, check_finite
 from rge.embedder import Embedder
-from rge.index.options import WINDOW
+from rge.index.blocks import WINDOW
 from rge.index.sources import Content, Entry, Unreadable, load
 from rge.model.prompts import Prompt
 

@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from rge.common.images import WEB, is_there
 from rge.content.references import PDF, named
 from rge.content.video import SUFFIXES as VIDEO_SUFFIXES
 from rge.index.columns import LARGEST_INTEGER
-from rge.index.sources import Content, Entry, Source, composed
+from rge.index.sources import Content, Entry, composed
 from rge.tables.pictures import SUFFIXES
 
 COLUMNS = {
@@ -70,10 +70,10 @@ class Row:
         return row_key(self.source, self.id)
 
     @classmethod
-    def of(cls, source: Source, entry: Entry, content: Content, vector: np.ndarray) -> "Row":
+    def of(cls, source: str, entry: Entry, content: Content, vector: np.ndarray) -> "Row":
         """The row of an entry that has been read and embedded."""
         metadata = content.facts | entry.metadata
-        names = source.name, entry.id, entry.stamp, content.digest
+        names = source, entry.id, entry.stamp, content.digest
         return cls(*names, vector, content.text, entry.image, metadata, content.thumbnail)
 
 
@@ -165,6 +165,34 @@ def as_table(rows: Sequence[Row], vector_ND: np.ndarray, schema: pa.Schema) -> t
         elif field.name not in columns:
             columns[field.name] = pa.nulls(len(rows), field.type)
     return pa.table(columns, schema=schema), unfit
+
+
+BLOCK = pa.schema(
+    [(name, kind) for name, kind in COLUMNS.items() if name not in ("key", "source")]
+    + [("vector", pa.list_(pa.float32())), ("was_known", pa.bool_())]
+)
+"""Columns of a finished block (`rge.index.blocks`), which do not depend on those of the index."""
+
+
+def as_block(found: Sequence[tuple[Row, bool]]) -> pa.Table:
+    """Rows of one source, and whether their contents were known, as a finished block."""
+    columns: dict[str, list[Any]] = {
+        name: [getattr(row, name, None) for row, _ in found] for name in BLOCK.names
+    }
+    columns["metadata"] = [_as_json(row.metadata)[1] for row, _ in found]
+    columns["was_known"] = [was_known for _, was_known in found]
+    return pa.table(columns, schema=BLOCK)
+
+
+def of_block(block: pa.Table, source: str) -> Iterator[tuple[Row, bool]]:
+    """What `as_block` was given."""
+    vectors = block["vector"].combine_chunks().flatten().to_numpy().reshape(len(block), -1)
+    for row, vector_D in zip(block.drop_columns("vector").to_pylist(), vectors, strict=True):
+        was_known, metadata = row.pop("was_known"), row.pop("metadata")
+        yield (
+            Row(source, **row, vector=vector_D, metadata=json.loads(metadata) if metadata else None),
+            was_known,
+        )
 
 
 def _as_json(metadata: dict[str, Any] | None) -> tuple[dict[str, Any], str | None]:
@@ -270,7 +298,8 @@ def hits_of(rows: pa.Table, query_D: np.ndarray, k: int) -> list[Hit]:
 
 def _hit(score: float, row: dict[str, Any]) -> Hit:
     image = row["image"]
-    gone = bool(image) and not image.startswith(WEB) and not is_there(named(image).file)
+    # What is elsewhere, or in a Lance table, is not looked up.
+    gone = bool(image) and not re.search(r"://|\.lance#", image) and not is_there(named(image).file)
     metadata = _finite(row["metadata"]) if row["metadata"] else {}
     return Hit(row["source"], row["id"], score, row["text"], image, metadata, gone, row.get("thumbnail"))
 

@@ -34,10 +34,11 @@ from rge.content.video import SUFFIXES as VIDEO_SUFFIXES
 from rge.content.video import probe
 from rge.index.columns import make_comparable, texts_as_numbers
 from rge.index.options import Reading
+from rge.tables import stores
 from rge.tables.errors import reading
-from rge.tables.listing import Exclude, Skipped, visible_files
+from rge.tables.listing import Exclude, Skipped, files_below, visible_files
 from rge.tables.names import resolved
-from rge.tables.pictures import SUFFIXES, file_stamp
+from rge.tables.pictures import SUFFIXES, file_stamp, store_stamp
 from rge.tables.rows import (
     AS_FOUND,
     SHEETS,
@@ -48,6 +49,7 @@ from rge.tables.rows import (
     picture_cell,
     table_rows,
 )
+from rge.tables.stores import StoreError, is_lance, is_stored
 from rge.web.client import fetch_picture
 
 MAX_TEXT_BYTES = 1 << 20
@@ -104,7 +106,12 @@ class Unreadable:
     def noted(cls, source: Source, options: Reading) -> Iterator["Unreadable"]:
         """Start with the faults of a source's listing; at the end, whatever ends it, write all to ``unreadable=``."""
         listed = options.unreadable
-        if listed is not None and listed.suffix.lower() == ".txt" and _is_listed(listed, Path(source.name)):
+        if (
+            listed is not None
+            and not is_stored(source.name)
+            and listed.suffix.lower() == ".txt"
+            and _is_listed(listed, Path(source.name))
+        ):
             raise UserError(f"unreadable={listed} would be an item of {source.name}: put it elsewhere")
         found = cls(len(source.entries) + len(source.faults), options.max_unreadable, dict(source.faults))
         try:
@@ -155,7 +162,7 @@ class Content:
 
 
 def read_source(
-    path: Path,
+    path: Path | str,
     *,
     id: str = "id",
     text: str = "text",
@@ -165,7 +172,7 @@ def read_source(
     pages: Literal["each", "together"] = "each",
     videos: bool = False,
 ) -> Source:
-    """List a folder or a table; `id`, `text` and `image` are a table's columns with names, texts and pictures.
+    """List a folder or a table, on this machine or at an address of an object store; `id`, `text` and `image` are a table's columns with names, texts and pictures.
 
     With `pages` each, a document has one entry per page; `videos` lists the clips of a folder too.
 
@@ -176,7 +183,13 @@ def read_source(
         SourceError: it is neither, or empty.
         TableError: it cannot be read.
     """
-    path = path.expanduser()
+    if is_stored(path) or is_lance(str(path)):
+        source, empty = _stored(str(path).rstrip("/"), (id, text, image), exclude, form, videos)
+        source = _with_pages(source, pages)
+        if not source.entries and not source.faults:
+            raise SourceError(empty)
+        return source
+    path = Path(path).expanduser()
     try:
         os.path.abspath(path).encode()
     except UnicodeEncodeError:
@@ -185,15 +198,14 @@ def read_source(
         ) from None
     if path.is_dir():
         source = _folder(path, Exclude(exclude), videos)
-        empty = f"{path} holds no pictures ({', '.join(SUFFIXES)}), no PDFs and no texts (.txt)"
-        if source.skipped:
-            empty += f", only {source.skipped}"
+        empty = _nothing_in(str(path), source)
     elif path.suffix.lower() in TABLES and path.is_file():
-        source = _table(path, id, text, image, form)
+        source = _table(str(path), (id, text, image), form)
         empty = f"{path} has no rows"
     elif path.suffix.lower() == PDF and path.is_file():
+        file = os.path.abspath(path)
         source = Source(
-            os.path.abspath(path), [_picture(path.parent, {path.name: _stamp(path)}, path.name, None)], {}
+            file, [_picture(os.path.dirname(file), {path.name: _stamp(path)}, path.name, None)], {}
         )
         empty = ""
     else:
@@ -205,6 +217,42 @@ def read_source(
     if not source.entries and not source.faults:
         raise SourceError(empty)
     return source
+
+
+def _nothing_in(path: str, source: Source) -> str:
+    only = f", only {source.skipped}" if source.skipped else ""
+    return f"{path} holds no pictures ({', '.join(SUFFIXES)}), no PDFs and no texts (.txt){only}"
+
+
+def _stored(
+    address: str, columns: tuple[str, str, str], exclude: Sequence[str], form: TableFormat, videos: bool
+) -> tuple[Source, str]:
+    """What a store, or a Lance table, holds, and what is said if that is nothing."""
+    ending = os.path.splitext(address)[1].lower()
+    if is_lance(address) or ending in TABLES:
+        return _table(address, columns, form), f"{address} has no rows"
+    fs, root = stores.open_store(address)
+    if not stores.exists(address):
+        raise StoreError(f"{address} does not exist: check the bucket and the path", "missing")
+    skipped, files = Skipped(), dict[str, str]()
+    if ending == PDF:
+        [(name, info)] = stores.listed(address, lambda: iter([(root, fs.info(root))]))
+        folder = address.rpartition("/")[0]
+        name = os.path.basename(name)
+        return Source(address, [_picture(folder, {name: store_stamp(info)}, name, None)], {}), ""
+    endings = _endings(videos)
+    for path, info in stores.listed(address, lambda: files_below(fs, root, False, Exclude(exclude), skipped)):
+        if path.lower().endswith(endings):
+            files[path.removeprefix(root).strip("/")] = store_stamp(info)
+        else:
+            skipped.add(path)
+    source = Source(address, _entries(address, files), {}, skipped)
+    return source, _nothing_in(address, source)
+
+
+def source_name(path: str) -> str:
+    """What a source is called in an index: its absolute path, or its address."""
+    return path.rstrip("/") if is_stored(path) else os.path.abspath(Path(path).expanduser())
 
 
 def source_of(options: Reading) -> Source:
@@ -232,7 +280,7 @@ def load(
         ImageError: its picture cannot be read.
         SourceError: its text cannot be read.
     """
-    text = entry.text if entry.text_file is None else _text(Path(entry.text_file))
+    text = entry.text if entry.text_file is None else _text(entry.text_file)
     embedded_text = b"\0" + (text or "").encode()
     if entry.image is None:
         if not (text or "").strip():
@@ -243,7 +291,7 @@ def load(
         return _page(entry.image, text, thumbnail_px, captions)
     if (about.is_document or about.is_clip) and not entry.image.startswith(WEB):
         return _file(entry.image, text, thumbnail_px, captions)
-    data = fetch_picture(entry.image) if entry.image.startswith(WEB) else picture_bytes(entry.image)
+    data = _bytes(entry.image)
     digest = hashlib.sha256(data + embedded_text if captions else data).hexdigest()
     try:
         data, facts = _first_frame(data, max_file_pixels)
@@ -257,8 +305,9 @@ def _page(ref: str, caption: str | None, thumbnail_px: int, captions: bool) -> C
     """A page; its text is the document's caption, else what is written on it."""
     about = named(ref)
     assert about.page is not None
-    picture = pdf.render(about.file, about.page)
-    text = caption or _plain(pdf.texts(about.file, [about.page])[0])
+    file = stores.local_copy(about.file)
+    picture = pdf.render(file, about.page)
+    text = caption or _plain(pdf.texts(file, [about.page])[0])
     digest = hashlib.sha256(f"{picture.size}".encode() + picture.tobytes())
     if captions:
         digest.update(b"\0" + (text or "").encode())
@@ -269,6 +318,9 @@ def _page(ref: str, caption: str | None, thumbnail_px: int, captions: bool) -> C
 def _file(ref: str, caption: str | None, thumbnail_px: int, captions: bool) -> Content:
     """A whole document or a clip: its text is the caption, else what is written on a document's first pages."""
     about = named(ref)
+    if is_stored(ref):
+        ref = stores.local_copy(about.file) + ref.removeprefix(about.file)
+        about = named(ref)
     text, facts = caption, dict[str, Any]()
     if about.is_clip:
         facts["seconds"] = round(probe(about.file).seconds, 3)
@@ -282,6 +334,24 @@ def _file(ref: str, caption: str | None, thumbnail_px: int, captions: bool) -> C
         digest.update(b"\0" + (text or "").encode())
     small_copy = thumbnail(preview(ref), thumbnail_px) if thumbnail_px else None
     return Content(text, None, digest.hexdigest(), part_of(ref), small_copy, facts)
+
+
+def _bytes(ref: str) -> bytes:
+    """Encoded bytes of a picture, wherever it is."""
+    if ref.startswith(WEB):
+        return fetch_picture(ref)
+    table, mark, row = ref.partition(".lance#")
+    if mark:
+        cell = picture_cell(stores.lance_cell(f"{table}.lance", row, "image"))
+        if not isinstance(cell, bytes):
+            raise ImageError(f"picture {row!r} of {table}.lance has no bytes")
+        return cell
+    if not is_stored(ref):
+        return picture_bytes(ref)
+    table, mark, row = ref.partition(".parquet#")
+    if mark:
+        return picture_bytes(f"{stores.local_copy(f'{table}.parquet')}#{row}")
+    return stores.read(ref)
 
 
 def _plain(text: str) -> str | None:
@@ -340,11 +410,12 @@ def thumbnail(data: bytes | Image.Image, size_px: int, max_file_pixels: int | No
     return out.getvalue()
 
 
-def _text(path: Path) -> str:
+def _text(path: str) -> str:
     try:
-        if path.stat().st_size > MAX_TEXT_BYTES:
+        data = stores.read(path) if is_stored(path) else None
+        if (os.path.getsize(path) if data is None else len(data)) > MAX_TEXT_BYTES:
             raise SourceError(f"{path} is larger than {MAX_TEXT_BYTES >> 20} MB, too long for one item")
-        return path.read_text(encoding="utf-8-sig").strip()
+        return (Path(path).read_bytes() if data is None else data).decode("utf-8-sig").strip()
     except OSError as error:
         raise SourceError(f"{path} cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError:
@@ -366,7 +437,7 @@ def _folder(root: Path, exclude: Exclude, videos: bool) -> Source:
         if not isinstance(error, FileNotFoundError):
             unseen.add(name)
 
-    endings = (*SUFFIXES, PDF, ".txt", *(VIDEO_SUFFIXES if videos else ()))
+    endings = _endings(videos)
     for folder, names in visible_files(root, unreadable, exclude, skipped):
         for path in (os.path.join(folder, name) for name in names):
             if not path.lower().endswith(endings):
@@ -380,7 +451,13 @@ def _folder(root: Path, exclude: Exclude, videos: bool) -> Source:
                     unreadable(error)
     if "." in faults:
         raise SourceError(f"{root} cannot be read: {faults['.']}")
-    return Source(os.path.abspath(root), _entries(root, files), faults, skipped, frozenset(unseen))
+    return Source(
+        os.path.abspath(root), _entries(os.path.abspath(root), files), faults, skipped, frozenset(unseen)
+    )
+
+
+def _endings(videos: bool) -> tuple[str, ...]:
+    return (*SUFFIXES, PDF, ".txt", *(VIDEO_SUFFIXES if videos else ()))
 
 
 def _stamp(path: str | Path) -> str:
@@ -422,10 +499,10 @@ def _with_pages(source: Source, pages: Literal["each", "together"]) -> Source:
 @lru_cache(maxsize=1 << 16)
 def _num_pages(file: str, _stamp: str) -> int:
     """Kept for the next listing of a watched folder."""
-    return pdf.num_pages(file)
+    return pdf.num_pages(stores.local_copy(file))
 
 
-def _entries(root: Path, files: dict[str, str]) -> list[Entry]:
+def _entries(root: str, files: dict[str, str]) -> list[Entry]:
     """Pictures with their captions, and other texts; `files` are stamps by relative name."""
     texts = {name for name in files if name.lower().endswith(".txt")}
     captions = {_stem(name): name for name in sorted(texts)}  # the ending may be ".TXT"
@@ -436,18 +513,18 @@ def _entries(root: Path, files: dict[str, str]) -> list[Entry]:
         for name in pictures
     ]
     entries += [
-        Entry(name, files[name], text_file=str(root / name)) for name in texts if _stem(name) not in described
+        Entry(name, files[name], text_file=f"{root}/{name}") for name in texts if _stem(name) not in described
     ]
     return sorted(entries, key=lambda entry: entry.id)
 
 
-def _picture(root: Path, files: dict[str, str], name: str, caption: str | None) -> Entry:
+def _picture(root: str, files: dict[str, str], name: str, caption: str | None) -> Entry:
     stamp, text_file = files[name], None
     if caption is not None:
         stamp += f" {files[caption]}"
-        text_file = str(root / caption)
-    album = Path(name).parent.as_posix() if "/" in name else Path(os.path.abspath(root)).name
-    image = os.path.abspath(root / name)
+        text_file = f"{root}/{caption}"
+    album = Path(name).parent.as_posix() if "/" in name else Path(root).name
+    image = f"{root.rstrip('/')}/{name}"
     # Conditions are typed with letters and accents as one character.
     return Entry(name, stamp, text_file=text_file, image=image, metadata={"album": composed(album)})
 
@@ -482,24 +559,23 @@ def _printable(name: str) -> str:
 # --------------------------------------------------------------------------------------------------------------- table
 
 
-def _table(path: Path, id_column: str, text_column: str, image_column: str, form: TableFormat) -> Source:
+def _table(path: str, column_names: tuple[str, str, str], form: TableFormat) -> Source:
+    id_column, text_column, image_column = column_names
     entries: dict[str, Entry] = {}
     faults: dict[str, str] = {}
-    ending, times = path.suffix.lower(), Counter[str]()
-    with reading(str(path)):
-        rows: Iterable[dict[str, Any]] = table_rows(path, form=form)
-        if ending == ".parquet":
-            with open_parquet(path) as file:
-                columns = file.schema_arrow.names
-        else:
-            rows = list(rows)  # JSON lines may each have other columns
-            columns = list(dict.fromkeys(key for row in rows for key in row))
+    ending, times = os.path.splitext(path)[1].lower(), Counter[str]()
+    with reading(path):
+        rows, columns = _rows(path, form)
         if columns and not {text_column, image_column} & set(columns):
             raise SourceError(
                 f"{path} has neither a column {text_column!r} nor {image_column!r}; it has "
                 f"{', '.join(map(repr, columns))}: name them, such as text=caption image=file"
             )
-        is_library = ending == ".parquet" and (id_column, image_column) == ("id", "image") and "id" in columns
+        is_library = (
+            ending in (".parquet", stores.LANCE)
+            and (id_column, image_column) == ("id", "image")
+            and "id" in columns
+        )
         for number, row in enumerate(rows, start=1):
             text, image, given = (
                 _taken(row, name, ending in SHEETS) for name in (text_column, image_column, id_column)
@@ -528,7 +604,23 @@ def _table(path: Path, id_column: str, text_column: str, image_column: str, form
     if ending in (".csv", ".tsv"):
         texts_as_numbers(metadata)
     make_comparable(metadata)
-    return Source(os.path.abspath(path), list(entries.values()), faults)
+    return Source(source_name(path), list(entries.values()), faults)
+
+
+def _rows(path: str, form: TableFormat) -> tuple[Iterable[dict[str, Any]], list[str]]:
+    """A table's rows, and the names of its columns."""
+    if is_lance(path):
+        return stores.lance_rows(path), stores.lance_columns(path)
+    fs, place = (None, path)
+    if is_stored(path):
+        fs, place = stores.open_store(path)
+        stores.exists(path)  # an error, and within its time, if it cannot be read
+    rows: Iterable[dict[str, Any]] = table_rows(place, form=form, fs=fs)
+    if path.lower().endswith(".parquet"):
+        with open_parquet(place, fs) as file:
+            return rows, file.schema_arrow.names
+    rows = list(rows)  # JSON lines may each have other columns
+    return rows, list(dict.fromkeys(key for row in rows for key in row))
 
 
 def _taken(row: dict[str, Any], column: str, is_sheet: bool) -> Any:
@@ -558,18 +650,19 @@ def _is_data_url(image: str) -> bool:
     return image[:5].lower() == "data:"
 
 
-def _entry(name: str, text: str | None, image: str | bytes | None, row: dict[str, Any], path: Path) -> Entry:
+def _entry(name: str, text: str | None, image: str | bytes | None, row: dict[str, Any], path: str) -> Entry:
     text = (text or "").strip() or None
     known = json.dumps([text, row], ensure_ascii=False, default=str, sort_keys=True)
     stamp = hashlib.sha256(known.encode())
     ref: str | None = None
     if isinstance(image, bytes):
-        ref = f"{os.path.abspath(path)}#{name}"
+        ref = f"{source_name(path)}#{name}"
         stamp.update(image)
     elif image:
         stamp.update(image.encode())
-        ref = resolved(image, str(path.parent))
-        if not ref.startswith(WEB):
+        folder = path.rpartition("/")[0] if is_stored(path) else os.path.dirname(path)
+        ref = f"{folder}/{image}" if is_stored(path) and "://" not in image else resolved(image, folder)
+        if not ref.startswith(WEB) and not is_stored(ref):
             ref = os.path.abspath(ref)
             library, mark, _ = ref.partition(".parquet#")
             stamp.update(file_stamp(f"{library}.parquet" if mark else ref).encode())

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import lru_cache, partial
+from itertools import chain
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -242,6 +243,10 @@ class Digests:
             self._index._select(["digest"], f"digest = {_quoted(str(digest))}", limit=1)
         )
 
+    def copy(self) -> "Digests":
+        """The same contents, to which others can be added."""
+        return Digests(self._index, self._others)
+
     def update(self, digests: Iterable[str]) -> None:
         """Add others."""
         self._others.update(digests)
@@ -383,29 +388,59 @@ class Index:
                 self._table.add_columns(new)
 
     def put(self, rows: Sequence[Row], *, new: bool = False) -> int:
-        """Add rows, or replace those with the same source and id, in one commit.
+        """Add rows, or replace those with the same source and id, in one commit; see `put_all`."""
+        return self.put_all([rows], new=new)
 
-        With `new`, the caller knows that none is in the index, and no row is looked for. Returns the number of metadata values that do not fit the type of their column, and which `where` ignores. A vector of
-        another size, or one that is not finite, is a ValueError.
+    def put_all(self, batches: Iterable[Sequence[Row]], *, new: bool = False) -> int:
+        """As `put` for rows that come batch by batch, in one commit; of which few are in memory.
+
+        With `new`, the caller knows that none is in the index, and no row is looked for. Returns the number of metadata values that
+        do not fit the type of their column, and which `where` ignores.
+
+        Raises:
+            ValueError: a vector has another size, or is not finite; then nothing is written.
         """
-        if not rows:
+        schema, unfit, fault = self._table.schema.remove_metadata(), 0, None
+
+        def tables() -> Iterator[pa.Table]:
+            nonlocal unfit, fault
+            try:
+                for rows in filter(None, batches):
+                    table, more = as_table(rows, self._vectors(rows), schema)
+                    unfit += more
+                    yield table
+            except Exception as error:
+                fault = error  # LanceDB tells it in its own words only
+                raise
+
+        found = tables()
+        if (first := next(found, None)) is None:
             return 0
+        flat = (batch for table in chain([first], found) for batch in table.to_batches())
+        reader = pa.RecordBatchReader.from_batches(schema, flat)
+        try:
+            with _lancedb_errors(self.uri):
+                # Elsewhere than in a folder, no lock keeps another writer from adding the same.
+                if new and _folder(self.uri) is not None:
+                    self._table.add(reader)
+                else:
+                    merge = self._table.merge_insert("key")
+                    merge.when_matched_update_all().when_not_matched_insert_all().execute(reader)
+        except SearchIndexError:
+            if fault is None:
+                raise
+            raise fault from None
+        return unfit
+
+    def _vectors(self, rows: Sequence[Row]) -> np.ndarray:
+        """The rows' vectors, (N, D) float32."""
         wanted = self.about["dimensions"]
         if sizes := {len(row.vector) for row in rows} - {wanted}:
             raise ValueError(f"{self.uri} holds vectors of {wanted}, got {min(sizes)}")
         vector_ND = np.stack([row.vector for row in rows], dtype=np.float32)
         if not np.isfinite(vector_ND).all():
             raise ValueError("a vector is not finite")
-        table, unfit = as_table(rows, vector_ND, self._table.schema.remove_metadata())
-        with _lancedb_errors(self.uri):
-            if (
-                new and _folder(self.uri) is not None
-            ):  # elsewhere, no lock keeps another writer from adding the same
-                self._table.add(table)
-                return unfit
-            merge = self._table.merge_insert("key")
-            merge.when_matched_update_all().when_not_matched_insert_all().execute(table)
-        return unfit
+        return vector_ND
 
     def digests(self, num_asked: int) -> "Digests":
         """Digests of all embedded contents; those of few are looked up one by one, for more all are read."""

@@ -26,7 +26,6 @@ from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pyarrow as pa
 
 from rge.common.images import SUFFIXES
@@ -42,6 +41,7 @@ from rge.tables.rows import (
     parquet_rows,
     table_rows,
 )
+from rge.tables.stores import open_store
 
 KINDS = {
     **dict.fromkeys(TABLES, "table"), ".parquet": "parquet", ".tar": "tar", ".tar.gz": "tar", ".tgz": "tar",
@@ -91,10 +91,7 @@ def find(path: str, exclude: Sequence[str] = ()) -> Files:
         TableError: it does not exist, needs a package that is not installed, or is of an unsupported kind.
     """
     left_out = Exclude(exclude)
-    try:
-        fs, place = fsspec.core.url_to_fs(path)
-    except (ImportError, ValueError) as error:
-        raise TableError(f"{path}: {error}") from None
+    fs, place = open_store(path)
     is_local = "://" not in path
     place = path if is_local else place  # as given, so that references stay short
     try:
@@ -202,10 +199,11 @@ def picture_rows(
 
 def stamp_of(files: Files, path: str) -> str:
     """Size and modification time of a file, or the store's substitute."""
-    return _stamp(files.fs.info(path))
+    return store_stamp(files.fs.info(path))
 
 
-def _stamp(info: Mapping[str, Any]) -> str:
+def store_stamp(info: Mapping[str, Any]) -> str:
+    """Size and modification time of a file, or the store's substitute, from its `fsspec` description."""
     times = ("ETag", "etag", "mtime", "LastModified", "last_modified", "updated", "created")
     return f"{info.get('size')}:{next((info[key] for key in times if info.get(key) is not None), '')}"
 
@@ -219,7 +217,7 @@ def picture_files(
     """Path and stamp of the picture files below a folder, by name and grouped by folder; `skipped` counts the others."""
     for file, info in files_below(fs, root, is_local, exclude, skipped):
         if file.lower().endswith(SUFFIXES):
-            yield file, file_stamp(file) if info is None else _stamp(info)
+            yield file, file_stamp(file) if info is None else store_stamp(info)
         elif skipped is not None:
             skipped.add(file)
 

@@ -1,8 +1,9 @@
 """The caches of one embedder's embeddings, by side and mode, filled by all processes."""
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -11,12 +12,9 @@ from rge.common.prompt_profiles import PROFILES
 from rge.common.schema import Item
 from rge.identity.run_identity import Identity, changes_since, digest, in_words, joined, software_of
 from rge.vectors import shards
-from rge.vectors.fill_cache import Embeds, Side, fill
+from rge.vectors.fill_cache import ROOMS, Cluster, Embeds, Side, fill
 from rge.vectors.processes import ALONE, ProcessGroup
 from rge.vectors.shards import Cache, cache_key, caches_in, describe, encoder_key
-
-ROOMS = ("rge",)
-"""Our packages whose loaded modules embeddings depend on; user modules and plugins always count."""
 
 
 @dataclass
@@ -27,6 +25,7 @@ class EmbeddingCaches:
     root: Path  # of all caches
     _: KW_ONLY
     process_group: ProcessGroup = ALONE
+    cluster: Cluster | None = None  # embeds in place of this process
     batch_size: int = 32
     seed: int = 0  # of sampled rationales
     made_with: Identity | None = None  # software and plugins that they depend on so far (first process only)
@@ -40,8 +39,11 @@ class EmbeddingCaches:
 
     def asking(self, *, seed: int | None = None, **generation: Any) -> Self:
         """The same items and model with another seed or generation settings; see `Embeds.with_`."""
-        encoder = self.encoder.with_(**generation)
-        return replace(self, encoder=encoder, seed=self.seed if seed is None else seed, _filled={})
+        encoder, cluster = self.encoder.with_(**generation), self.cluster
+        if cluster is not None:
+            cluster = replace(cluster, load=partial(_asking, cluster.load, generation))
+        seed = self.seed if seed is None else seed
+        return replace(self, encoder=encoder, cluster=cluster, seed=seed, _filled={})
 
     def fill(
         self,
@@ -79,10 +81,12 @@ class EmbeddingCaches:
         cache = Cache(self.root / f"{side}-{mode}-{modality}-{key[:20]}", names)
         self.process_group.once(lambda: shards.open_cache(cache, **described, key=key, encoder=encoder))
         self.process_group.once(lambda: self._record(cache))  # now, in case the run is killed
-        fill(
+        elsewhere = fill(
             self.encoder, items, cache, side=side, mode=mode, batch_size=self.batch_size, seed=seed,
-            process_group=self.process_group,
+            process_group=self.process_group, cluster=self.cluster,
         )  # fmt: skip
+        if elsewhere is not None:
+            self.made_with = joined(self.made_with, elsewhere)
         self.process_group.once(lambda: self._record(cache))  # again, with modules loaded by embedding
         self._filled[side, mode, modality] = cache
         return cache
@@ -111,6 +115,10 @@ class EmbeddingCaches:
         """Record in `made_with` and beside the cache which modules and packages its embeddings depend on."""
         self.made_with = joined(self.made_with, software_of(ROOMS))
         describe(cache, made_with=self.made_with)
+
+
+def _asking(load: Callable[[], Embeds], generation: dict[str, Any]) -> Embeds:
+    return load().with_(**generation)
 
 
 def keyed_settings(encoder: Embeds, mode: Mode) -> dict[str, Any]:

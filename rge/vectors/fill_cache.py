@@ -6,11 +6,14 @@ one process.
 """
 
 import hashlib
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import groupby, islice
 from pathlib import Path
-from typing import Literal, Protocol, Self
+from typing import Any, Literal, Protocol, Self
 
 import numpy as np
 
@@ -20,18 +23,31 @@ from rge.common.errors import UserError
 from rge.common.images import ImageError, load_image
 from rge.common.modes import Mode
 from rge.common.schema import Encoded, Item
+from rge.identity.run_identity import Identity, joined, software_of
 from rge.vectors.processes import ALONE, ProcessGroup
 from rge.vectors.shards import Cache, covered, write_shard
 
 Side = Literal["query", "candidate"]
+ROOMS = ("rge",)
+"""Our packages whose loaded modules embeddings depend on; user modules and plugins always count."""
 SHARD_BATCHES = 8
 """Batches per shard: the most that a kill can lose, and the window in which `rge.embedder` sorts by length."""
+SHARDS_AHEAD = 16
+"""Shards per device of a cluster that wait, with the pictures that their items hold."""
 POLL_S = 0.2
 """Interval at which the first process checks for the others' last shards."""
 BLOCK_ROWS = 1 << 16
 """Rows processed at once, since a pool may be larger than memory."""
 COLLAPSED = 1e-6
 """Embeddings whose mean cosine is this close to 1 are indistinguishable for float32 search."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Devices of a Ray cluster, and how each loads the embedder."""
+
+    load: Callable[[], "Embeds"]
+    address: str | None  # see `rge.distributed.ray_data.mapped`
 
 
 class Embeds(Protocol):
@@ -75,13 +91,15 @@ def fill(
     batch_size: int,
     seed: int | None = None,
     process_group: ProcessGroup = ALONE,
-) -> None:
+    cluster: Cluster | None = None,
+) -> Identity | None:
     """Encode missing shards; on return the cache is complete for every process.
 
     ``items``: those of the cache, iterated over once; pictures may be read lazily. ``batch_size``: the same in all
     processes. ``seed``: of sampled rationales (None: greedy); each item's seed is derived from it and the item's id, so
-    that neither batch size nor resuming changes the samples. The first process shows the progress of all. A `UserError`
-    if an embedding is not finite or not of unit norm, a picture cannot be decoded, or an item is empty or too long.
+    that neither batch size nor resuming changes the samples. The first process shows the progress of all. `cluster`
+    embeds in place of this process; the software that its devices used is returned. A `UserError` if an embedding is not
+    finite or not of unit norm, a picture cannot be decoded, or an item is empty or too long.
     """
     # The first process decides what is missing, so that a shard just written by another does not shift the assignment.
     done = process_group.once(lambda: covered(cache))
@@ -90,34 +108,86 @@ def fill(
         total=len(cache.names), initial=int(done.sum()), desc=f"{name:>17}", unit="item", disable=not first
     )
     counts_all = process_group.size > 1 and first
+    missing = _missing(items, done, SHARD_BATCHES * batch_size)
+    embed = _Shards(side, mode, batch_size, seed)
 
     def count_all() -> None:
         if counts_all:
             bar.update(max(int(covered(cache).sum()) - bar.n, 0))
 
+    if cluster is not None and process_group.size > 1:
+        raise UserError("engine=ray uses all devices by itself: start the command without a launcher")
     with bar:
-        for number, (start, batch) in enumerate(_missing(items, done, SHARD_BATCHES * batch_size)):
+        if cluster is not None:
+            from rge.distributed.ray_data import mapped
+
+            shards = (
+                (cache.path, start, cache.names[start : start + len(batch)], batch)
+                for start, batch in missing
+            )
+            work = partial(_on_device, embed, cluster.load)
+            made_with: Identity | None = None
+            for count, software in mapped(work, shards, address=cluster.address, ahead=SHARDS_AHEAD):
+                made_with = joined(made_with, software) if software else made_with
+                bar.update(count)
+            return made_with
+        for number, (start, batch) in enumerate(missing):
             if number % process_group.size != process_group.rank:
                 continue
-            ids = [item.id for item in batch]
-            try:
-                encoded = encoder.encode(
-                    batch,
-                    side=side,
-                    mode=mode,
-                    batch_size=batch_size,
-                    seeds=_seeds(seed, ids),
-                    on_progress=bar.update,
-                )
-            except ImageError as error:
-                raise _named(error, batch, side) from None
-            check_embeddings(encoded.embeddings, ids, side)
-            write_shard(cache, start, encoded)
+            encoded = embed(encoder, batch, bar.update)
+            write_shard(cache.path, start, cache.names[start : start + len(batch)], encoded)
             count_all()
         while counts_all and not covered(cache).all():
             time.sleep(POLL_S)  # if a process dies, the launcher stops this one
             count_all()
     process_group.once(lambda: None)
+    return None
+
+
+@dataclass(frozen=True)
+class _Shards:
+    """Embeds the items of a shard."""
+
+    side: Side
+    mode: Mode
+    batch_size: int
+    seed: int | None
+
+    def __call__(
+        self, encoder: Embeds, batch: Sequence[Item], on_progress: Callable[[int], object] | None = None
+    ) -> Encoded:
+        ids = [item.id for item in batch]
+        try:
+            encoded = encoder.encode(
+                batch,
+                side=self.side,
+                mode=self.mode,
+                batch_size=self.batch_size,
+                seeds=_seeds(self.seed, ids),
+                on_progress=on_progress,
+            )
+        except ImageError as error:
+            raise _named(error, batch, self.side) from None
+        check_embeddings(encoded.embeddings, ids, self.side)
+        return encoded
+
+
+def _on_device(
+    embed: _Shards, load: Callable[[], Embeds]
+) -> Callable[[tuple[Any, ...]], tuple[int, Identity | None]]:
+    """Embeds the items of a shard and writes it; returns their number, and the software if more of it was loaded."""
+    encoder, num_modules = load(), 0
+
+    def work(shard: tuple[Path, int, Sequence[str], Sequence[Item]]) -> tuple[int, Identity | None]:
+        nonlocal num_modules
+        folder, start, names, batch = shard
+        write_shard(folder, start, names, embed(encoder, batch))
+        if num_modules == len(sys.modules):
+            return len(batch), None
+        num_modules = len(sys.modules)
+        return len(batch), software_of(ROOMS)
+
+    return work
 
 
 def _named(error: ImageError, batch: Sequence[Item], side: Side) -> UserError:

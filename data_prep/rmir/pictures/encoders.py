@@ -2,24 +2,27 @@
 
 import hashlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from PIL import Image
 
-from data_prep.rmir.config import WITHOUT_MODEL, EncoderConfig
+from data_prep.rmir.config import WITHOUT_MODEL, EncoderConfig, RmirConfig
 from rge.common.errors import UserError
 from rge.common.images import load_image
 from rge.common.parts import ImageRef, content_of
 from rge.common.schema import Item, check_finite
+from rge.distributed.ray_data import mapped
 
 if TYPE_CHECKING:
     from rge.embedder import Embedder  # imports torch
 
+WINDOW_BATCHES, BLOCK_ROWS = 4, 1024
+"""Batches that a checkpoint sorts by length together, and pictures or captions of a cluster's block, about."""
 NO_CAPTIONS = (
     "the pixels encoder needs some pictures with captions (library.caption_column) to embed texts, but none has any: use "
     "image_encoder.kind=siglip or checkpoint, or write captions with caption.model=writer"
@@ -221,3 +224,36 @@ def caption_index(
 def embed_captions(encoder: TextEncoder, captions: list[str]) -> np.ndarray:
     """(N, D) float32; (0, 1) without captions."""
     return encoder.texts(captions, query=False) if captions else np.empty((0, 1), np.float32)
+
+
+def embed_all(
+    run: RmirConfig,
+    config: EncoderConfig,
+    *,
+    pictures: Sequence[ImageRef] = (),
+    captions: Sequence[str] = (),
+    loaded: Any = None,
+) -> np.ndarray:
+    """As `ImageEncoder.pictures` or `embed_captions`, by this process or, with ``engine=ray``, by the devices of a cluster.
+
+    `loaded` is the encoder, if this process has loaded it already.
+    """
+    if run.engine == "process":
+        encoder = loaded or load_encoder(config)
+        return encoder.pictures(pictures) if pictures else embed_captions(encoder, list(captions))
+    # Encoders take their batches from windows of so many.
+    rows = WINDOW_BATCHES * config.batch_size * max(1, BLOCK_ROWS // (WINDOW_BATCHES * config.batch_size))
+    items, kind = (pictures, "pictures") if pictures else (captions, "captions")
+    blocks = ((kind, items[at : at + rows]) for at in range(0, len(items), rows))
+    found = list(mapped(partial(_embedder, config), blocks, address=run.address))
+    return np.concatenate(found) if found else np.empty((0, 1), np.float32)
+
+
+def _embedder(config: EncoderConfig) -> Callable[[tuple[str, Sequence[Any]]], np.ndarray]:
+    encoder = load_encoder(config)
+
+    def work(block: tuple[str, Sequence[Any]]) -> np.ndarray:
+        kind, items = block
+        return encoder.pictures(items) if kind == "pictures" else embed_captions(encoder, list(items))
+
+    return work

@@ -766,3 +766,18 @@ def test_without_lancedb_the_error_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "lancedb", None)
     with error_about(SearchIndexError, ".[search]"):
         Index.create(tmp_path / "x", dimensions=16, **MADE)
+
+
+def test_batches_of_rows_are_one_commit_or_none(index):
+    stored_ND = vectors(9)
+    version = index._table.version
+    index.put_all((rows(stored_ND[at : at + 3], first=at) for at in (0, 3, 6)), new=True)
+    assert (index._table.version, len(index)) == (version + 1, 9)
+    index.put_all(rows(vectors(3, seed=at), first=at) for at in (3, 9))  # three are replaced
+    assert (index._table.version, len(index)) == (version + 2, 12)
+    for is_new in (True, False):
+        bad = iter([rows(stored_ND[:3], source="/b"), rows(vectors(1, size=8), source="/b")])
+        with pytest.raises(ValueError, match="holds vectors of 16, got 8"):
+            index.put_all(bad, new=is_new)
+    assert index.put_all(iter([])) == 0
+    assert (index._table.version, len(index)) == (version + 2, 12)

@@ -1,6 +1,8 @@
 """The shard store: complete or absent shards, resumption after SIGKILL, no stale cache, no unusable embeddings."""
 
 import os
+import pickle
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,14 +16,18 @@ from rge.common.files import replacing, write_bytes
 from rge.common.images import load_image
 from rge.common.parts import content_of
 from rge.common.schema import Encoded, Item
+from rge.distributed import ray_data
 from rge.vectors import fill_cache
+from rge.vectors.caches import EmbeddingCaches
 from rge.vectors.fill_cache import (
     SHARD_BATCHES,
+    Cluster,
     check_collapse,
     check_embeddings,
     fill,
     mean_cosine,
 )
+from rge.vectors.processes import ProcessGroup
 from rge.vectors.shards import Cache, cache_key, encoder_key, open_cache, read
 
 ITEMS = [Item(f"i{number:03d}", content_of(f"text {number}")) for number in range(50)]
@@ -300,3 +306,41 @@ def test_collapse_is_refused_and_equal_items_are_not_collapse():
     check_collapse(point, list("aaaaaa"), "query")
     check_collapse(unit(rng, 6), list("abcdef"), "query")
     check_embeddings(point, list("abcdef"), "query")
+
+
+def by_devices(monkeypatch):
+    """Stands for `mapped` with one device: what it gets and gives is pickled."""
+
+    def mapped(make, blocks, *, address, ahead):
+        assert (address, ahead) == ("auto", fill_cache.SHARDS_AHEAD)
+        sent = lambda what: pickle.loads(pickle.dumps(what))  # noqa: E731, S301
+        return map(sent(make)(), map(sent, blocks))
+
+    monkeypatch.setattr(ray_data, "mapped", mapped)
+
+
+def test_a_cluster_writes_the_shards_of_one_process(tmp_path, monkeypatch):
+    """Sampled rationales and other generation settings too; what is there is not embedded again."""
+    by_devices(monkeypatch)
+    load = partial(FakeEncoder, generation={"max_new_tokens": 8, "temperature": 0.5})
+    one, many = (
+        EmbeddingCaches(load(), tmp_path / name, batch_size=2, seed=3, cluster=cluster)
+        for name, cluster in (("one", None), ("many", Cluster(load, "auto")))
+    )
+    contents, ids = [item.text for item in ITEMS], [item.id for item in ITEMS]
+    for asked in ({}, {"max_rationale_tokens": 4, "seed": 5}):
+        ours, theirs = (
+            (caches.asking(**asked) if asked else caches).fill("query", "reasoning", ITEMS, contents, ids)
+            for caches in (one, many)
+        )
+        assert same(read(ours), read(theirs))
+        assert sorted(path.name for path in ours.path.glob("*.parquet")) == sorted(
+            path.name for path in theirs.path.glob("*.parquet")
+        )
+    assert many.encoder.calls == []
+    assert quiet.last.n == len(ITEMS)
+    with pytest.raises(UserError, match="without a launcher"):
+        fill(
+            FakeEncoder(), ITEMS, ours, side="query", mode="direct", batch_size=2, process_group=ProcessGroup(0, 2),
+            cluster=many.cluster,
+        )  # fmt: skip

@@ -1,0 +1,233 @@
+"""Files in object stores (``s3://``, ``gs://`` and all others that fsspec knows), and rows of Lance tables.
+
+Every failure is one `StoreError`, and none takes longer than `WAIT_S` to be noticed.
+"""
+
+import os
+import shutil
+import tempfile
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import lru_cache
+from pathlib import Path
+from queue import Empty, Queue
+from typing import Any, Literal, TypeVar
+
+import fsspec
+
+from rge.common.images import WEB
+from rge.tables.errors import TableError, reason
+
+T = TypeVar("T")
+Kind = Literal["package", "credentials", "denied", "missing", "silent", "other"]
+WAIT_S, LISTING_S = 60.0, 1800.0
+"""How long a store may take for one answer, and to list a folder."""
+LANCE = ".lance"
+ROWS = 64
+"""Rows of a Lance table that are read at once, since they may hold pictures."""
+PREFIX = "rge-copies-"
+COPIES, COPIES_BYTES = 16, 4 << 30
+"""Local copies of a store's tables and documents that stay: at least so many, and more up to this size."""
+
+
+class StoreError(TableError):
+    """An object store, or a Lance table, cannot be read; `kind` says why."""
+
+    def __init__(self, message: str, kind: Kind):
+        super().__init__(message)
+        self.kind = kind
+
+
+def is_stored(address: object) -> bool:
+    """Whether something is elsewhere than in files of this machine and on the web."""
+    return isinstance(address, str) and "://" in address and not address.lower().startswith(WEB)
+
+
+def open_store(address: str) -> tuple[Any, str]:
+    """The fsspec file system of an address, and the path there."""
+    return _within_time(address, lambda: fsspec.core.url_to_fs(address))
+
+
+def exists(address: str) -> bool:
+    """Whether there is a file or a folder; this is where wrong credentials show."""
+    fs, path = open_store(address)
+    return _within_time(address, lambda: fs.exists(path) or bool(fs.ls(path)))
+
+
+def listed(address: str, files: Callable[[], Iterator[T]]) -> list[T]:
+    """What a listing of a folder there yields."""
+    return _within_time(address, lambda: list(files()), LISTING_S)
+
+
+def read(address: str) -> bytes:
+    """The bytes of a file."""
+    fs, path = open_store(address)
+    data: bytes = _within_time(address, lambda: fs.cat_file(path))
+    return data
+
+
+def local_copy(address: str) -> str:
+    """A file's path on this machine: itself, or a copy that stays while few others are asked for."""
+    return _COPIES.path(address) if is_stored(address) else address
+
+
+class _Copies:
+    """Local copies, the last used ones; they are deleted with this process."""
+
+    def __init__(self) -> None:
+        self._lock, self._path_of, self._folder = threading.Lock(), OrderedDict[str, str](), ""
+
+    def path(self, address: str) -> str:
+        with self._lock:
+            if not self._folder:
+                _remove_left_over()
+                self._folder = tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-")
+                weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+            if address not in self._path_of:
+                place = os.path.join(tempfile.mkdtemp(dir=self._folder), os.path.basename(address))
+                fs, path = open_store(address)
+                _within_time(address, lambda: fs.get_file(path, place), LISTING_S)
+                self._path_of[address] = place
+                self._shrink()
+            self._path_of.move_to_end(address)
+            return self._path_of[address]
+
+    def _shrink(self) -> None:
+        sizes = {address: os.path.getsize(path) for address, path in self._path_of.items()}
+        for address, size in sizes.items():
+            if len(self._path_of) <= COPIES or sum(sizes[one] for one in self._path_of) - size < COPIES_BYTES:
+                return
+            shutil.rmtree(os.path.dirname(self._path_of.pop(address)), ignore_errors=True)
+
+
+def _remove_left_over() -> None:
+    """Delete the copies of processes that were killed, as Ray ends its actors."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        pid = folder.name.removeprefix(PREFIX).partition("-")[0]
+        try:
+            os.kill(int(pid), 0)
+        except ProcessLookupError:
+            shutil.rmtree(folder, ignore_errors=True)
+        except (ValueError, PermissionError):
+            pass  # not ours, or of another user
+
+
+_COPIES = _Copies()
+
+
+def _within_time(address: str, call: Callable[[], T], limit_s: float | None = None) -> T:
+    """What a call to a store returns; every file system raises its own errors."""
+    limit_s = WAIT_S if limit_s is None else limit_s
+    found: Queue[tuple[BaseException | None, Any]] = Queue(1)
+
+    def ask() -> None:
+        try:
+            found.put((None, call()))
+        except BaseException as error:  # noqa: BLE001 - raised below
+            found.put((error, None))
+
+    threading.Thread(target=ask, daemon=True).start()
+    try:
+        error, value = found.get(timeout=limit_s)
+    except Empty:
+        raise StoreError(
+            f"{address}: no answer for {limit_s:.0f} s: check the address and the network", "silent"
+        ) from None
+    if isinstance(error, TableError | KeyboardInterrupt | SystemExit):
+        raise error
+    if error is not None:
+        raise _named(address, error) from error
+    return value
+
+
+def _named(address: str, error: BaseException) -> StoreError:
+    chain: list[BaseException] = []
+    at: BaseException | None = error
+    while at is not None and len(chain) < 8:
+        chain.append(at)
+        at = at.__cause__ or at.__context__
+    told = " ".join(f"{type(one).__name__} {one}" for one in chain).lower()
+    if isinstance(error, ImportError) or "protocol not known" in told:
+        return StoreError(
+            f"{address} needs a package that is not installed: pip install -e '.[stores]' ({reason(error)})",
+            "package",
+        )
+    if "credential" in told:
+        return StoreError(
+            f"{address}: no valid credentials: set those of the store, such as AWS_PROFILE, AWS_ACCESS_KEY_ID or "
+            f"GOOGLE_APPLICATION_CREDENTIALS ({reason(error)})",
+            "credentials",
+        )
+    if isinstance(error, PermissionError) or "accessdenied" in told or "forbidden" in told:
+        return StoreError(f"{address}: access is denied ({reason(error)})", "denied")
+    if isinstance(error, FileNotFoundError) or "nosuchbucket" in told or "not found" in told:
+        return StoreError(
+            f"{address} does not exist: check the bucket and the path ({reason(error)})", "missing"
+        )
+    return StoreError(f"{address} cannot be read: {reason(error)}", "other")
+
+
+# --------------------------------------------------------------------------------------------------------------- Lance
+
+
+def is_lance(address: str) -> bool:
+    """Whether an address is that of a Lance table: a folder whose name ends in ``.lance``."""
+    return address.rstrip("/").endswith(LANCE) and (
+        is_stored(address) or os.path.isdir(os.path.join(address, "_versions"))
+    )
+
+
+def lance_rows(address: str) -> Iterator[dict[str, Any]]:
+    """All rows of a Lance table, in its order."""
+    table = _lance(address)
+    batches = _within_time(address, lambda: iter(table.search().to_batches(ROWS)))
+    while (batch := _within_time(address, lambda: next(batches, None))) is not None:
+        yield from batch.to_pylist()
+
+
+def lance_columns(address: str) -> list[str]:
+    """The names of a Lance table's columns."""
+    names: list[str] = _lance(address).schema.names
+    return names
+
+
+def lance_cell(address: str, id: str, column: str) -> Any:
+    """A cell of the row with an id in the column ``id``."""
+    table = _lance(address)
+    rows = _rows_by_id(address, table.version)
+    if id not in rows:
+        raise StoreError(f"row {id!r} is not in {address} ({len(rows)} rows)", "missing")
+    found = _within_time(address, lambda: table.take_row_ids([rows[id]]).select([column]).to_arrow())
+    if not len(found):
+        raise StoreError(f"row {id!r} of {address} has been deleted meanwhile", "missing")
+    return found[column][0].as_py()
+
+
+@lru_cache(maxsize=4)
+def _rows_by_id(address: str, _version: int) -> dict[str, int]:
+    """Lance's own row ids, by the column ``id``."""
+    query = _lance(address).search().select(["id"]).with_row_id(True)
+    found = _within_time(address, query.to_arrow, LISTING_S)
+    return dict(zip(map(str, found["id"].to_pylist()), found["_rowid"].to_pylist(), strict=True))
+
+
+@lru_cache(maxsize=4)
+def _lance(address: str) -> Any:
+    try:
+        import lancedb
+    except ImportError:
+        raise StoreError(
+            f"{address} needs LanceDB, which is not installed: pip install -e '.[search]'", "package"
+        ) from None
+    folder, _, name = address.rstrip("/").rpartition("/")
+    folder = folder or ("/" if address[0] == "/" else ".")
+    # With an interval of none, the rows of a table that grows are seen.
+    return _within_time(
+        address,
+        lambda: lancedb.connect(folder, read_consistency_interval=timedelta(0)).open_table(
+            name.removesuffix(LANCE)
+        ),
+    )

@@ -14,6 +14,9 @@ BESIDE = {"README.md": "index.md", "CONTRIBUTING.md": "CONTRIBUTING.md", "CHANGE
 READ_FIRST = ("train.py", "step/training_step.py", "model/packing.py", "rollout/generate.py", "losses.py")
 """Files of rge/."""
 
+SPEAKING = ("__init__", "__main__", "config", "options", "errors")
+"""Files whose names say what they are."""
+
 
 def on_files(files, config):
     """Add the pages outside docs/."""
@@ -48,15 +51,17 @@ def tree() -> str:
     lines = [
         "# What each file is for",
         "",
-        "The first sentence of each file's docstring, by `python scripts/docs_site.py > docs/tree.md`; a `__main__.py` is the "
-        "command of its folder. Read first: " + ", ".join(f"`rge/{name}`" for name in READ_FIRST) + ".",
+        "The first sentence of each file's docstring, by `python scripts/docs_site.py > docs/tree.md`; not of "
+        "a folder's `__main__.py` (its command), `config.py` (its section of the recipe), `options.py` and `errors.py`. Read first: "
+        + ", ".join(f"`rge/{name}`" for name in READ_FIRST)
+        + ".",
     ]
     for top in ("rge", "data_prep", "eval", "scripts"):
         folders = sorted({path.parent for path in (ROOT / top).rglob("*.py")})
         for folder in folders:
-            files = sorted(
-                path for path in folder.glob("*.py") if path.name not in ("__init__.py", "__main__.py")
-            )
+            shared = folder.name in ("rge", "common")  # there, these names hold more than one room's
+            left_out = SPEAKING[: 2 if shared else None]
+            files = sorted(path for path in folder.glob("*.py") if path.stem not in left_out)
             package = folder / "__init__.py"
             says = [first_sentence(package), ""] if package.exists() else []
             if not files and not any(says):

@@ -1,12 +1,12 @@
 """Audit for leaks: has training seen the test set?
 
-    rge eval audit set=DIR train=FILE.jsonl[,FILE.jsonl]
+    rge eval audit set=DIR train=SOURCE[,SOURCE]
     rge eval audit evals=DIR[,DIR]    # shortcuts, see `shortcut_rates`
 
 Two pictures count as the same if their bytes are equal, or their ids if these have eight or more characters (a re-encoded copy
 has different bytes). Half of Visual Genome's pictures are also in COCO; if the importer recorded that (``names.parquet``),
 training pictures whose file names end in COCO's twelve digits are recognised. `eval.commands.run` does this automatically with
-the training files listed in the checkpoint's ``rge.json``. All members of a suite are audited.
+the sources listed in the checkpoint's ``rge.json``. All members of a suite are audited.
 """
 
 import hashlib
@@ -15,9 +15,9 @@ import re
 import unicodedata
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +34,13 @@ from rge.checkpoints.settings import Settings
 from rge.common.errors import UserError
 from rge.common.files import find_shipped
 from rge.common.images import ImageError, picture_bytes
-from rge.common.parts import ImageRef, picture_of
+from rge.common.parts import Content, ImageRef, pictures_of, text_of
 from rge.common.registry import PluginOptions
 from rge.common.schema import Item
-from rge.data.sources import as_list, parsed_fields, with_defaults, without_nulls
+from rge.data.config import JSON_FILES, OTHER_FILES, RecordsConfig
+from rge.data.readers import open_records
+from rge.data.sources import Records
 from rge.stats.intervals import cluster_bootstrap, figures, index_of
-from rge.tables.errors import TableError, reading
-from rge.tables.names import resolved
-from rge.tables.rows import json_object
 
 MAX_NAMED = 3
 """Training files that a warning names."""
@@ -56,7 +55,8 @@ class AuditOptions(PluginOptions):
     set: Path | None = None
     """Retrieval set directory or suite, with train=."""
     train: tuple[str, ...] = ()
-    """Training files, JSON lines, to search for the set's pictures."""
+    """Training records to search for the set's pictures: files, also tables and compressed ones, folders, or names of data
+    sets, as a source's `path` or `dataset`."""
     evals: tuple[str, ...] = ()
     """Evaluations of one set with query_modality=both,text,image, to search for shortcuts."""
     metric: str = "hit@1"
@@ -73,19 +73,21 @@ class Audit:
 
 @dataclass
 class _Seen:
-    """Content of training files: pictures by hash or id, and (picture, text) and (picture, target) pairs."""
+    """Content of training records: pictures by hash or id, and (picture, text) and (picture, target) pairs."""
 
     queries: set[str] = field(default_factory=set)
     targets: set[str] = field(default_factory=set)
     asked: set[tuple[str, str]] = field(default_factory=set)
     answered: set[tuple[str, str]] = field(default_factory=set)
     num_records: int = 0
+    warnings: list[str] = field(default_factory=list)
+    not_searched: dict[str, str] = field(default_factory=dict)  # why, by source
 
 
 COUNTED = {
-    "query_images": "query pictures are in the training files",
+    "query_images": "query pictures are in the training records",
     "candidate_images": None,
-    "positive_images": "right answers' pictures are targets in the training files",
+    "positive_images": "right answers' pictures are targets in the training records",
     "query_pairs": "queries (picture and text) are training queries",
     "answer_pairs": "queries have a picture and a right answer that training paired",
 }
@@ -98,10 +100,10 @@ def audit_command(options: AuditOptions) -> Any:
         return _evaluations(options)
     if options.evals or not options.train or options.set is None:
         raise UserError("give either set=DIR train=FILE,... or evals=DIR,...")
-    files = [Path(name) for name in options.train]
+    sources = [_source(name) for name in options.train]
     suite = is_suite(options.set)
     names = load_suite(options.set).members if suite else [""]
-    audits = {name: audit_training(load_set(options.set / name), files) for name in names}
+    audits = {name: audit_training(load_set(options.set / name), sources) for name in names}
     content = {name: audit.content for name, audit in audits.items()}
     warnings = [
         f"{name}: {line}".removeprefix(": ") for name, audit in audits.items() for line in audit.warnings
@@ -166,36 +168,43 @@ def shortcut_rates(evaluations: Sequence[Evaluation], metric: str) -> dict[str, 
 
 
 def audit_run(wanted: RetrievalSet, train: Sequence[str], settings: Settings) -> Audit | None:
-    """Audit the files that ``train=`` of `eval.commands.run` names; None without any.
+    """Audit the records that ``train=`` of `eval.commands.run` names; None without any.
 
-    ``auto``: all existing JSON-lines files that a model's stages were trained on (of older checkpoints: that its recipe names).
-    ``null``: none.
+    ``auto``: what a model's stages were trained on, as far as it can be read here; the rest is a warning. ``null``: none.
     """
-    recipe: Any = settings.recipe
     if tuple(train) == ("auto",):
-        files = list(dict.fromkeys(files_in(settings.trained_on or recipe)))
-    else:
-        files = [Path(name) for name in train if name != "null"]
-    lenient = isinstance(recipe, dict) and (recipe.get("data") or {}).get("on_bad") == "skip"
-    return audit_training(wanted, files, lenient=lenient) if files else None
+        sources = [*recorded(settings.trained_on, settings.recipe)]
+        return audit_training(wanted, sources, as_recorded=True) if sources else None
+    sources = [_source(name) for name in train if name != "null"]
+    return audit_training(wanted, sources) if sources else None
 
 
-def files_in(recipe: Any) -> Iterator[Path]:
-    """All existing JSON-lines files named in sources or a whole recipe."""
-    if isinstance(recipe, dict | list):
-        for value in recipe.values() if isinstance(recipe, dict) else recipe:
-            yield from files_in(value)
-    elif isinstance(recipe, str) and recipe.endswith(".jsonl") and find_shipped(recipe).is_file():
-        yield find_shipped(recipe)
+def recorded(trained_on: Any, recipe: Any) -> Iterator[RecordsConfig]:
+    """The sources that a checkpoint's stages were trained on; all that its recipe's stages name, if that is not recorded."""
+    stages = trained_on
+    if stages is None:
+        stages = [(recipe or {}).get(name) or {} for name in ("cold_start", "joint", "rl")]
+    names = {field.name for field in fields(RecordsConfig)}
+    for source in chain.from_iterable(stage.get("sources") or [] for stage in stages):
+        yield RecordsConfig(**{name: value for name, value in source.items() if name in names})
 
 
-def audit_training(wanted: RetrievalSet, files: Sequence[Path], *, lenient: bool = False) -> Audit:
-    """Count pictures and pairs of a set that also occur in training files.
+def _source(name: str) -> RecordsConfig:
+    """A source by its path, or the name of a data set."""
+    is_file = Path(name).is_file() or name.lower().endswith((*JSON_FILES, *OTHER_FILES))
+    return RecordsConfig(path=name) if is_file else RecordsConfig(dataset=name)
 
-    ``files``: training records, see `rge.common.schema.Record`; other JSON lines are ignored. ``lenient``: also lines that are
-    not valid records, which training left out (``data.on_bad=skip``).
+
+def audit_training(
+    wanted: RetrievalSet, sources: Sequence[RecordsConfig], *, as_recorded: bool = False
+) -> Audit:
+    """Count pictures and pairs of a set that also occur in training records.
+
+    Rows that are no training records are a warning. So are sources that cannot be read, if they are those which a checkpoint
+    records (``as_recorded``): they may have stayed on another machine.
     """
-    seen = _seen(tuple(map(_stamp, files)), lenient)
+    named = dict.fromkeys(source.key for source in sources if source.key)
+    seen = _seen(tuple((key, _stamp(key)) for key in named), as_recorded)
     everywhere = seen.queries | seen.targets
     flags_of: dict[str, list[bool]] = {key: [] for key in COUNTED}
     further: dict[str, set[str]] = defaultdict(set)  # other names of a picture
@@ -218,82 +227,84 @@ def audit_training(wanted: RetrievalSet, files: Sequence[Path], *, lenient: bool
             flags_of["query_images"].append(not names.isdisjoint(everywhere))
             flags_of["query_pairs"].append(not seen.asked.isdisjoint(product(names, [_text(query.text)])))
             flags_of["answer_pairs"].append(not seen.answered.isdisjoint(product(names, targets)))
-    named = ", ".join(map(str, files[:MAX_NAMED])) + (", ..." if len(files) > MAX_NAMED else "")
+    labels = [*dict.fromkeys(source.label for source in sources)]
+    told = ", ".join(labels[:MAX_NAMED]) + (", ..." if len(labels) > MAX_NAMED else "")
     counts = {key: {"shared": sum(flags), "of": len(flags)} for key, flags in flags_of.items()}
     warnings = [
         f"{TRAINED}: {count['shared']} of {count['of']} {COUNTED[key]}; figures on them measure memory "
-        f"(training files: {named})"
+        f"(training records: {told})"
         for key, count in counts.items()
         if COUNTED[key] is not None and count["shared"]
     ]
-    if not seen.num_records:
+    warnings += seen.warnings
+    if lost := list(seen.not_searched.items()):
         warnings.append(
-            f"no training record (docs/record.md) is in {', '.join(map(str, files))}: nothing was compared"
+            f"{len(lost)} of {len(labels)} sources of training records could not be searched for this set: {lost[0][0]}: {lost[0][1]}"
         )
-    return Audit({"train": list(map(str, files)), "num_records": seen.num_records, **counts}, warnings)
+    elif not seen.num_records:
+        warnings.append(f"no training record (docs/record.md) is in {told}: nothing was compared")
+    found = {"train": labels, "num_records": seen.num_records, "not_searched": seen.not_searched}
+    return Audit(found | counts, warnings)
 
 
-def _stamp(path: Path) -> tuple[Path, int, int]:
-    with reading(str(path)):
-        return path, path.stat().st_size, path.stat().st_mtime_ns
+def _config(key: str) -> RecordsConfig:
+    """A source by its `RecordsConfig.key`."""
+    return RecordsConfig(**json.loads(key)) if key.startswith("{") else RecordsConfig(path=key)
+
+
+def _stamp(key: str) -> tuple[int, int]:
+    """What changes with a file."""
+    source = _config(key)
+    file = find_shipped(Path(source.path or source.dataset or "").expanduser())
+    if not file.is_file():
+        return 0, 0
+    return file.stat().st_size, file.stat().st_mtime_ns
 
 
 @lru_cache(maxsize=1)
-def _seen(stamps: tuple[tuple[Path, int, int], ...], lenient: bool) -> _Seen:
-    """Content of files, given by path, size and time; cached, since all members of a suite are compared with the same files."""
+def _seen(stamped: tuple[tuple[str, tuple[int, int]], ...], as_recorded: bool) -> _Seen:
+    """Content of sources; cached, since all members of a suite are compared with the same."""
     seen, digests = _Seen(), dict[str, str | None]()
-    for path, *_ in stamps:
-        _read(path, seen, digests, lenient)
+    for key, _ in stamped:
+        source = _config(key)
+        try:
+            if source.streaming and as_recorded and not Path(source.dataset or "").exists():
+                raise UserError("it is a stream, which is not downloaded for this")
+            _read(open_records(replace(source, streaming=False), on_bad="skip"), seen, digests)
+        except UserError as error:
+            if not as_recorded:
+                raise
+            seen.not_searched[source.label] = str(error)
     return seen
 
 
-def _read(path: Path, seen: _Seen, digests: dict[str, str | None], lenient: bool) -> None:
-    def names(cell: Any, own: Any = None) -> set[str]:
-        try:
-            image = picture_of(cell)
-        except ValueError:  # training refuses it
-            image = None
-        if image is None:
-            return set()
-        if isinstance(image, bytes):
-            return set(filter(None, (_digest(image), _id(own))))
-        at = resolved(image, str(path.parent))
-        if at not in digests:
-            digests[at] = _digest(at)
-        return set(filter(None, (digests[at], _name(at), _coco(at), _id(own))))
+def _read(records: Records, seen: _Seen, digests: dict[str, str | None]) -> None:
+    def names(content: Content, own: str | None = None) -> set[str]:
+        found = {_id(own)} if own else set()
+        for ref in pictures_of(content):
+            if isinstance(ref, bytes):
+                found.add(_digest(ref))
+                continue
+            if ref not in digests:
+                digests[ref] = _digest(ref)
+            found |= {digests[ref], _name(ref), _coco(ref)}
+        return {name for name in found if name is not None}
 
-    for record in _records(path, lenient):
-        query: Any = record.get("query")
-        positives: Any = record.get("positives")
-        if not isinstance(positives, list) or not all(isinstance(part, dict) for part in (query, *positives)):
-            continue
+    if records.bad:
+        seen.warnings.append(
+            f"{records.name}: {len(records.bad):,} of {len(records.bad) + len(records):,} rows are no training records and were not "
+            f"compared: {records.bad[0].reason}"
+        )
+    for index in range(len(records)):
+        record = records[index]
         seen.num_records += 1
-        query_names = set().union(*map(names, as_list(query.get("images"))))
+        query_names = names(record.query.parts)
         seen.queries |= query_names
-        wordings = (query.get("text"), *as_list(query.get("paraphrases") or []))
-        seen.asked.update(product(query_names, map(_text, wordings)))
-        for positive in positives:
-            target = names(positive.get("image"), positive.get("id"))
+        seen.asked.update(product(query_names, (_text(text_of(each)) for each in record.query.wordings)))
+        for positive in record.positives:
+            target = names(positive.parts, positive.id if pictures_of(positive.parts) else None)
             seen.targets |= target
             seen.answered.update(product(query_names, target))
-
-
-def _records(path: Path, lenient: bool) -> Iterator[dict[str, Any]]:
-    with reading(str(path)), path.open("rb") as lines:  # of bytes, json reads a byte order mark too
-        for number, line in enumerate(lines, 1):
-            try:
-                if line.strip():
-                    record = json_object(f"{path}, line {number}", line)
-                    if not lenient or _is_valid(record, path, number):
-                        yield record
-            except TableError:
-                if not lenient:
-                    raise
-
-
-def _is_valid(record: dict[str, Any], path: Path, number: int) -> bool:
-    fields = with_defaults(without_nulls(record), path.name, "train", number)
-    return parsed_fields(fields)[0] is not None
 
 
 def _names(item: Item, *, own_id: bool = True) -> set[str]:

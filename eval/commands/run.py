@@ -98,7 +98,7 @@ class RunOptions(ModelOptions, RewriteOptions, MeasureOptions):
     seed: Count = 0
     """Seed of the resampling and of sampled rationales."""
     train: tuple[str, ...] = ("auto",)
-    """Training files (JSON lines) to search for the set's pictures; auto: those that rge.json names; null: none."""
+    """Training records to search for the set's pictures: files or data sets; auto: those that rge.json names; null: none."""
     report: bool = True
     """Whether to write report.html."""
 

@@ -23,6 +23,7 @@ from eval.sets.retrieval_set import load_set
 from eval.sets.write_set import Query
 from rge.common.errors import UserError
 from rge.common.images import picture_bytes
+from rge.data.config import RecordsConfig
 from rge.data.sources import RecordFile
 
 POOL = [f"{number:016x}" for number in range(1, 9)]  # Open Images ids
@@ -397,12 +398,15 @@ def test_visual_genome_pictures_are_found_in_training_files_under_cocos_name(rel
     (train / "t.png").write_bytes(picture(5001))
     query = {"text": "What is it?", "images": [f"{stem}.jpg"]}
     jsonl(train / "a.jsonl", [{"query": query, "positives": [{"id": "t", "image": "t.png"}]}])
-    found = audit_training(wanted, [train / "a.jsonl"])
+    source = RecordsConfig(path=str(train / "a.jsonl"))
+    found = audit_training(wanted, [source])
     assert found.content["query_images"] == {"shared": 2, "of": 3}  # queries a and b
     assert found.content["candidate_images"] == {"shared": 1, "of": 9}
-    assert "2 of 3 query pictures are in the training files" in found.warnings[0]
-    jsonl(train / "a.jsonl", [{"query": query | {"images": ["000000391896.jpg"]}, "positives": []}])
-    assert audit_training(wanted, [train / "a.jsonl"]).warnings == []
+    assert "2 of 3 query pictures are in the training records" in found.warnings[0]
+    jsonl(
+        train / "a.jsonl", [{"query": query | {"images": ["000000391896.jpg"]}, "positives": [{"text": "a"}]}]
+    )
+    assert audit_training(wanted, [source]).warnings == []
 
 
 def test_published_counts_and_the_swap_warning(tmp_path):

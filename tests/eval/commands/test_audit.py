@@ -1,10 +1,12 @@
 """What training saw of the test, and the warnings that figures carry."""
 
 import base64
+import gzip
 import json
 import unicodedata
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from eval_fakes import FakeEncoder, loader, picture, tables, write_set, write_tables
 from faults import error_about
@@ -13,11 +15,13 @@ from eval.__main__ import main
 from eval.benchmarks.published_tables import TRAINED
 from eval.benchmarks.suite import write_suite
 from eval.commands import audit as audit_module
-from eval.commands.audit import AuditOptions, audit_command, audit_run, audit_training, files_in
+from eval.commands.audit import COUNTED, AuditOptions, audit_command, audit_run, audit_training, recorded
 from eval.commands.run import RunOptions, run, run_command
 from eval.sets.retrieval_set import load_set
 from rge.checkpoints.settings import Settings
 from rge.common.errors import UserError
+from rge.data.config import RecordsConfig
+from rge.data.sources import RecordError
 
 
 @pytest.fixture
@@ -37,17 +41,17 @@ def train_file(path, *, image, text, target, target_id="t-1"):
         "query": {"text": text, "images": ["q.png"]},
         "positives": [{"id": target_id, "image": "t.png"}],
     }
-    path.write_text(json.dumps(record) + "\n" + json.dumps({"text": "a plain text"}) + "\n")
+    path.write_text(json.dumps(record) + "\n")
     return path
 
 
 def shared(audit):
-    return {k: v["shared"] for k, v in audit.content.items() if isinstance(v, dict)}
+    return {key: audit.content[key]["shared"] for key in COUNTED}
 
 
 def test_nothing_in_common(set_dir, tmp_path):
     path = train_file(tmp_path / "train" / "a.jsonl", image=picture(7777), text="x", target=picture(8888))
-    audit = audit_training(load_set(set_dir), [path])
+    audit = audit_training(load_set(set_dir), [RecordsConfig(path=str(path))])
     assert set(shared(audit).values()) == {0}
     assert audit.warnings == []
     assert audit.content["num_records"] == 1
@@ -64,7 +68,7 @@ def test_shared_pictures_and_pairs(set_dir, tmp_path):
         text="Question  0",
         target=picture(int(right[1:])),
     )
-    audit = audit_training(wanted, [path])
+    audit = audit_training(wanted, [RecordsConfig(path=str(path))])
     found = shared(audit)
     assert (found["query_images"], found["query_pairs"]) == (2, 1)
     assert found["positive_images"] == 1
@@ -74,7 +78,9 @@ def test_shared_pictures_and_pairs(set_dir, tmp_path):
     record = json.loads(path.read_text().splitlines()[0])
     record["query"] |= {"text": "other words", "paraphrases": ["and others", "question  0"]}
     path.write_text(json.dumps(record) + "\n")
-    assert shared(audit_training(wanted, [path]))["query_pairs"] == 1  # training may ask in either
+    assert (
+        shared(audit_training(wanted, [RecordsConfig(path=str(path))]))["query_pairs"] == 1
+    )  # training may ask in either
 
 
 @pytest.mark.parametrize(("prefix", "num"), [("picture-", 1), ("", 0)])
@@ -88,7 +94,7 @@ def test_a_reencoded_picture_is_known_by_its_id_if_that_is_long_enough(tmp_path,
     path = train_file(
         tmp_path / "train" / "a.jsonl", image=picture(5), text="x", target=picture(9999), target_id=right
     )
-    assert shared(audit_training(wanted, [path]))["positive_images"] == num
+    assert shared(audit_training(wanted, [RecordsConfig(path=str(path))]))["positive_images"] == num
 
 
 @pytest.mark.slow
@@ -104,28 +110,25 @@ def test_a_run_warns_in_results_and_on_stderr(set_dir, tmp_path, capsys):
         line.startswith("query_mode=reasoning, but according to rge.json") for line in reasoning["warnings"]
     )
     assert not any(line.startswith("query_mode") for line in direct["warnings"])
-    assert any("2 of 24 query pictures are in the training files" in line for line in direct["warnings"])
+    assert any("2 of 24 query pictures are in the training records" in line for line in direct["warnings"])
     assert direct["audit"]["train"] == [str(path)]
     err = capsys.readouterr().err
     assert "WARNING: query_mode=reasoning, but" in err
     assert f"WARNING: {TRAINED}: 2 of 24" in err
 
 
-@pytest.mark.parametrize("on_bad", ["stop", "skip"])
-def test_a_file_that_training_read_is_audited(set_dir, tmp_path, on_bad):
-    """With a byte order mark; a broken line only if training left it out."""
+def test_a_file_that_training_read_is_audited(set_dir, tmp_path):
+    """With a byte order mark; broken lines, which training left out, are a warning."""
     path = train_file(tmp_path / "train" / "a.jsonl", image=picture(1000), text="x", target=picture(9999))
     records = path.read_bytes()
     path.write_bytes(b"\xef\xbb\xbf" + records)
-    recipe = {"data": {"on_bad": on_bad}, "joint": {"sources": [{"path": str(path)}]}}
-    settings, wanted = known(recipe=recipe), load_set(set_dir)
+    settings, wanted = known(recipe={"joint": {"sources": [{"path": str(path)}]}}), load_set(set_dir)
     assert shared(audit_run(wanted, ("auto",), settings))["query_images"] == 2
     path.write_bytes(b'{"id": "caf\xe9"}\n{cut\n{"query": {"images": 5}, "positives": ["p"]}\n' + records)
-    if on_bad == "skip":
-        assert shared(audit_run(wanted, ("auto",), settings))["query_images"] == 2
-    else:
-        with error_about(UserError, "1", "JSON"):
-            audit_run(wanted, ("auto",), settings)
+    audit = audit_run(wanted, ("auto",), settings)
+    assert shared(audit)["query_images"] == 2
+    assert audit.content["num_records"] == 1
+    assert "3 of 4 rows are no training records" in audit.warnings[-1]
 
 
 def known(**settings):
@@ -156,11 +159,54 @@ def test_no_training_files_no_audit(set_dir, tmp_path):
     assert results["warnings"] == []
 
 
-def test_training_files_of_a_recipe(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text("")
-    recipe = {"a": {"data": str(path), "b": [str(path), "gone.jsonl"]}, "c": 3, "d": "x.yaml"}
-    assert set(files_in(recipe)) == {path}
+FORMS = ["a.csv", "a.jsonl.gz", "a.parquet", "folder", "mapped"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_tables_compressed_files_and_data_sets_are_searched(set_dir, tmp_path, form):
+    """As their recipe names them, with its columns, and a stream on this machine."""
+    row = json.loads(
+        train_file(tmp_path / "a.jsonl", image=picture(1000), text="x", target=picture(9999)).read_text()
+    )
+    cells = {"query.text": "x", "query.images": "q.png", "positives.image": "t.png", "positives.id": "t-1"}
+    source = {"path": str(tmp_path / form)}
+    if form == "a.csv":
+        pd.DataFrame([cells]).to_csv(tmp_path / form, index=False)
+    elif form == "a.jsonl.gz":
+        (tmp_path / form).write_bytes(gzip.compress(json.dumps(row).encode()))
+    elif form == "a.parquet":
+        pd.DataFrame([{"query": row["query"], "positives": row["positives"]}]).to_parquet(tmp_path / form)
+    else:
+        (tmp_path / form).mkdir()
+        photo = {"bytes": picture(1000), "path": None}
+        pd.DataFrame([{"asked": "x", "photo": photo, "answer": "y"}]).to_parquet(
+            tmp_path / form / "0.parquet"
+        )
+        columns = {"query.text": "asked", "query.images": "photo", "positives.text": "answer"}
+        source = {"dataset": str(tmp_path / form), "columns": columns, "streaming": form == "mapped"}
+    wanted = load_set(set_dir)
+    audit = audit_run(
+        wanted, ("auto",), known(trained_on=[{"stage": "joint", "sources": [source | {"weight": 2}]}])
+    )
+    assert shared(audit)["query_images"] == 2
+    assert audit.content["num_records"] == 1
+    if "path" in source:
+        assert shared(audit_run(wanted, (source["path"],), known()))["query_images"] == 2
+
+
+def test_what_stayed_elsewhere_is_one_warning(set_dir, tmp_path):
+    path = train_file(tmp_path / "a.jsonl", image=picture(1000), text="x", target=picture(9999))
+    sources = [{"path": str(path)}, {"path": "gone.jsonl"}, {"dataset": "no/where", "streaming": True}]
+    audit = audit_run(load_set(set_dir), ("auto",), known(trained_on=[{"stage": "rl", "sources": sources}]))
+    assert shared(audit)["query_images"] == 2
+    assert audit.content["not_searched"].keys() == {"gone.jsonl", "no/where[train]"}
+    assert sum("could not be searched" in line for line in audit.warnings) == 1
+
+
+def test_sources_of_a_recipe():
+    recipe = {"joint": {"sources": [{"path": "a", "weight": 2}]}, "validation": {"sources": [{"path": "v"}]}}
+    assert [*recorded(None, recipe)] == [RecordsConfig(path="a")]
+    assert [*recorded([], recipe)] == []
 
 
 def test_the_command(set_dir, tmp_path, capsys):
@@ -168,15 +214,14 @@ def test_the_command(set_dir, tmp_path, capsys):
     assert main(["audit", f"set={set_dir}", f"train={path}"]) == 0
     assert TRAINED in capsys.readouterr().out
     path.write_text("{broken\n")
-    with pytest.raises(UserError, match="line 1"):
-        audit_training(load_set(set_dir), [path])
+    with pytest.raises(UserError, match="jsonl:1"):
+        audit_training(load_set(set_dir), [RecordsConfig(path=str(path))])
     assert main(["audit", f"set={set_dir}", "train=gone.jsonl"]) == 2
-    assert "cannot be read" in capsys.readouterr().err
+    assert "do not exist" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("on_bad", ["stop", "skip"])
 @pytest.mark.parametrize("form", ["base64", "data URL", "bytes and path", "percent codes"])
-def test_pictures_are_seen_in_every_form_that_training_reads(set_dir, tmp_path, form, on_bad):
+def test_pictures_are_seen_in_every_form_that_training_reads(set_dir, tmp_path, form):
     """And records with nothing but query and positives."""
     encoded = base64.b64encode(picture(1000)).decode()
     cell = {
@@ -186,7 +231,7 @@ def test_pictures_are_seen_in_every_form_that_training_reads(set_dir, tmp_path, 
     (tmp_path / "a b.png").write_bytes(picture(1000))
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"query": {"text": "x", "images": cell}, "positives": [{"text": "y"}]}) + "\n")
-    recipe = {"data": {"on_bad": on_bad}, "joint": {"sources": [{"path": str(path)}]}}
+    recipe = {"joint": {"sources": [{"path": str(path)}]}}
     assert shared(audit_run(load_set(set_dir), ("auto",), known(recipe=recipe)))["query_images"] == 2
 
 
@@ -194,9 +239,8 @@ def test_pictures_are_seen_in_every_form_that_training_reads(set_dir, tmp_path, 
 def test_files_of_another_shape_are_no_clean_bill(set_dir, tmp_path, positives):
     path = tmp_path / "other.jsonl"
     path.write_text(json.dumps({"query": {"text": "x", "images": ["q.png"]}, "positives": positives}) + "\n")
-    audit = audit_training(load_set(set_dir), [path])
-    assert (audit.content["num_records"], set(shared(audit).values())) == (0, {0})
-    assert audit.warnings == [f"no training record (docs/record.md) is in {path}: nothing was compared"]
+    with pytest.raises(RecordError):
+        audit_training(load_set(set_dir), [RecordsConfig(path=str(path))])
 
 
 def test_texts_are_the_same_in_either_composition_of_accents(tmp_path):
@@ -207,7 +251,7 @@ def test_texts_are_the_same_in_either_composition_of_accents(tmp_path):
     path = train_file(
         tmp_path / "train" / "a.jsonl", image=picture(1000), text=decomposed, target=picture(8888)
     )
-    assert shared(audit_training(wanted, [path]))["query_pairs"] == 1
+    assert shared(audit_training(wanted, [RecordsConfig(path=str(path))]))["query_pairs"] == 1
 
 
 def test_a_suite_is_audited_member_by_member(tmp_path, capsys):
@@ -218,8 +262,8 @@ def test_a_suite_is_audited_member_by_member(tmp_path, capsys):
     path = train_file(tmp_path / "train" / "a.jsonl", image=picture(1001), text="x", target=picture(8888))
     assert main(["audit", f"set={suite}", f"train={path}"]) == 0  # picture 1001 is that of queries 2 and 3
     out = capsys.readouterr().out
-    assert f"one: {TRAINED}: 1 of 3 query pictures are in the training files" in out
-    assert f"two: {TRAINED}: 2 of 4 query pictures are in the training files" in out
+    assert f"one: {TRAINED}: 1 of 3 query pictures are in the training records" in out
+    assert f"two: {TRAINED}: 2 of 4 query pictures are in the training records" in out
 
 
 @pytest.mark.slow

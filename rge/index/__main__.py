@@ -209,6 +209,7 @@ def _embed(
             for count, faults in mapped(work, blocks, address=options.address):
                 for name, reason in faults.items():
                     unreadable.add(name, reason)
+                unreadable.check()
                 bar.update(count)
         else:
             with _Commits(index, known) as commits:

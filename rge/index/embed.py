@@ -102,6 +102,7 @@ def _embed_missing(
             for count, faults in mapped(work, blocks, address=options.address):
                 for name, reason in faults.items():
                     unreadable.add(name, reason)
+                unreadable.check()
                 bar.update(count)
             return
         pending: list[Embedded] = []

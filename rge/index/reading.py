@@ -1,6 +1,8 @@
 """Embed a source window by window, while threads prepare the next."""
 
+import math
 import os
+import time
 import warnings
 from collections.abc import Container, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,6 +24,10 @@ from rge.model.prompts import Prompt
 
 if TYPE_CHECKING:
     from rge.index.store import Digests
+
+
+COUNTING_S = 60.0
+"""Seconds to look for further unreadable items once there are too many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,18 +94,25 @@ class Reader:
         """Read entries and make their prompts, a window at a time and one window ahead.
 
         An entry that cannot be read or embedded (a picture one pixel high) goes into `unreadable`, and None is yielded for it.
-        Contents whose digest is `known` get no prompt.
+        If these are too many, the rest is read too, for `COUNTING_S` seconds, so that the error has all of them. Contents whose digest is `known` get no prompt.
         """
         remaining = iter(entries)
         windows = iter(lambda: tuple(islice(remaining, WINDOW * self.batch_size)), ())
         with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
             current: list[tuple[Entry, Future[Prepared]]] = []
             try:
+                until = math.inf
                 for window in chain(windows, [()]):
                     upcoming = [(entry, pool.submit(self._prepare, entry, known)) for entry in window]
-                    if current:
-                        yield [_result(entry, future, unreadable) for entry, future in current]
+                    found = [_result(entry, future, unreadable) for entry, future in current]
+                    if unreadable.too_many:
+                        until = min(until, time.monotonic() + COUNTING_S)
+                        if time.monotonic() >= until:
+                            break
+                    elif found:
+                        yield found
                     current = upcoming
+                unreadable.check(all_read=not upcoming)
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise

@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from PIL import ExifTags, Image
 
-from rge.common.errors import UserError
+from rge.common.errors import UserError, grouped
 from rge.common.files import write_text
 from rge.common.images import WEB, ImageError, load_image, open_picture, picture_bytes
 from rge.common.parts import ImagePart, Part
@@ -57,7 +57,7 @@ MAX_TEXT_BYTES = 1 << 20
 TEXT_PAGES = 20
 """Pages whose text is kept of a document that is one item."""
 SHOWN = 20
-"""Unreadable items that are printed."""
+"""Kinds of unreadable items that are printed."""
 
 
 class SourceError(UserError):
@@ -124,14 +124,18 @@ class Unreadable:
     def add(self, name: str, reason: object) -> None:
         """Record an item."""
         self.faults[name] = " ".join(str(reason).split())
-        self.check()
 
-    def check(self) -> None:
-        """Refuse more than are allowed."""
+    @property
+    def too_many(self) -> bool:
+        """Whether there are more than are allowed."""
         # Of a small folder, a single file would already be more than the share.
         most = max(self.max_share * self.total, 1 if self.max_share and self.total > 1 else 0)
-        if len(self.faults) > most:
-            count = f"{len(self.faults)} of {self.total} items are unreadable so far"
+        return len(self.faults) > most
+
+    def check(self, *, all_read: bool = False) -> None:
+        """Refuse more than are allowed."""
+        if self.too_many:
+            count = f"{len(self.faults)} of {self.total} items are unreadable{'' if all_read else ' so far'}"
             raise UserError(f"{count}, more than max_unreadable={self.max_share:g}:\n{self._listed()}")
 
     def report(self, what: str = "") -> None:
@@ -141,11 +145,10 @@ class Unreadable:
             print(f"{count}:\n{self._listed()}", file=sys.stderr)  # noqa: T201
 
     def _listed(self) -> str:
-        """The first `SHOWN`, one per line."""
-        lines = [f"  {name}: {reason}" for name, reason in list(self.faults.items())[:SHOWN]]
-        if len(self.faults) > SHOWN:
-            lines.append(f"  and {len(self.faults) - SHOWN} more; unreadable=FILE lists all")
-        return "\n".join(lines)
+        """One line per kind of fault, see `grouped`."""
+        lines = grouped((f"{name!r}: {reason}" for name, reason in self.faults.items()), SHOWN)
+        more = ["unreadable=FILE lists all"] * (len(lines) < len(self.faults))
+        return "\n".join(f"  {line}" for line in [*lines, *more])
 
 
 @dataclass(frozen=True, slots=True)

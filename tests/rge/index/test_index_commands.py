@@ -413,13 +413,28 @@ def test_an_index_and_a_file_of_vectors_have_the_prompts_of_a_task(photos, of_ta
         np.testing.assert_allclose(rows["sub/notes.txt"], expected, atol=1e-5)
 
 
-def test_unreadable_files_are_counted_listed_and_fatal_beyond_a_share(photos, capsys):
+def test_many_unreadable_files_of_one_kind_are_one_line(tmp_path):
+    (tmp_path / "many").mkdir()
+    for number in range(30):
+        (tmp_path / "many" / f"{number}.png").write_bytes(b"")
+    with error_about(UserError, "30", "max_unreadable=0.1") as caught:
+        index([str(tmp_path / "many"), f"out={tmp_path / 'gallery'}", "checkpoint=demo"])
+    assert len(str(caught.value).splitlines()) == 3
+    assert "29 more like this" in str(caught.value)
+
+
+def test_unreadable_files_are_counted_listed_and_fatal_beyond_a_share(photos, monkeypatch, capsys):
     (photos / "broken.png").write_bytes((photos / "red.png").read_bytes()[:60])
     (photos / "tall.png").write_bytes(b"")
     (photos / "latin.txt").write_bytes(b"\xfftext")
     Image.new("RGB", (1, 900)).save(photos / "thin.png")
-    with error_about(UserError, "2", "11", "max_unreadable=0.1"):
-        index(["pho tos", "out=gallery", "checkpoint=demo"])
+    with error_about(UserError, "4", "11", "max_unreadable=0.1", "broken"):
+        index(["pho tos", "out=gallery", "checkpoint=demo", "batch_size=1"])
+    with monkeypatch.context() as hurried:
+        hurried.setattr("rge.index.reading.COUNTING_S", 0.0)
+        hurried.setattr("rge.index.reading.WINDOW", 1)
+        with error_about(UserError, "2", "11", "so far"):
+            index(["pho tos", "out=gallery", "checkpoint=demo", "batch_size=1"])
     assert (
         index(["pho tos", "out=gallery", "checkpoint=demo", "max_unreadable=0.5", "unreadable=bad.tsv"]) == 0
     )

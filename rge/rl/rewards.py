@@ -10,6 +10,7 @@ D = hidden size.
 
 import inspect
 import sys
+import tempfile
 import traceback
 import unicodedata
 from collections import Counter
@@ -19,6 +20,7 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from rge.common.errors import UserError
@@ -118,12 +120,35 @@ def reward(
 
 
 def problems(rewards: Sequence[RewardConfig]) -> Iterator[str]:
-    """Problems with a recipe's rewards."""
+    """Problems with a recipe's rewards, which are called once on made-up rationales, except those with a check of their own."""
     for config in rewards:
         try:
-            find_reward(config)
+            found = find_reward(config)
+            if found.check is None:  # others may call a paid model
+                _try_out(config, found)
         except UserError as error:
             yield str(error)
+
+
+def _try_out(config: RewardConfig, found: Reward) -> None:
+    """Call a reward on two queries with two rationales each; UserError as of `evaluate`."""
+    chance = torch.Generator().manual_seed(0)
+    state_BKD, candidate_VCD = (
+        F.normalize(torch.randn(*shape, generator=chance), dim=-1) for shape in ((2, 2, 8), (1, 3, 8))
+    )
+    none = torch.zeros(2, 3, dtype=torch.bool)
+    words = ["", "It", "opens", "a", "lock", "so", "it", "is", "a", "key"]
+    with tempfile.TemporaryDirectory() as folder:
+        group = Rollouts(
+            state_BKD=state_BKD, candidate_VCD=candidate_VCD, seen_as_B=torch.zeros(2, dtype=torch.long),
+            right_BC=torch.eye(2, 3, dtype=torch.bool), labelled_BC=none,
+            ids=[[(1, 2, 3, 4), (5, 6, 7, 8, 9)], [(6, 7), (3, 9)]],
+            oracle_ids=[[6, 7, 8, 9, 0], [3, 4, 0]], query_ids=[[1, 2], [3, 4]],
+            forced_BK=none[:, :2], direct_BK=none[:, :2], temperature=0.05, cap=8,
+            decode=lambda ids: " ".join(words[one] for one in ids if one), folder=Path(folder),
+            record_ids=["made-up-1", "made-up-2"],
+        )  # fmt: skip
+        evaluate(config, found, group)
 
 
 def find_reward(config: RewardConfig) -> Reward:

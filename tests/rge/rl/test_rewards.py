@@ -14,7 +14,7 @@ from rge.calls.local_server import Answer, LocalServer, chat
 from rge.common.errors import UserError
 from rge.rl import judge
 from rge.rl.config import RewardConfig
-from rge.rl.rewards import REWARDS, Rollouts, evaluate, find_reward, reward
+from rge.rl.rewards import REWARDS, Rollouts, evaluate, find_reward, problems, reward
 
 TAU = 0.1
 WORDS = {1: "a", 2: "key", 3: "opens", 4: "Schlüssel", 5: "鍵", 9: "<emb>"}
@@ -307,3 +307,38 @@ def test_a_wrong_endpoint_is_found_before_anything_runs():
             find_reward(RewardConfig("judge", options={"endpoint": endpoint}))
     with error_about(UserError, "endpoint"):
         find_reward(RewardConfig("judge"))
+
+
+@pytest.mark.parametrize(
+    ("body", "word"),
+    [
+        ("return group.state_BKD.sum(dim=(1, 2))", "shape"),
+        ("return group.no_such_field", "no_such_field"),
+        ("return [[1.0]]", "list"),
+    ],
+)
+def test_a_reward_of_ones_own_is_called_once_before_training(tmp_path, monkeypatch, body, word):
+    monkeypatch.syspath_prepend(tmp_path)
+    name = f"own_reward_{word}"
+    (tmp_path / f"{name}.py").write_text(
+        f"def good(group):\n    return group.state_BKD[..., 0] * len(group.texts)\n\n\ndef bad(group):\n    {body}\n"
+    )
+    assert list(problems([RewardConfig(f"{name}:good")])) == []
+    [problem] = problems([RewardConfig(f"{name}:good"), RewardConfig(f"{name}:bad")])
+    assert f"{name}:bad" in problem
+    assert word in problem
+
+
+def test_all_rewards_pass_on_what_is_made_up(monkeypatch):
+    calls = []
+    monkeypatch.setattr("rge.rl.judge._caller", lambda *asked: calls.append(asked))
+    endpoint = {"name": "m", "base_url": "http://127.0.0.1:9/v1"}
+    options = {"judge": {"endpoint": endpoint}}
+    known = [
+        RewardConfig(name, options=options.get(name, {}))
+        for name in REWARDS
+        if REWARDS[name].function.__module__.startswith("rge.")
+    ]
+    assert len(known) > 5
+    assert [one for one in problems(known) if "judge" not in one] == []
+    assert calls == []

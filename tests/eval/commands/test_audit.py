@@ -100,7 +100,7 @@ def test_a_reencoded_picture_is_known_by_its_id_if_that_is_long_enough(tmp_path,
 @pytest.mark.slow
 def test_a_run_warns_in_results_and_on_stderr(set_dir, tmp_path, capsys):
     path = train_file(tmp_path / "train" / "a.jsonl", image=picture(1000), text="x", target=picture(1))
-    encoder = FakeEncoder(recipe={"joint": {"data": [str(path)]}}, reasons="none")
+    encoder = FakeEncoder(recipe={"joint": {"sources": [{"path": str(path)}]}}, reasons="none")
     given = RunOptions(
         checkpoint="x", set=set_dir, out=tmp_path / "o", report=False, query_mode=("reasoning", "direct")
     )
@@ -147,7 +147,8 @@ def test_files_of_all_stages_are_audited_and_no_others(set_dir, tmp_path):
     assert audit.content["train"] == [str(read)]
     older = audit_run(wanted, ("auto",), known(recipe=recipe))
     assert older is not None
-    assert older.content["train"] == [str(unread)]
+    assert older.content["train"] == [str(unread), "hub/id"]
+    assert older.content["not_searched"].keys() == {"hub/id"}
 
 
 def test_no_training_files_no_audit(set_dir, tmp_path):

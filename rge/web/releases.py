@@ -4,13 +4,15 @@ All files of a repository come from one commit, recorded in ``fetch.json``. Repe
 same commit; an archive is unpacked once.
 """
 
+import signal
 import tarfile
+import threading
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 from rge.common.errors import UserError
@@ -68,14 +70,45 @@ def _download(out: Path, repos: Repositories, revision: str | None, about: dict[
                     f"{out} holds {repo} at {known[:12]}, not at {commit[:12]}: choose another out=, or leave out revision="
                 )
             write_json(out / FETCHED, about)
-            snapshot_download(
-                repo, repo_type="dataset", revision=commit, local_dir=out / folder, allow_patterns=list(patterns) or None
-            )  # fmt: skip
+            with _ending_at_once() as bar:
+                snapshot_download(
+                    repo, repo_type="dataset", revision=commit, local_dir=out / folder, allow_patterns=list(patterns) or None,
+                    tqdm_class=bar,
+                )  # fmt: skip
         except (OSError, HTTPError, HFValidationError) as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise UserError(
                 f"{repo} could not be fetched from the hub: {reason}. Downloaded files are kept; run the same command again"
             ) from None
+
+
+@contextmanager
+def _ending_at_once() -> Iterator[type]:
+    """A progress bar for the hub's download threads, which ends them after Ctrl-C: the hub waits for files that are under way."""
+    from huggingface_hub.utils import tqdm
+
+    asked = threading.Event()
+
+    class Bar(tqdm):  # type: ignore[misc]
+        def update(self, n: float | None = 1) -> bool | None:
+            if asked.is_set():
+                raise KeyboardInterrupt
+            return super().update(n)
+
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield tqdm
+        return
+
+    def interrupted(number: int, frame: FrameType | None) -> None:
+        asked.set()
+        before(number, frame)
+
+    signal.signal(signal.SIGINT, interrupted)
+    try:
+        yield Bar
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def unpack_archive(archive: Path, pieces: Sequence[Path], folder: Path) -> None:

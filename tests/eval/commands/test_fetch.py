@@ -2,6 +2,8 @@
 
 import io
 import json
+import os
+import signal
 import tarfile
 import zipfile
 
@@ -78,6 +80,28 @@ def test_an_interrupted_download_goes_on(held, tmp_path):
     again = downloads(held)[before:]
     assert any("GQA" in one for one in again)
     assert len(downloads(held)) <= 38  # nothing that was there was fetched again
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_files_that_are_under_way_and_they_go_on(held, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 1 << 14)
+    large, whole = "CIRR/test-00000-of-00001.parquet", held.answer
+    held.files[large] = bytes(64 << 20)
+
+    def interrupting(method, path, body, address):
+        if method == "GET" and path.endswith(large):
+            os.kill(os.getpid(), signal.SIGINT)
+        return whole(method, path, body, address)
+
+    held.answer = interrupting
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        fetch(FetchOptions("mmeb", tmp_path / "r"))
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert not (tmp_path / "r" / large).exists()
+    held.answer, held.files[large] = whole, table(1000)
+    fetch(FetchOptions("mmeb", tmp_path / "r"))
+    assert (tmp_path / "r" / large).read_bytes() == held.files[large]
 
 
 def test_less_than_was_published_is_refused_or_marked(held, tmp_path, capsys):

@@ -9,7 +9,6 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from eval_fakes import FakeEncoder, loader, picture, tables, write_set, write_tables
-from faults import error_about
 
 from eval.__main__ import main
 from eval.benchmarks.published_tables import TRAINED

@@ -155,8 +155,8 @@ def _aggregate(
     check_out(out, joint, overwrite=options.overwrite)
     invalidate(out)
     write_tables(out, pa.Table.from_pandas(table, preserve_index=False), joint)
-    names = (*protocol.headline, *joint.metrics, *of_kinds(joint.overall))
-    return in_per_cent(joint, names).to_string()
+    shown = (*protocol.headline, *joint.metrics, *of_kinds(joint.overall))
+    return in_per_cent(joint, shown).to_string()
 
 
 def _check_same_settings(first: Path, other: Path) -> None:

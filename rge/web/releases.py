@@ -89,7 +89,7 @@ def _ending_at_once() -> Iterator[type]:
 
     asked = threading.Event()
 
-    class Bar(tqdm):  # type: ignore[misc]
+    class Bar(tqdm):
         def update(self, n: float | None = 1) -> bool | None:
             if asked.is_set():
                 raise KeyboardInterrupt

@@ -220,9 +220,8 @@ def _embed(
                     commits.add(row for row, _ in found)
                     bar.update(window.count)
             counts["unfit"] += commits.unfit
-    if finished:
+    if finished is not None:
         _commit(index, finished, source, todo, known, counts)
-        finished.remove()
     return counts
 
 
@@ -281,7 +280,7 @@ def _commit(
     known: dict[str, tuple[str, str]],
     counts: Counter[str],
 ) -> None:
-    """Put the rows of all finished blocks into the index: the new ones in one commit, the changed ones in another."""
+    """Put the rows of finished blocks into the index, the new ones by one commit, the changed ones by another; remove the blocks."""
 
     def batches(entries: Sequence[Entry]) -> Iterator[list[Row]]:
         for table in finished.tables(entries):
@@ -290,9 +289,10 @@ def _commit(
                 _count(counts, known, row.id, row.digest, was_known)
             yield [row for row, _ in found]
 
-    for is_new in (True, False):
+    for is_new in (True, False) if finished else ():
         some = [entry for entry in todo if (entry.id not in known) is is_new]
         counts["unfit"] += index.put_all(batches(some), new=is_new)
+    finished.remove()
 
 
 class _Commits:

@@ -7,7 +7,7 @@ Shape suffixes: B = queries of this rank (of all ranks for a gathered loss), C =
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -195,13 +195,13 @@ def _scored(teacher: Teacher, like: Tensor) -> tuple[Tensor, Tensor]:
 def contrastive_losses(
     q_BD: Tensor,
     c_CD: Tensor,
-    positive_BC: Tensor,
-    ignored_BC: Tensor,
+    labels: Labels,
     *,
     terms: Mapping[str, float],
     temperature: float,
     sizes: Sequence[int] = (),
-    teacher: Teacher | None = None,
+    teacher_temperature: float = 1.0,
+    teacher_scale: float = 1.0,
     gather: Callable[[Tensor], Tensor] | None = None,
     num_processes: int = 1,
 ) -> dict[str, Tensor]:
@@ -209,9 +209,9 @@ def contrastive_losses(
 
     Source of the mean: Matryoshka Representation Learning (arXiv:2205.13147). Differs: the paper's sum with weights of
     one is a mean here, so that the ratio to the LM loss stays what the recipe says. A cut embedding is normalised again.
-    `terms` are weights by registered name, `sizes` further numbers of components, `teacher` a judge's scores for those that read
-    them (None: there are none), the rest as in `info_nce`. `gather` returns the rows of all processes, with gradient, for losses that
-    see all queries; None: there is only this one.
+    `terms` are weights by registered name, `sizes` further numbers of components, the teacher's settings those of `Teacher`, the
+    rest as in `info_nce`. `gather` returns the rows of all processes, with gradient, for losses that see all queries; None: there
+    is only this one.
 
     Returns:
         By name, without the weights, summed over B, or this process's equal share of a sum over all queries; and
@@ -226,41 +226,38 @@ def contrastive_losses(
         raise ValueError(
             f"embeddings have {full} components; truncated sizes must be smaller, each listed once: {list(sizes)}"
         )
-    teacher = teacher or Teacher(torch.full(positive_BC.shape, float("nan")), 1.0, 1.0)
+    if labels.score_BC is None:
+        labels = labels._replace(score_BC=torch.full(labels.positive_BC.shape, float("nan")))
 
-    def compared(
-        q: Tensor, positive: Tensor, ignored: Tensor, judged: Teacher
-    ) -> Callable[[str], list[Tensor]]:
-        cuts = [(q, c_CD)]
-        cuts += [(F.normalize(q[:, :n], dim=-1), F.normalize(c_CD[:, :n], dim=-1)) for n in sizes]
+    def cut(q: Tensor) -> list[tuple[Tensor, Tensor]]:
+        shorter = [(F.normalize(q[:, :n], dim=-1), F.normalize(c_CD[:, :n], dim=-1)) for n in sizes]
+        return [(q, c_CD), *shorter]
 
-        def of(name: str) -> list[Tensor]:
-            if not len(q):  # of a source that only other processes have queries of
-                return [q.sum()]
-            more = {"teacher": judged} if takes_teacher(name) else {}
-            loss = CONTRASTIVE_LOSSES[name]
-            return [loss(q, c, positive, ignored, temperature=temperature, **more) for q, c in cuts]
-
-        return of
-
-    own = everyone = compared(q_BD, positive_BC, ignored_BC, teacher)
+    own = everyone = cut(q_BD), labels
     if gather is not None and any(map(is_gathered, terms)):
-        judged = teacher._replace(score_BC=gather(teacher.score_BC))
-        everyone = compared(gather(q_BD), gather(positive_BC), gather(ignored_BC), judged)
+        everyone = cut(gather(q_BD)), labels._replace(labelled_BC=None).each(gather)
     losses = {}
     for name in terms:
-        found = everyone(name) if is_gathered(name) else own(name)
-        if (
-            wrong := next((one for one in found if not isinstance(one, Tensor) or one.dim()), None)
-        ) is not None:
-            got = (
-                f"a tensor of shape {tuple(wrong.shape)}"
-                if isinstance(wrong, Tensor)
-                else type(wrong).__name__
-            )
-            raise UserError(
-                f"loss.terms: {name} must return a scalar tensor, the sum of the queries' losses, and returned {got}"
-            )
+        cuts, (positive_BC, ignored_BC, _, score_BC) = everyone if is_gathered(name) else own
+        assert score_BC is not None
+        more: dict[str, Any] = {"temperature": temperature}
+        if takes_teacher(name):
+            more["teacher"] = Teacher(score_BC, teacher_temperature, teacher_scale)
+        loss = CONTRASTIVE_LOSSES[name]
+        if len(positive_BC):
+            found = [loss(*pair, positive_BC, ignored_BC, **more) for pair in cuts]
+        else:  # of a source that only other processes have queries of
+            found = [q_BD.sum()]
+        for value in found:
+            if not isinstance(value, Tensor) or value.dim():
+                got = (
+                    f"a tensor of shape {tuple(value.shape)}"
+                    if isinstance(value, Tensor)
+                    else type(value).__name__
+                )
+                raise UserError(
+                    f"loss.terms: {name} must return a scalar tensor, the sum of the queries' losses, and returned {got}"
+                )
         losses[name] = torch.stack(found).mean() / (num_processes if is_gathered(name) else 1)
     weighted = [losses[name] * weight for name, weight in terms.items()]
     return losses | {"contrastive_loss": sum(weighted[1:], weighted[0])}
@@ -277,12 +274,10 @@ def try_out(name: str, temperature: float) -> None:
     q_BD, c_CD = (F.normalize(torch.randn(n, 8, generator=chance), dim=-1).requires_grad_() for n in (2, 3))
     positive_BC = torch.tensor([[True, False, False], [False, True, False]])
     CONTRASTIVE_LOSSES[name]  # unknown names are reported by themselves
-    teacher = Teacher(torch.rand(2, 3, generator=chance), 1.0, 1.0)
+    scores = torch.rand(2, 3, generator=chance)
+    labels = Labels(positive_BC, torch.zeros_like(positive_BC), score_BC=scores)
     try:
-        losses = contrastive_losses(
-            q_BD, c_CD, positive_BC, torch.zeros_like(positive_BC), terms={name: 1.0}, temperature=temperature,
-            teacher=teacher,
-        )  # fmt: skip
+        losses = contrastive_losses(q_BD, c_CD, labels, terms={name: 1.0}, temperature=temperature)
         losses[name].backward()
     except Exception as error:  # it may raise anything
         if isinstance(error, UserError):

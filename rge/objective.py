@@ -16,7 +16,6 @@ from rge.distributed import collectives as dist
 from rge.loss_config import AdaptiveConfig
 from rge.losses import (
     Labels,
-    Teacher,
     alignment,
     contrastive_losses,
     hit_at_1,
@@ -67,6 +66,8 @@ class Contrast(NamedTuple):
 
     loss: Summed
     figures: dict[str, Summed]  # by name in the report
+    num_negatives: int  # of all queries
+    num_labelled: int  # labelled ones among them
     # Of the direct state, see `rge.losses.lead_over_negatives`; None if none is trained.
     lead_B: Tensor | None = None
 
@@ -273,20 +274,17 @@ class Objective:
         figures: dict[str, Summed] = {}
         for columns in self._columns(num_each):
             q, own, size = columns.states(q_BSD), columns.labels(labels), len(columns)
-            masks = own.positive_BC, own.ignored_BC
-            teacher = None
-            if own.score_BC is not None:
-                teacher = Teacher(own.score_BC, self.teacher_temperature, self.teacher_scale)
             losses = contrastive_losses(
-                q, c_CD, *masks, terms=self.terms, temperature=self.temperature, sizes=self.matryoshka_dims,
-                teacher=teacher, gather=_of_all_ranks(q.device) if self.gathers else None, num_processes=dist.world_size(),
+                q, c_CD, own, terms=self.terms, temperature=self.temperature, sizes=self.matryoshka_dims,
+                teacher_temperature=self.teacher_temperature, teacher_scale=self.teacher_scale,
+                gather=_of_all_ranks(q.device) if self.gathers else None, num_processes=dist.world_size(),
             )  # fmt: skip
             for name, loss in losses.items():
                 # A mean over these states, times their weight, as part of a sum over all states.
                 total[name] = total.get(name, 0) + loss * (columns.weight * num_each / size)
             counted = size - num_added
             rows = torch.arange(len(q)) % size < counted if num_added else slice(None)
-            hits = hit_at_1(q.detach()[rows], c_CD.detach(), *(mask[rows] for mask in masks))
+            hits = hit_at_1(q.detach()[rows], c_CD.detach(), own.positive_BC[rows], own.ignored_BC[rows])
             figures[f"hit_at_1{columns.suffix}"] = Summed(hits, counted)
             if columns.suffix:
                 figures[f"loss_contrastive{columns.suffix}"] = Summed(
@@ -309,7 +307,8 @@ class Objective:
         if len(self.terms) > 1:
             figures |= {f"loss_{name}": Summed(total[name].detach(), num_each) for name in self.terms}
         figures["loss_contrastive"] = Summed(total["contrastive_loss"].detach(), num_each)
-        return Contrast(Summed(total["contrastive_loss"], num_each), figures, lead_B)
+        loss = Summed(total["contrastive_loss"], num_each)
+        return Contrast(loss, figures, *labels.num_negatives(), lead_B)
 
     def _columns(self, num_each: int) -> list[Columns]:
         """The anchor's states, and the direct one."""

@@ -58,27 +58,11 @@ class Candidates(NamedTuple):
 class Comparison:
     """Result of comparing this rank's query states with the candidates of all ranks."""
 
-    contrast: Contrast  # losses and hits
-    num_negatives: int  # in the losses' denominators
-    num_labelled: int  # labelled negatives among them
+    contrast: Contrast
     # This rank's queries to be answered directly: their LM target is ``<emb>`` alone. None without `Objective.adaptive`.
     easy_B: Tensor | None = None
     lm_tokens: float = 0.0  # labels of all ranks with these targets
-    by_source: dict[int, "Comparison"] = field(default_factory=dict)  # of the queries of each
-
-
-def compare(
-    objective: Objective,
-    q_ND: Tensor,
-    c_CD: Tensor,
-    labels: Labels,
-    *,
-    num_added: int = 0,
-    num_each: int | None = None,
-) -> Comparison:
-    """Compare query states with candidates; arguments as in `Objective.contrastive`."""
-    contrast = objective.contrastive(q_ND, c_CD, labels, num_added=num_added, num_each=num_each)
-    return Comparison(contrast, *labels.num_negatives())
+    by_source: dict[int, Contrast] = field(default_factory=dict)  # of the queries of each
 
 
 @torch.no_grad()
@@ -91,8 +75,8 @@ def compare_by_source(
     *,
     num_added: int,
     num_sources: int,
-) -> dict[int, Comparison]:
-    """The same of the queries of each source alone, for the log; one more comparison in all."""
+) -> dict[int, Contrast]:
+    """The contrastive losses of the queries of each source alone, for the log; arguments as in `Objective.contrastive`."""
     present = set(batch.sources)
     if objective.gathers:  # then every rank compares the same ones
         counts = [float(source in present) for source in range(num_sources)]
@@ -102,8 +86,7 @@ def compare_by_source(
     found = {}
     for source in sorted(present):
         rows = torch.tensor([row for row, one in enumerate(batch.sources) if one == source], dtype=torch.long)
-        found[source] = compare(
-            objective,
+        found[source] = objective.contrastive(
             q_BSD[rows.to(q_ND.device)].flatten(0, 1),
             c_CD.detach(),
             labels.each(lambda of_query_BC, rows=rows: of_query_BC[rows]),  # type: ignore[misc]

@@ -47,7 +47,9 @@ class StepReport:
     def means(self, record_ids: Sequence[str], compared: Comparison | None) -> dict[str, float]:
         """Means over the global batch, see `rge.step.training_step.TrainingStep`; FloatingPointError if a loss is not finite."""
         figures = {} if compared is None else compared.contrast.figures
-        counts = [0, 0] if compared is None else [compared.num_negatives, compared.num_labelled]
+        counts = (
+            [0, 0] if compared is None else [compared.contrast.num_negatives, compared.contrast.num_labelled]
+        )
         # Wait for the device once instead of for each value.
         scalars = [*self.totals, *self.nlls, *(figure.value for figure in figures.values())]
         values = torch.stack([scalar.double() for scalar in scalars]).tolist()
@@ -138,7 +140,7 @@ class SourceReport:
                 len(own), sum(prompt.num_cut_tokens > 0 for prompt in prompts), nlls[source], num_labels,
                 len(reasoned), sum(reasoned),
                 *((0, 0) if part is None else (part.num_negatives, part.num_labelled)),
-                *(0.0 if part is None else float(part.contrast.figures[name].value) for name in figures),
+                *(0.0 if part is None else float(part.figures[name].value) for name in figures),
             ])  # fmt: skip
         flat = dist.sum_over_ranks([value for row in rows for value in row], self.nll.device)
         size = len(rows[0])

@@ -31,7 +31,7 @@ from rge.objective import Objective
 from rge.rl.credit import Credit
 from rge.rollout.micro_batches import RandomState, chunks_of, has_dropout, keeping
 from rge.rollout.writer import Rollout
-from rge.step.comparison import Candidates, Comparison, compare, compare_by_source, find_easy
+from rge.step.comparison import Candidates, Comparison, compare_by_source, find_easy
 from rge.step.report import SourceReport, StepReport
 
 
@@ -319,7 +319,7 @@ class _Contrastive:
         if objective.alpha_con == 0:
             q_ND, c_CD = q_ND.detach(), c_CD.detach()
         num_added = 0 if self.credit is None else self.credit.num_direct
-        compared = compare(objective, q_ND, c_CD, labels, num_added=num_added)
+        compared = Comparison(objective.contrastive(q_ND, c_CD, labels, num_added=num_added))
         if self.num_sources:
             compared.by_source = compare_by_source(
                 objective, batch, q_ND, c_CD, labels, num_added=num_added, num_sources=self.num_sources

@@ -181,7 +181,9 @@ def test_nll_rejects_unequal_lengths(head):
 
 
 def nested(*tensors, **settings):
-    return contrastive_losses(*tensors, terms={"info_nce": 1.0}, **settings)["contrastive_loss"]
+    return contrastive_losses(*tensors[:2], Labels(*tensors[2:]), terms={"info_nce": 1.0}, **settings)[
+        "contrastive_loss"
+    ]
 
 
 def test_nested_losses_are_the_mean_over_the_sizes():
@@ -217,7 +219,7 @@ def test_a_loss_that_is_not_a_sum_is_named(monkeypatch, value):
     masks = columns(3, 5, [[0], [1], [2]]), columns(3, 5, [[], [], []])
     with pytest.raises(UserError, match=r"loss\.terms: each must return a scalar tensor"):
         contrastive_losses(
-            unit_rows(3, 8, 0), unit_rows(5, 8, 1), *masks, terms={"each": 1.0}, temperature=0.2
+            unit_rows(3, 8, 0), unit_rows(5, 8, 1), Labels(*masks), terms={"each": 1.0}, temperature=0.2
         )
 
 
@@ -254,7 +256,7 @@ def test_losses_are_named_and_weighed():
         q, c = unit_rows(3, 8, 0), unit_rows(5, 8, 1)
         masks = columns(3, 5, [[0], [1], [2]]), columns(3, 5, [[4], [], []])
         terms = {"info_nce": 1.0, "spread": 0.25}
-        found = contrastive_losses(q, c, *masks, terms=terms, temperature=0.2)
+        found = contrastive_losses(q, c, Labels(*masks), terms=terms, temperature=0.2)
         assert torch.equal(found["info_nce"], info_nce(q, c, *masks, temperature=0.2))
         assert torch.equal(found["spread"], spread(q, c, *masks, temperature=0.2))
         torch.testing.assert_close(found["contrastive_loss"], found["info_nce"] + 0.25 * found["spread"])
@@ -262,7 +264,7 @@ def test_losses_are_named_and_weighed():
             UserError,
             match="must be one of info_nce, kl, margin_mse, spread, got 'spred'; did you mean 'spread'",
         ):
-            contrastive_losses(q, c, *masks, terms={"spred": 1.0}, temperature=0.2)
+            contrastive_losses(q, c, Labels(*masks), terms={"spred": 1.0}, temperature=0.2)
     finally:
         del CONTRASTIVE_LOSSES._entries["spread"]
 

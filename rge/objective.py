@@ -307,8 +307,8 @@ class Objective:
         if len(self.terms) > 1:
             figures |= {f"loss_{name}": Summed(total[name].detach(), num_each) for name in self.terms}
         figures["loss_contrastive"] = Summed(total["contrastive_loss"].detach(), num_each)
-        loss = Summed(total["contrastive_loss"], num_each)
-        return Contrast(loss, figures, *labels.num_negatives(), lead_B)
+        trained = Summed(total["contrastive_loss"], num_each)
+        return Contrast(trained, figures, *labels.num_negatives(), lead_B)
 
     def _columns(self, num_each: int) -> list[Columns]:
         """The anchor's states, and the direct one."""

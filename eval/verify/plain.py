@@ -21,7 +21,7 @@ from rge.common.schema import Item
 from rge.embedder import Embedder
 from rge.inference import Side
 from rge.model.backbone import load_plain, load_processor, read_config
-from rge.model.families import family_of, normalised
+from rge.model.families import family_of
 from rge.model.prompts import Prompt, PromptBuilder
 
 ROWS = 4
@@ -122,16 +122,11 @@ class PlainModel:
         last = torch.tensor(
             [len(row) - 1 if how.padding == "right" else input_ids.shape[1] - 1 for row in rows]
         )
-        pictures = [
-            None
-            if prompt.pixels is None or prompt.image_grid is None
-            else (normalised(embedder.processor.image_processor, prompt.pixels), prompt.image_grid)
-            for prompt in prompts
-        ]
-        inputs = family_of(model).plain_inputs(model.config, pictures, input_ids, attention_mask)
-        inputs = {name: value.to(model.device) for name, value in inputs.items()}
-        if "pixel_values" in inputs:
-            inputs["pixel_values"] = inputs["pixel_values"].to(how.dtype)
+        given = family_of(model).plain_inputs(model, embedder.processor, prompts, input_ids, attention_mask)
+        inputs = {
+            name: value.to(model.device, how.dtype if name.startswith("pixel") else None)
+            for name, value in given.items()
+        }
         unnormed: list[Tensor] = []
         norm = family_of(model).decoder(model).norm
         hook = norm.register_forward_pre_hook(lambda _, given: unnormed.append(given[0]))

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
+from itertools import chain
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -18,12 +20,13 @@ from eval.verify.plain import Departure, PlainModel
 from rge.common.errors import UserError
 from rge.common.images import load_image
 from rge.common.modes import Mode
-from rge.common.parts import ImageRef
+from rge.common.parts import ImagePart, ImageRef, Part, PdfPart, VideoPart, part_to_json, with_words
 from rge.common.schema import Encoded, Item
+from rge.content.visuals import as_pictures
 from rge.embedder import Embedder
 from rge.inference import Side
 from rge.model.backbone import load_plain
-from rge.model.prompts import user_text
+from rge.model.prompts import wording
 from rge.web.client import make_client
 
 BATCHES = (4, 32)
@@ -196,9 +199,9 @@ def _sentence_transformers(embedder: Embedder, _: PlainModel) -> Iterator[Route]
         # One call for each item, since the library's prompt is that of all inputs.
         vectors = np.empty((len(view.items), embedder.size), np.float32)
         for row, item in enumerate(view.items):
-            content: dict[str, Any] = {"image": list(item.pictures)} if item.pictures else {}
-            if item.text:
-                content["text"] = item.text
+            parts = [part_to_json(part) for part in item.content]
+            shown = [{"type": next(iter(part)), **part} for part in parts]
+            content = {"role": "user", "content": shown}
             if view.side == "query":
                 found = model.encode_query([content], prompt=item.instruction or "", mode=view.mode)
             else:
@@ -209,11 +212,31 @@ def _sentence_transformers(embedder: Embedder, _: PlainModel) -> Iterator[Route]
     yield Route("sentence-transformers", embed)
 
 
-def _as_png(ref: ImageRef) -> str:
-    """A picture as a data URL, decoded and upright, so that a server cannot decode it differently."""
+def _as_png(ref: ImageRef) -> dict[str, str]:
+    """A picture, decoded and upright, so that a server cannot decode it differently."""
     file = io.BytesIO()
     load_image(ref).save(file, "PNG")
-    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    return _sent("image/png", file.getvalue())
+
+
+def _sent(kind: str, data: str | bytes) -> dict[str, str]:
+    """A file, named by its path or by its content, as a data URL."""
+    data = data if isinstance(data, bytes) else Path(data).read_bytes()
+    return {"url": f"data:{kind};base64,{base64.b64encode(data).decode()}"}
+
+
+def _as_message(part: Part) -> dict[str, Any]:
+    """A part as servers of OpenAI's and vLLM's messages take it."""
+    more = {name: value for name, value in part_to_json(part).items() if name not in ("video", "pdf", "dpi")}
+    if isinstance(part, ImagePart):
+        return {"type": "image_url", "image_url": _as_png(part.image)}
+    if isinstance(part, PdfPart):
+        return {"type": "file", "file": {"file_data": _sent("application/pdf", part.pdf)["url"]}, **more}
+    if isinstance(part, VideoPart):
+        frames = part.video if isinstance(part.video, tuple) else None
+        url = _sent("video/mp4", part.video) if frames is None else [_as_png(one)["url"] for one in frames]
+        return {"type": "video_url", "video_url": url, **more}
+    return {"type": "text", **more}
 
 
 class Server:
@@ -248,19 +271,17 @@ class Server:
 
     def _embedding(self, item: Item, view: View) -> dict[str, Any]:
         body: dict[str, Any] = {"model": self.model}
-        text: str | None = user_text(item, view.side, self.embedder.builder.profile)
+        content = item.content
         if self.is_ours:
             side: Literal["query", "document"] = "query" if view.side == "query" else "document"
             body |= {"side": side, "mode": view.mode, "return_rationale": True}
             if view.side == "query":
                 body["instruction"] = item.instruction or ""
-            text = item.text
-        parts: list[dict[str, Any]] = [
-            {"type": "image_url", "image_url": {"url": _as_png(image)}} for image in item.pictures
-        ]
-        if text:
-            parts.append({"type": "text", "text": text})
-        body["messages"] = [{"role": "user", "content": parts}]
+        else:  # it reads no documents, and words nothing
+            shown = (as_pictures([one]) if isinstance(one, PdfPart) else [one] for one in content)
+            words = wording(item, view.side, self.embedder.builder.profile)
+            content = with_words(tuple(chain.from_iterable(shown)), *words)
+        body["messages"] = [{"role": "user", "content": [*map(_as_message, content)]}]
         data = self._answer("POST", "/v1/embeddings", body).get("data") or []
         if len(data) != 1 or not isinstance(data[0].get("embedding"), list):
             raise RouteError(self.name, f"answered {len(data)} embeddings for one item")

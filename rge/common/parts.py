@@ -131,6 +131,18 @@ def with_text(content: Content, text: str | None) -> Content:
     return (*before, *content_of(text), *content[last + 1 :])
 
 
+def with_words(content: Content, before: str, after: str) -> Content:
+    """The content with words before its first text and after its last; without a text, both at the end."""
+    texts = {place: part.text for place, part in enumerate(content) if isinstance(part, TextPart)}
+    if not texts and not before + after:
+        return content
+    texts = texts or {len(content): ""}
+    texts[min(texts)] = before + texts[min(texts)]
+    texts[max(texts)] += after
+    places = range(max(len(content), max(texts) + 1))
+    return tuple(TextPart(texts[place]) if place in texts else content[place] for place in places)
+
+
 def picture_of(cell: Any) -> ImageRef | None:
     """A picture as data sets and programs store it: encoded bytes, a path or a web address; None for an empty cell.
 

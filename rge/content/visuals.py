@@ -3,15 +3,19 @@
 Files are opened when their part's turn comes. Sizes come from headers, and equal those of what is shown.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import io
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from PIL import Image
 
 from rge.common.images import load_image, picture_size
-from rge.common.parts import ImagePart, ImageRef, Part, PdfPart, VideoPart
+from rge.common.parts import Content, ImagePart, ImageRef, Part, PdfPart, TextPart, VideoPart
 from rge.content import pdf, video
+from rge.content.config import VideoConfig
+
+V = TypeVar("V")
 
 Size = tuple[int, int]
 """Width and height in pixels."""
@@ -63,6 +67,49 @@ def shown(
             yield pdf.render(part.pdf, page, part.dpi or pdf.DPI)
     elif isinstance(part, VideoPart):
         yield Clip(*video.sample(part.video, *asked(part, rule)))
+
+
+def as_pictures(content: Content, *, clips: bool = True) -> Content:
+    """Content with encoded pictures in place of pages and, unless clips stay, of their frames; errors as of `shown`."""
+    rule = video.VideoRule(**vars(VideoConfig()), multiple=1)
+    found: list[Part] = []
+    for part in content:
+        if isinstance(part, TextPart | ImagePart) or not (clips or isinstance(part, PdfPart)):
+            found.append(part)
+            continue
+        for visual in shown(part, rule):
+            for picture in visual.frames if isinstance(visual, Clip) else [visual]:
+                file = io.BytesIO()
+                picture.save(file, "PNG", compress_level=1)
+                found.append(ImagePart(file.getvalue()))
+    return tuple(found)
+
+
+def pieces(content: Content, shown: Callable[[Part], Iterable[V]]) -> list[str | V]:
+    """Content in order, blank texts left out and adjacent ones joined; `shown` gives what a part shows."""
+    found: list[str | V] = []
+    for part in content:
+        if not isinstance(part, TextPart):
+            found.extend(shown(part))
+        elif text := part.text.strip():
+            if found and isinstance(found[-1], str):
+                text = f"{found.pop()}\n{text}"
+            found.append(text)
+    return found
+
+
+def surrounded(shown: Sequence[str | V], before: str, after: str) -> list[str | V]:
+    """Pieces with words before their first text, and after all of them; without a text, both are at the end."""
+    found = [*shown]
+    first = next((place for place, piece in enumerate(found) if isinstance(piece, str)), None)
+    if first is None:
+        return [*found, (before + after).lstrip("\n")]
+    found[first] = f"{before}{found[first]}"
+    if isinstance(last := found[-1], str):
+        found[-1] = last + after
+    else:
+        found.append(after.lstrip("\n"))
+    return found
 
 
 def sizes(

@@ -2,7 +2,6 @@
 
 import copy
 import hashlib
-import io
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,10 +16,10 @@ from torch import Tensor
 
 from rge.checkpoints.settings import Settings
 from rge.common.errors import UserError
-from rge.common.parts import ImagePart, Part, PdfPart, TextPart, VideoPart
+from rge.common.parts import VideoPart, with_words
 from rge.common.prompt_profiles import PROFILES, Profile
 from rge.common.schema import Encoded, Item
-from rge.content import pdf
+from rge.content.visuals import as_pictures
 from rge.embedders.registry import Facts
 from rge.model.embedding_model import normalise
 from rge.model.packing import by_length
@@ -202,31 +201,14 @@ class Prompted:
             part.replace("{instruction}", item.instruction or "")
             for part in self.template.partition("{text}")
         )
-        texts = {place: part.text for place, part in enumerate(item.content) if isinstance(part, TextPart)}
-        texts = texts or {len(item.content): ""}
-        texts[min(texts)] = before + texts[min(texts)]
-        texts[max(texts)] += after
-        content = [*item.content, *[TextPart("")] * (max(texts) == len(item.content))]
-        shown = (TextPart(texts[place]) if place in texts else part for place, part in enumerate(content))
-        return replace(item, content=tuple(shown), instruction=None)
+        return replace(item, content=with_words(item.content, before, after), instruction=None)
 
 
 def in_pictures(item: Item, model: str | None, *, reads_clips: bool = False) -> Item:
     """An item with a picture in place of each page of its documents, for models that read pictures; a clip may be a UserError."""
-    if all(isinstance(part, (TextPart, ImagePart)) for part in item.content):
-        return item
-    content: list[Part] = []
-    for part in item.content:
-        if isinstance(part, VideoPart) and not reads_clips:
-            raise UserError(f"item {item.id!r} shows a clip, which {model or 'this model'} does not read")
-        if isinstance(part, PdfPart):
-            for page in part.pages or range(1, pdf.num_pages(part.pdf) + 1):
-                file = io.BytesIO()
-                pdf.render(part.pdf, page, part.dpi or pdf.DPI).save(file, "PNG", compress_level=1)
-                content.append(ImagePart(file.getvalue()))
-        else:
-            content.append(part)
-    return replace(item, content=tuple(content))
+    if not reads_clips and any(isinstance(part, VideoPart) for part in item.content):
+        raise UserError(f"item {item.id!r} shows a clip, which {model or 'this model'} does not read")
+    return replace(item, content=as_pictures(item.content, clips=False))
 
 
 def direct(load: Callable[..., T]) -> Callable[..., T]:

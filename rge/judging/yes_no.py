@@ -2,8 +2,8 @@
 
 The score is sigmoid(l_yes - l_no) of the token after the prompt, for any vision-language model in this process or behind an
 endpoint that returns ``top_logprobs``. Every casing of a word, with or without a leading space, counts for it:
-l is the logarithm of their summed probability. The model sees all pictures of the query, its instruction and text, and one
-candidate (pictures, text or both). Source: the paper's description, whose prompt is unknown. Differs: the released code asks for
+l is the logarithm of their summed probability. The model sees the query with its instruction, and one candidate, each with its
+parts in their order. Source: the paper's description, whose prompt is unknown. Differs: the released code asks for
 "True" or "False", sends only the first picture of a query, and ranks a candidate last if either word is missing.
 
 The query stands first. In this process its keys and values are computed once for all of its candidates; endpoints cache
@@ -12,8 +12,9 @@ common prefixes themselves. A model in which all tokens of a picture see one ano
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -24,8 +25,9 @@ from rge.calls.wire.bodies import served_model
 from rge.calls.wire.replies import as_dict, dict_items, parse
 from rge.common.errors import UserError
 from rge.common.images import picture_bytes
-from rge.common.parts import TextPart
+from rge.common.parts import Part, TextPart, refs_of
 from rge.common.schema import Item
+from rge.content.visuals import as_pictures, pieces, surrounded
 from rge.judging.scorer import SCORERS, Judge, LocalModel, Score, Scorer, need_answers
 
 WORDS = ("yes", "no")
@@ -115,6 +117,8 @@ def joined(head: Any, rest: Any) -> Any:
     """The whole prompt of a beginning and a rest from `rge.model.prompts.PromptBuilder.build_pairs`, but for its last token."""
     import torch
 
+    from rge.model.prompts import intervals_of
+
     def both(name: str, dim: int = 0) -> Any:
         found = [part for part in (getattr(head, name), getattr(rest, name)) if part is not None]
         return torch.cat(found, dim=dim) if found else None
@@ -126,6 +130,7 @@ def joined(head: Any, rest: Any) -> Any:
         position_3T=both("position_3T", dim=1)[:, :-1],
         pixels=both("pixels"),
         image_grid=both("image_grid"),
+        interval_G=intervals_of([head, rest]),
     )
 
 
@@ -186,14 +191,14 @@ class EndpointYesNo(Scorer):
         return [self._score(outcome) for outcome in outcomes]
 
     def _request(self, query: Item, candidate: Item) -> Request:
-        side = self._model.max_side_px
-        parts: list[str | Picture] = [
-            *_pictures(query, side),
-            f"{QUERY}{_words(query).text or ''}{CANDIDATE}",
-            *_pictures(candidate, side),
-            "\n".join(filter(None, (candidate.text, QUESTION))),
-        ]
+        both = ((_words(query), QUERY, CANDIDATE), (candidate, "", f"\n{QUESTION}"))
+        parts = (part for one in both for part in self._shown(*one))
         return Request("judge", tuple(parts), max_tokens=1)
+
+    def _shown(self, item: Item, before: str, after: str) -> list[str | Picture]:
+        """An item in its order: pages and frames are sent as pictures."""
+        shown = partial(_picture, max_side_px=self._model.max_side_px)
+        return surrounded(pieces(as_pictures(item.content), shown), before, after)
 
     def _score(self, outcome: Outcome) -> Score:
         # A judge that only thinks has no text in its single token, but its probabilities are as good as those of any other.
@@ -208,9 +213,9 @@ class EndpointYesNo(Scorer):
         return Score(None, NEITHER)
 
 
-def _pictures(item: Item, max_side_px: int) -> list[Picture]:
-    data = ((ref, picture_bytes(ref)) for ref in item.pictures)
-    return [Picture(ref, hashlib.sha256(content).hexdigest(), max_side_px) for ref, content in data]
+def _picture(part: Part, max_side_px: int) -> Iterator[Picture]:
+    for ref in refs_of(part):
+        yield Picture(ref, hashlib.sha256(picture_bytes(ref)).hexdigest(), max_side_px)
 
 
 def _top_log_probs(raw: bytes) -> list[tuple[str, float]]:

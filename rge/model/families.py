@@ -9,7 +9,7 @@ Shape suffixes: B = rows, T = tokens, D = hidden size, P = patches or tiles, F =
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy, deepcopy
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from PIL import Image
@@ -21,11 +21,14 @@ from rge.content.visuals import ClipSize
 from rge.model.hub_model import HubModel
 from rge.model.vision_tower import sizes_of
 
+if TYPE_CHECKING:
+    from rge.model.prompts import Prompt
+
 Rotations = dict[str, tuple[Tensor, Tensor]]
 """Cosines and sines by kind of layer, see `Family.rotations`."""
 
-Pictures = Sequence[tuple[Tensor, Tensor] | None]
-"""Pixel values and grid of each row, None without pictures."""
+Pictures = Sequence[tuple[Tensor, Tensor, Tensor | None] | None]
+"""Of each row, pixel values as the model takes them, grid and intervals (see `Prompt`); None without pictures."""
 
 
 class Run(NamedTuple):
@@ -279,19 +282,34 @@ class Family:
         return text.norm(hidden_BTD)
 
     def plain_inputs(
-        self, config: Any, pictures: Pictures, input_ids: Tensor, attention_mask: Tensor
+        self,
+        model: Any,
+        processor: Any,
+        prompts: "Sequence[Prompt]",
+        input_ids: Tensor,
+        attention_mask: Tensor,
     ) -> dict[str, Tensor]:
-        """Arguments of the model's own forward over padded rows (B, T), for comparison.
+        """Arguments of the model's own forward over padded rows (B, T) that begin with these prompts, for comparison.
 
         `attention_mask` is 0 on padding.
         """
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
+        pictures: Pictures = [
+            None
+            if one.pixels is None or one.image_grid is None
+            else (
+                normalised(processor.image_processor, one.pixels, one.image_grid),
+                one.image_grid,
+                one.interval_G,
+            )
+            for one in prompts
+        ]
         if any(one is not None for one in pictures):
-            inputs |= self._plain_pictures(config, pictures, input_ids)
+            inputs |= self._plain_pictures(model.config, pictures, input_ids)
         return inputs
 
     def _plain_pictures(self, config: Any, pictures: Pictures, input_ids: Tensor) -> dict[str, Tensor]:
-        values, grids = zip(*filter(None, pictures), strict=True)
+        values, grids, _ = zip(*filter(None, pictures), strict=True)
         types = {"mm_token_type_ids": (input_ids == config.image_token_id).long()}
         return {"pixel_values": torch.cat(values), "image_grid_thw": torch.cat(grids)} | types
 
@@ -320,6 +338,26 @@ class Qwen2VL(Family):
         """Placeholders of one frame, or of two that share their patches."""
         side = processor.image_processor.patch_size * processor.image_processor.merge_size
         return math.prod(length // side for length in clip.size)
+
+    def _plain_pictures(self, config: Any, pictures: Pictures, input_ids: Tensor) -> dict[str, Tensor]:
+        found = super()._plain_pictures(config, pictures, input_ids)
+        grid = found["image_grid_thw"]
+        is_clip = grid[:, 0] > 1
+        if not is_clip.any():
+            return found
+        patches = patch_grid(config.vision_config, grid)
+        values = found["pixel_values"].split(patches.prod(dim=1).tolist())
+        inputs = {"mm_token_type_ids": found["mm_token_type_ids"] + 2 * (input_ids == config.video_token_id)}
+        kinds = {"pixel_values": "image_grid_thw", "pixel_values_videos": "video_grid_thw"}
+        for (pixels, sizes), chosen in zip(kinds.items(), (~is_clip, is_clip), strict=True):
+            if chosen.any():
+                inputs[pixels] = torch.cat([values[place] for place in chosen.nonzero().flatten().tolist()])
+                inputs[sizes] = patches[chosen]
+        if (per_second := getattr(config.vision_config, "tokens_per_second", None)) is not None:
+            rows = filter(None, pictures)
+            intervals = [torch.zeros(len(sizes)) if each is None else each for _, sizes, each in rows]
+            inputs["second_per_grid_ts"] = torch.cat(intervals)[is_clip] / per_second
+        return inputs
 
     def check_clips(self, processor: Any) -> None:
         """Refuse a processor without one for videos, or whose normalises frames otherwise than pictures."""
@@ -448,7 +486,7 @@ class Tiles(Family):
         return position_ids_3BT[0]
 
     def _plain_pictures(self, config: Any, pictures: Pictures, input_ids: Tensor) -> dict[str, Tensor]:
-        return {"pixel_values": torch.cat([tiles for tiles, _ in filter(None, pictures)])}
+        return {"pixel_values": torch.cat([tiles for tiles, *_ in filter(None, pictures)])}
 
 
 class Idefics3(Tiles):
@@ -496,7 +534,7 @@ class Idefics3(Tiles):
 
     def _plain_pictures(self, config: Any, pictures: Pictures, input_ids: Tensor) -> dict[str, Tensor]:
         """Tiles row by row, padded with zeros, which the model drops."""
-        shown = [tiles for tiles, _ in filter(None, pictures)]
+        shown = [tiles for tiles, *_ in filter(None, pictures)]
         padded = shown[0].new_zeros(len(pictures), max(map(len, shown)), *shown[0].shape[1:])
         for row, found in enumerate(pictures):
             if found is not None:

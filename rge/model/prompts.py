@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rge.common.errors import UserError, shortened
 from rge.common.images import ImageError, load_image, picture_size
-from rge.common.parts import ImageRef, Part, PdfPart, TextPart, VideoPart, with_text
+from rge.common.parts import ImageRef, Part, PdfPart, VideoPart, with_text
 from rge.common.prompt_profiles import EMB_TOKEN, PROFILES, Profile
 from rge.common.schema import Item
 from rge.content import visuals
@@ -76,6 +76,14 @@ class Measured:
         return self.num_tokens
 
 
+def intervals_of(prompts: Sequence[Prompt]) -> Tensor | None:
+    """The intervals of several prompts' pictures and clips together; None without clips."""
+    if all(one.interval_G is None for one in prompts):
+        return None
+    shown = [(one.image_grid, one.interval_G) for one in prompts if one.image_grid is not None]
+    return torch.cat([torch.zeros(len(grid)) if each is None else each for grid, each in shown])
+
+
 P = TypeVar("P", Prompt, Measured)
 V = TypeVar("V")
 
@@ -100,6 +108,15 @@ def user_text(item: Item, side: str, profile: Profile) -> str:
     if not text:
         return profile.candidate_image.strip()
     return profile.candidate_both.format(text=text).strip()
+
+
+def wording(item: Item, side: str, profile: Profile) -> tuple[str, str]:
+    """What a profile writes before an item's texts and after them; all of it is after, if there is none."""
+    if not (item.text or "").strip():
+        return "", user_text(item, side, profile)
+    marked = replace(item, content=with_text(item.content, _TEXT))
+    before, _, after = user_text(marked, side, profile).rpartition(_TEXT)
+    return before, after
 
 
 class PromptBuilder:
@@ -279,21 +296,13 @@ class PromptBuilder:
         return self._fitted(item, side, pieces, sizes, counted)
 
     def _pieces(self, item: Item, shown: Callable[[Part], Iterator[V]]) -> Pieces[V]:
-        """An item's content in order, blank texts left out and adjacent ones joined; `shown` gives what a part shows."""
-        pieces: Pieces[V] = []
-        for part in item.content:
-            if isinstance(part, VideoPart) and self._clip_id is None:
-                raise UserError(
-                    f"item {item.id!r} has a video, and models of the family {type(self.family).__name__} read none: give pictures of "
-                    "it, or use a model that reads videos"
-                )
-            if not isinstance(part, TextPart):
-                pieces.extend(shown(part))
-            elif text := part.text.strip():
-                if pieces and isinstance(pieces[-1], str):
-                    text = f"{pieces.pop()}\n{text}"
-                pieces.append(text)
-        return pieces
+        """See `rge.content.visuals.pieces`."""
+        if self._clip_id is None and any(isinstance(part, VideoPart) for part in item.content):
+            raise UserError(
+                f"item {item.id!r} has a video, and models of the family {type(self.family).__name__} read none: give pictures of "
+                "it, or use a model that reads videos"
+            )
+        return visuals.pieces(item.content, shown)
 
     def _fitted(
         self,
@@ -336,12 +345,10 @@ class PromptBuilder:
         """
         layout = [_laid(piece) for piece in pieces]
         places = [place for place, piece in enumerate(layout) if isinstance(piece, str)]
+        before, after = wording(item, side, self.profile)
         if not places:
-            wording = self._plain(user_text(item, side, self.profile))
-            return (*layout, wording), len(layout), ""
+            return (*layout, self._plain(after)), len(layout), ""
         first, last = places[0], places[-1]
-        marked = replace(item, content=with_text(item.content, _TEXT))
-        before, _, after = user_text(marked, side, self.profile).rpartition(_TEXT)
         layout[first] = before + str(layout[first])
         layout[last] = str(layout[last]) + after
         worded = (self._plain(piece) if isinstance(piece, str) else piece for piece in layout)
@@ -379,8 +386,8 @@ class PromptBuilder:
     ) -> tuple[Prompt, list[Prompt]]:
         """Prompts that show one item and then another, as their common beginning and what follows it in each.
 
-        Both items are shown as their pictures, then their text. `wording` stands before the first item's text, after it, and after
-        the second item. The end of a second item's text is cut where a prompt would exceed `max_tokens`.
+        `wording` stands before the first item's first text, after the first item, and after the second. The end of a second
+        item's last text is cut where a prompt would exceed `max_tokens`.
 
         Returns:
             The beginning, and for each second item the rest, with its positions in the whole prompt.
@@ -390,32 +397,31 @@ class PromptBuilder:
             ImageError: a picture cannot be read.
         """
         before, between, after = wording
-        beginning = f"{before}{self._plain((first.text or '').strip())}{between}"
-        images = self._pictures_first(first)
-        shown = [{"type": "image"}] * len(images)
-        opening = {"type": "text", "text": f"\n{beginning}" if images else beginning}
-        marked = {"type": "text", "text": opening["text"] + _TEXT}
-        rendered = self._turn([*shown, marked]).rpartition(_TEXT)[0]
-        head_ids, fields = self._processed(first.id, rendered, images)
-        head = self._prompt(first.id, head_ids, fields, 0)
+        shown = self.scaled(first)
+        opening = self._around(shown, before, between)
+        marked = self._turn(_contents((*opening[:-1], f"{opening[-1]}{_TEXT}")))
+        rendered = marked.rpartition(_TEXT)[0]
+        head = self._prompt(first.id, *self._tokens(first.id, shown, rendered, opening), 0)
         rests = []
         for second in seconds:
-            own = self._pictures_first(second)
+            own = self.scaled(second)
+            texts = [place for place, piece in enumerate(own) if isinstance(piece, str)]
+            last = texts[-1] if texts else len(own)
 
             def rest(
-                text: str, num_cut: int, second: Item = second, own: Sequence[Image.Image] = own
+                text: str, num_cut: int, second: Item = second, own: Pieces[Any] = own, last: int = last
             ) -> Prompt:
-                closing = "\n".join(filter(None, (text, after)))
-                content = [*shown, {"type": "text", "text": opening["text"] + closing}]
-                if own:
-                    content = [*shown, opening, *[{"type": "image"}] * len(own)]
-                    content.append({"type": "text", "text": f"\n{closing}"})
-                whole = self._turn(content)
-                if not whole.startswith(rendered):
+                shown = [*own[:last], *filter(None, [text]), *own[last + 1 :]]
+                layout = self._around(shown, "", f"\n{after}")
+                whole = (*opening, *layout)
+                if isinstance(layout[0], str):
+                    whole = (*opening[:-1], f"{opening[-1]}{layout[0]}", *layout[1:])
+                turn = self._turn(_contents(whole))
+                if not turn.startswith(rendered):
                     raise UserError(
                         "the model's chat template changes the order of pictures and texts: use another judge"
                     )
-                return self._continued(head, second.id, whole[len(rendered) :], own, num_cut)
+                return self._continued(head, second.id, turn[len(rendered) :], shown, layout, num_cut)
 
             def too_long(second: Item = second) -> UserError:
                 return UserError(
@@ -423,28 +429,30 @@ class PromptBuilder:
                     "text: limit the pictures' size, or shorten the first"
                 )
 
-            text = self._plain((second.text or "").strip())
+            text = self._plain(str(own[last])) if texts else ""
             most = self.max_tokens - len(head)
             rests.append(self._shortened(rest(text, 0), text, rest, most, too_long))
         return head, rests
 
-    def _pictures_first(self, item: Item) -> list[Image.Image]:
-        if any(isinstance(part, VideoPart) for part in item.content):
-            raise UserError(f"item {item.id!r} has a video: judges read texts, pictures and pages")
-        return [piece for piece in self.scaled(item) if isinstance(piece, Image.Image)]
+    def _around(self, shown: Pieces[Any], before: str, after: str) -> Layout:
+        """The layout of an item among others, with words around it; a text before a picture is a line of its own."""
+        *others, last = map(_laid, visuals.surrounded(shown, before, after))
+        lines = (f"{self._plain(one)}\n" if isinstance(one, str) else one for one in others)
+        return (*lines, self._plain(str(last)))
 
     def _continued(
-        self, head: Prompt, name: str, rendered: str, images: Sequence[Image.Image], num_cut: int
+        self, head: Prompt, name: str, rendered: str, shown: Pieces[Any], layout: Layout, num_cut: int
     ) -> Prompt:
         """What follows a prompt, at its positions after it."""
-        input_ids, fields = self._processed(name, rendered, images, add_special_tokens=False)
-        alone = self._prompt(name, input_ids, fields, num_cut)
-        grids = [one.image_grid for one in (head, alone) if one.image_grid is not None]
+        given = self._tokens(name, shown, rendered, layout, add_special_tokens=False)
+        alone = self._prompt(name, *given, num_cut)
+        both = [one for one in (head, alone) if one.image_grid is not None]
         position_3T = self.family.positions(
             self.processor.image_processor,
-            torch.cat([head.input_ids, input_ids]),
+            torch.cat([head.input_ids, alone.input_ids]),
             torch.cat([head.type_ids, alone.type_ids]),
-            torch.cat(grids) if grids else None,
+            torch.cat([one.image_grid for one in both]) if both else None,  # type: ignore[misc]
+            intervals_of(both),
         )
         return replace(alone, position_3T=position_3T[:, len(head) :])
 
@@ -471,13 +479,7 @@ class PromptBuilder:
 
     def _render(self, layout: Layout) -> str:
         """The prompt as a string with one placeholder per picture or clip; other models' adapters override it."""
-        content = []
-        for previous, piece in zip(("", *layout), layout, strict=False):
-            newline = "" if isinstance(previous, str) else "\n"
-            text = {"type": "text", "text": f"{newline}{piece}\n"}
-            kind = {"type": "image" if piece is None else "video"}
-            content.append(text if isinstance(piece, str) else kind)
-        return self._turn(content)
+        return self._turn(_contents([f"{one}\n" if isinstance(one, str) else one for one in layout]))
 
     def _with_clips(self, rendered: str, layout: Layout) -> str:
         """A rendered prompt in which clips have all their placeholders, with their times."""
@@ -496,7 +498,7 @@ class PromptBuilder:
     def _encode(self, name: str, shown: Sequence[Image.Image | Clip], layout: Layout, num_cut: int) -> Prompt:
         images = [image for image in shown if isinstance(image, Image.Image)]
         if len(images) < len(shown):
-            return self._encode_clips(name, shown, layout, num_cut)
+            return self._prompt(name, *self._tokens(name, shown, self._render(layout), layout), num_cut)
         # Rendering and tokenising depend only on the texts and the pictures' sizes. Candidates without a text, and
         # small sets, repeat them; then only the pictures are processed.
         key = (layout, *(image.size for image in images))
@@ -508,20 +510,26 @@ class PromptBuilder:
                 with _of_pictures(name):
                     pictures = self.processor.image_processor(**given)
             if not images or (grid is not None and torch.equal(pictures["image_grid_thw"], grid)):
-                return self._prompt(name, input_ids, pictures, num_cut)
+                return self._prompt(name, input_ids, pictures, None, num_cut)
         input_ids, fields = self._processed(name, self._render(layout), images)
         if len(self._known) >= KNOWN_PROMPTS:
             self._known.clear()
         if not images or "image_grid_thw" in fields:
             self._known[key] = (input_ids, fields.get("image_grid_thw"))
-        return self._prompt(name, input_ids, fields, num_cut)
+        return self._prompt(name, input_ids, fields, None, num_cut)
 
-    def _encode_clips(
-        self, name: str, images: Sequence[Image.Image | Clip], layout: Layout, num_cut: int
-    ) -> Prompt:
-        """As `_encode`: frames are cut to patches like pictures, and their placeholders written like the processor's."""
+    def _tokens(
+        self, name: str, pieces: Sequence[Any], rendered: str, layout: Layout, **more: Any
+    ) -> tuple[Tensor, Mapping[str, Tensor], Tensor | None]:
+        """Ids, pixels and clips' intervals (see `Prompt`) of a rendered text and what it shows.
+
+        Frames are cut to patches like pictures, and their placeholders written like the processor's.
+        """
+        images = [piece for piece in pieces if not isinstance(piece, str)]
+        if not any(isinstance(image, Clip) for image in images):
+            return (*self._processed(name, rendered, images, **more), None)
         self.family.check_clips(self.processor)
-        rendered = self._with_clips(self._render(layout), layout)
+        rendered = self._with_clips(rendered, layout)
         mark = self.processor.image_token
         pictures = [
             mark * self._tokens_of_picture(image.size) for image in images if not isinstance(image, Clip)
@@ -542,8 +550,7 @@ class PromptBuilder:
             [_interval(image) * step if isinstance(image, Clip) else 0.0 for image in images],
             dtype=torch.float64,
         ) * getattr(self.processor, "rge_tokens_per_second", 1)
-        input_ids = self.tokenizer(rendered, return_tensors="pt").input_ids[0]
-        return self._prompt(name, input_ids, pictured, num_cut, interval_G)
+        return self.tokenizer(rendered, return_tensors="pt", **more).input_ids[0], pictured, interval_G
 
     def _processed(
         self, name: str, rendered: str, images: Sequence[Image.Image], **more: Any
@@ -558,8 +565,8 @@ class PromptBuilder:
         name: str,
         input_ids: Tensor,
         fields: Mapping[str, Tensor],
+        interval_G: Tensor | None,
         num_cut: int,
-        interval_G: Tensor | None = None,
     ) -> Prompt:
         image_processor = self.processor.image_processor
         pixels, image_grid = self.family.pictures_of(fields, image_processor)
@@ -599,6 +606,16 @@ def _filled(rendered: str, mark: str, instead: Sequence[str]) -> str:
             f"the model's chat template shows {len(rest)} of {len(instead)} parts as {mark}: use its family's"
         )
     return start + "".join(map("".join, zip(instead, rest, strict=True)))
+
+
+def _contents(layout: Sequence[str | ClipSize | None]) -> list[dict[str, str]]:
+    """A layout as a chat template takes it; a text begins a line after a picture or clip."""
+    content = []
+    for previous, piece in zip(("", *layout), layout, strict=False):
+        newline = "" if isinstance(previous, str) else "\n"
+        text = {"type": "text", "text": f"{newline}{piece}"}
+        content.append(text if isinstance(piece, str) else {"type": "image" if piece is None else "video"})
+    return content
 
 
 def _laid(piece: str | Image.Image | Clip | Size | ClipSize) -> str | ClipSize | None:

@@ -37,7 +37,6 @@ from rge.data.readers import open_records
 from rge.losses import info_nce, rationale_nll
 from rge.model.attention import EncodedParts
 from rge.model.embedding_model import EmbeddingModel, Readout, eval_mode, normalise
-from rge.model.families import normalised
 from rge.model.packing import Branch
 from rge.model.prompts import Prompt, PromptBuilder
 from rge.objective import Objective
@@ -297,12 +296,7 @@ def stock_inputs(
     ]
     pad = partial(pad_sequence, batch_first=True, padding_side=padding_side)
     ids, mask = pad(rows, padding_value=embedder.pad_id), pad([torch.ones_like(row) for row in rows])
-    image_processor = embedder.processor.image_processor
-    pictures: Any = [
-        None if prompt.pixels is None else (normalised(image_processor, prompt.pixels), prompt.image_grid)
-        for prompt in prompts
-    ]
-    inputs = embedder.family.plain_inputs(embedder.model.config, pictures, ids, mask)
+    inputs = embedder.family.plain_inputs(embedder.model, embedder.processor, prompts, ids, mask)
     return {name: value.to(embedder.device) for name, value in inputs.items()}
 
 

@@ -1,6 +1,5 @@
 """Gemma3 as a plugin would bring it: the family, and a tiny random model of it for the tests."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -58,16 +57,10 @@ class Gemma3(Tiles):
         values = pixel_values.to(model.model.vision_tower.dtype)
         return model.model.get_image_features(values).pooler_output.flatten(0, 1)
 
-    def plain_inputs(
-        self,
-        config: Any,
-        pictures: Sequence[tuple[Tensor, Tensor] | None],
-        input_ids: Tensor,
-        attention_mask: Tensor,
-    ) -> dict[str, Tensor]:
+    def plain_inputs(self, model: Any, *given: Any) -> dict[str, Tensor]:
         """With where pictures are."""
-        inputs = super().plain_inputs(config, pictures, input_ids, attention_mask)
-        return inputs | {"token_type_ids": (input_ids == config.image_token_id).long()}
+        inputs = super().plain_inputs(model, *given)
+        return inputs | {"token_type_ids": (inputs["input_ids"] == model.config.image_token_id).long()}
 
 
 register_family("gemma3", Gemma3())

@@ -15,8 +15,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from clips import clip
 from eval_fakes import FakeEncoder, write_set
+from pdfs import GREEN, RED, page, pdf
 from PIL import Image
+from served import running
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from eval.verify.__main__ import Verdict, VerifyOptions, compare, main, reference, sample, table, verify
@@ -31,6 +34,8 @@ from rge.common.images import load_image
 from rge.common.parts import content_of, with_text
 from rge.common.schema import Item
 from rge.embedder import Embedder
+from rge.serving.options import ServeOptions
+from rge.serving.process import load
 
 FEW = VerifyOptions(checkpoint="demo", limit=3, candidates=4)
 PADDED = 61
@@ -280,6 +285,38 @@ def test_all_routes_that_are_installed_agree_on_the_shipped_checkpoint():
     for row in verdict.rows:
         assert row.difference < (2e-2 if row.route == "bfloat16" else 1e-5)
         assert row.overlap in (None, 1.0)
+
+
+@pytest.mark.slow
+def test_pages_clips_and_texts_between_pictures_are_the_same_over_every_route(tmp_path):
+    (tmp_path / "m.pdf").write_bytes(pdf([page("a key", RED), page("a nail", GREEN)]))
+    (tmp_path / "c.mp4").write_bytes(clip([*range(0, 4000, 500)], size=(64, 48)))
+    for name in ("red", "blue"):
+        Image.new("RGB", (40, 50), name).save(tmp_path / f"{name}.png")
+    manual, moves = {"pdf": "m.pdf", "pages": [2, 1]}, {"video": "c.mp4", "start": 1.0}
+    between = [{"text": "this"}, {"image": "red.png"}, {"text": "or that"}, {"image": "blue.png"}]
+    records = [
+        {
+            "id": str(number),
+            "instruction": INSTRUCTION,
+            "query": {"content": content},
+            "positives": [
+                {"id": f"t{number}", "content": [*other, {"text": "shown"}], "rationale": "It is shown."}
+            ],
+        }
+        for number, (content, other) in enumerate(
+            (([*between, moves], [manual]), ([manual, {"text": "which?"}], [moves]), ([moves], between))
+        )
+    ]
+    file = tmp_path / "records.jsonl"
+    file.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    options = replace(FEW, items=file)
+    with running(load(ServeOptions(checkpoint="demo"))) as url:
+        verdict = verify(
+            replace(options, against=("batches", "transformers", "st", f"server:{url}", "reversed"))
+        )
+    assert verdict.same, table(verdict)
+    assert {row.view for row in verdict.rows} == {"queries, direct", "queries, reasoning", "candidates"}
 
 
 @pytest.mark.slow

@@ -7,16 +7,17 @@ import pytest
 import torch
 from eval_fakes import picture as png
 from family_models import every_family
+from pdfs import GREEN, RED, page, pdf
 from stock import stock_forward
 
 from rge.calls.local_server import Answer, LocalServer, chat
 from rge.calls.model_config import ModelConfig
 from rge.calls.store import AnswerStore
 from rge.common.errors import UserError
-from rge.common.parts import content_of
+from rge.common.parts import ImagePart, PdfPart, TextPart, VideoPart, content_of
 from rge.common.schema import Item
 from rge.judging.scorer import SCORERS, Judge, Score
-from rge.judging.yes_no import NEITHER, QUESTION, LocalYesNo, joined, probability, word_ids
+from rge.judging.yes_no import NEITHER, QUESTION, LocalYesNo, _words, joined, probability, word_ids
 
 QUERY = Item("q", content_of("in blue", (png(1), png(2))), instruction="Find the same thing.")
 CANDIDATES = [
@@ -25,6 +26,16 @@ CANDIDATES = [
     Item("c2", content_of("a door", (png(11),))),
     Item("c3", content_of(None, (png(12), png(13)))),
 ]
+ORDERED = (TextPart("first"), ImagePart(png(14)), TextPart("then"), ImagePart(png(15)))
+PAGES = (PdfPart(pdf([page("a", RED), page("b", GREEN)])), TextPart("a manual"))
+CLIP = (TextPart("It moves:"), VideoPart(tuple(png(number) for number in range(20, 24)), fps=2.0))
+
+
+def in_parts(scorer):
+    """Queries and candidates whose parts have an order: texts between pictures, pages and, if the judge reads them, clips."""
+    kinds = [ORDERED, PAGES, *[CLIP] * scorer.model.embedder.family.reads_clips]
+    found = [Item(f"p{number}", content) for number, content in enumerate(kinds)]
+    return [QUERY, *found], [*CANDIDATES, *found]
 
 
 @every_family
@@ -32,6 +43,11 @@ def test_scores_are_those_of_separate_prompts_and_the_query_is_computed_once(liv
     judge = Judge(str(lively_path), batch_size=3)
     shared, apart = LocalYesNo(judge), LocalYesNo(judge, share=False)
     other = Item("r", content_of("to open it"))
+    parts = in_parts(shared)
+    pairs = [(query, candidate) for query in (parts[0][-1], other) for candidate in parts[1]]
+    found = [score.value for score in shared.score(pairs)]
+    assert found == pytest.approx([score.value for score in apart.score(pairs)], abs=1e-5)
+    shared.counts, apart.counts = {}, {}
     pairs = [(query, candidate) for query in (QUERY, other) for candidate in CANDIDATES]
     found = [score.value for score in shared.score(pairs)]
     assert found == pytest.approx([score.value for score in apart.score(pairs)], abs=1e-5)
@@ -54,16 +70,37 @@ def test_scores_are_those_of_separate_prompts_and_the_query_is_computed_once(liv
 def test_the_score_is_that_of_a_plain_forward(lively_path):
     scorer = LocalYesNo(Judge(str(lively_path)))
     embedder, builder = scorer.model.embedder, scorer.model.builder
-    found = scorer.score([(QUERY, candidate) for candidate in CANDIDATES])
-    item = Item("q", content_of(f"{QUERY.instruction}\n{QUERY.text}", QUERY.pictures))
-    head, rests = builder.build_pairs(item, CANDIDATES, wording=("Query: ", "\nCandidate:", QUESTION))
-    for rest, score in zip(rests, found, strict=True):
-        with torch.no_grad():
-            _, logits, _ = stock_forward(
-                embedder, [joined(head, rest)], [rest.input_ids[-1:].tolist()], "right"
-            )
-        yes, no = (logits[0, -1, list(ids)].double().logsumexp(0) for ids in scorer.ids)
-        assert score.value == pytest.approx(float(torch.sigmoid(yes - no)), abs=1e-5)
+    queries, candidates = in_parts(scorer)
+    for query in queries:
+        found = scorer.score([(query, candidate) for candidate in candidates])
+        head, rests = builder.build_pairs(
+            _words(query), candidates, wording=("Query: ", "\nCandidate:", QUESTION)
+        )
+        for rest, score in zip(rests, found, strict=True):
+            whole = joined(head, rest)
+            with torch.no_grad():
+                _, logits, _ = stock_forward(embedder, [whole], [rest.input_ids[-1:].tolist()], "right")
+            yes, no = (logits[0, -1, list(ids)].double().logsumexp(0) for ids in scorer.ids)
+            assert score.value == pytest.approx(float(torch.sigmoid(yes - no)), abs=1e-5)
+
+
+@every_family
+def test_what_is_shown_stands_in_its_order(lively_path):
+    """Words of the judge around each item, and none of an item's parts on the other side of another."""
+    builder = LocalYesNo(Judge(str(lively_path))).model.builder
+    seen = []
+    builder._turn, turn = lambda content: seen.append(content) or turn(content), builder._turn
+    builder.build_pairs(
+        Item("q", ORDERED), [Item("c", PAGES), Item("d", ORDERED)], wording=("Q: ", "\nC:", "Same?")
+    )
+    picture = {"type": "image"}
+    query = [text("Q: first\n"), picture, text("\nthen\n"), picture]
+    assert seen[1] == [*query, text("\nC:"), picture, picture, text("\na manual\nSame?")]
+    assert seen[2] == [*query, text("\nC:first\n"), picture, text("\nthen\n"), picture, text("\nSame?")]
+
+
+def text(words):
+    return {"type": "text", "text": words}
 
 
 def test_every_casing_of_a_word_that_is_one_token_counts():
@@ -123,20 +160,29 @@ def test_an_endpoint_that_answers_refuses_or_answers_nonsense(tmp_path):
             return completion("yes")
         return completion("Yes", {"Yes": 0.6, "No": 0.2})
 
-    candidates = [*CANDIDATES[:3], Item("c4", content_of("a hat"))]
+    candidates = [*CANDIDATES[:3], Item("c4", content_of("a hat")), Item("p", ORDERED), Item("v", CLIP)]
     with LocalServer(respond) as server:
-        for calls in (4, 0):
+        for calls in (6, 0):
             judge = Judge(
                 endpoint=ModelConfig("vlm", server.url), answers=AnswerStore(tmp_path / "judge.sqlite")
             )
             scorer = SCORERS["yes_no"](judge)
             found = scorer.score([(QUERY, candidate) for candidate in candidates])
             assert found[0] == Score(pytest.approx(0.75))
-            assert [score.why for score in found[1:]] == ["refusal", NEITHER, "no top_logprobs in the answer"]
-            assert all(score.value is None for score in found[1:])
-            assert scorer.counts == {"pairs": 4, "calls": calls}
+            assert [score.why for score in found[1:4]] == [
+                "refusal",
+                NEITHER,
+                "no top_logprobs in the answer",
+            ]
+            assert all(score.value is None for score in found[1:4])
+            assert found[4:] == [found[0]] * 2
+            assert scorer.counts == {"pairs": 6, "calls": calls}
             judge.answers.close()
-        assert server.num_answered == 4
+        assert server.num_answered == 6
+    sent = [[part["type"] for part in body["messages"][-1]["content"]] for body in asked]
+    shown = [*["image_url"] * 2, "text"]
+    assert [*shown, "text", "image_url", "text", "image_url", "text"] in sent
+    assert [*shown, "text", *["image_url"] * 2, "text"] in sent  # four frames within 2 s, at one a second
     (body,) = [
         body
         for body in asked

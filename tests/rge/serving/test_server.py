@@ -37,6 +37,7 @@ from paths import ROOT
 from pdfs import BLUE, GREEN, PASSWORD_NEEDED, RED, pdf
 from pdfs import page as pdf_page
 from PIL import Image
+from served import running
 
 from rge.checkpoints.export import export, settings_of
 from rge.common.errors import UserError
@@ -87,26 +88,6 @@ def checkpoint(lively_path, tmp_path_factory):
 @pytest.fixture(scope="module")
 def embedder(checkpoint):
     return Embedder.from_pretrained(checkpoint)
-
-
-@contextlib.contextmanager
-def running(service):
-    """The service behind a real socket, in a thread of this process; yields its address."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(
-        uvicorn.Config(
-            service.app, lifespan="off", ws="none", log_level="critical", timeout_graceful_shutdown=2
-        )
-    )
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join(20)
-        service.stop()
-        assert not thread.is_alive()
 
 
 def service_of(embedder, key=None, index=None, **options):

@@ -201,7 +201,7 @@ def _sentence_transformers(embedder: Embedder, _: PlainModel) -> Iterator[Route]
         for row, item in enumerate(view.items):
             parts = [part_to_json(part) for part in item.content]
             shown = [{"type": next(iter(part)), **part} for part in parts]
-            content = {"role": "user", "content": shown}
+            content = [{"role": "user", "content": shown}]
             if view.side == "query":
                 found = model.encode_query([content], prompt=item.instruction or "", mode=view.mode)
             else:
@@ -233,8 +233,8 @@ def _as_message(part: Part) -> dict[str, Any]:
     if isinstance(part, PdfPart):
         return {"type": "file", "file": {"file_data": _sent("application/pdf", part.pdf)["url"]}, **more}
     if isinstance(part, VideoPart):
-        frames = part.video if isinstance(part.video, tuple) else None
-        url = _sent("video/mp4", part.video) if frames is None else [_as_png(one)["url"] for one in frames]
+        clip: Any = part.video
+        url = [_as_png(one)["url"] for one in clip] if isinstance(clip, tuple) else _sent("video/mp4", clip)
         return {"type": "video_url", "video_url": url, **more}
     return {"type": "text", **more}
 

@@ -117,10 +117,13 @@ class Family:
 
     def picture_tokens(self, processor: Any, size: tuple[int, int]) -> int:
         """How many tokens stand in a prompt for a picture of this width and height, in place of `picture_mark`."""
-        image_processor = processor.image_processor
-        side = image_processor.patch_size * image_processor.merge_size
         # Not the processor's own count, which would scale once more: long pictures may exceed its limits, see `scaled_size`.
-        return math.prod(length // side for length in self.scaled_size(size, image_processor))
+        return self.scaled_tokens(processor, self.scaled_size(size, processor.image_processor))
+
+    def scaled_tokens(self, processor: Any, size: tuple[int, int]) -> int:
+        """The same of a picture that has been scaled to this size, or of a clip's frames that share their patches."""
+        side = processor.image_processor.patch_size * processor.image_processor.merge_size
+        return math.prod(length // side for length in size)
 
     def picture_mark(self, processor: Any) -> str:
         """The processor's text for a picture, around and including one placeholder."""
@@ -332,12 +335,7 @@ class Qwen2VL(Family):
     def clip_text(self, processor: Any, clip: ClipSize) -> str:
         """Placeholders alone."""
         num_times = _num_times(processor.image_processor, len(clip.seconds))
-        return processor.video_token * (num_times * self.picture_tokens_of_frame(processor, clip))
-
-    def picture_tokens_of_frame(self, processor: Any, clip: ClipSize) -> int:
-        """Placeholders of one frame, or of two that share their patches."""
-        side = processor.image_processor.patch_size * processor.image_processor.merge_size
-        return math.prod(length // side for length in clip.size)
+        return processor.video_token * (num_times * self.scaled_tokens(processor, clip.size))
 
     def _plain_pictures(self, config: Any, pictures: Pictures, input_ids: Tensor) -> dict[str, Tensor]:
         found = super()._plain_pictures(config, pictures, input_ids)
@@ -404,7 +402,7 @@ class Qwen3VL(Qwen2VL):
         """Each row of patches is a picture of its own, after the mean time of its frames."""
         step, text = processor.image_processor.temporal_patch_size, ""
         seconds = [*clip.seconds, *[clip.seconds[-1]] * (-len(clip.seconds) % step)]
-        shown = processor.video_token * self.picture_tokens_of_frame(processor, clip)
+        shown = processor.video_token * self.scaled_tokens(processor, clip.size)
         for start in range(0, len(seconds), step):
             time = (seconds[start] + seconds[start + step - 1]) / 2
             text += f"<{time:.1f} seconds>{processor.vision_start_token}{shown}{processor.vision_end_token}"

@@ -233,13 +233,13 @@ class PromptBuilder:
         self, item: Item, load: Callable[[ImageRef], Image.Image] = load_image
     ) -> Pieces[Image.Image | Clip]:
         """An item's content for `build_scaled`. One picture at a time is held at its full size."""
-        if any(isinstance(part, PdfPart | VideoPart) for part in item.content):
+        if files := tuple(part for part in item.content if isinstance(part, PdfPart | VideoPart)):
             # Thousands of pages are not rendered to find that there is no room for them.
             with _of_pictures(item.id):
-                needed = sum(map(self._tokens_of, self._sizes(item)))
+                needed = sum(map(self._tokens_of, self._sizes(replace(item, content=files))))
             if needed > self.max_tokens:
                 raise UserError(
-                    f"item {item.id!r}: its pages, frames and pictures take {needed:,} tokens, more than "
+                    f"item {item.id!r}: its pages and frames take {needed:,} tokens, more than "
                     f"max_prompt_tokens={self.max_tokens}; show fewer, or {MAKE_ROOM}"
                 )
 
@@ -531,8 +531,11 @@ class PromptBuilder:
         self.family.check_clips(self.processor)
         rendered = self._with_clips(rendered, layout)
         mark = self.processor.image_token
+        # By their own sides: a scaled picture of unusual shape would be scaled once more.
         pictures = [
-            mark * self._tokens_of_picture(image.size) for image in images if not isinstance(image, Clip)
+            mark * self.family.scaled_tokens(self.processor, image.size)
+            for image in images
+            if not isinstance(image, Clip)
         ]
         rendered = _filled(rendered, mark, pictures)
         frames = [

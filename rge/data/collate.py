@@ -1,7 +1,11 @@
 """Make this rank's batch: decode pictures, tokenise prompts, choose targets."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import math
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -10,6 +14,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from rge.common.errors import UserError
 from rge.common.images import ImageError, load_image
 from rge.common.parts import ImageRef
 from rge.common.schema import Item, Record, Target
@@ -69,6 +74,82 @@ class Batch:
     bad: list[BadRecord] = field(default_factory=list)  # drawn, could not be used and were replaced
 
 
+WHOLE_BYTES = 32 << 20
+"""Pixels of a batch that stay in memory, and go to a device together. More are kept in a file, and read by what shows them."""
+
+
+def in_file(file: Any, shape: Sequence[int]) -> Tensor:
+    """Pixels (P, channels, height, width) of an open file; what was read of it takes no memory that the system cannot have back."""
+    return torch.from_numpy(np.memmap(file, np.uint8, "c", shape=tuple(shape)))
+
+
+@contextmanager
+def room_for_pixels() -> Iterator[None]:
+    """Say what is full; a `UserError`."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"no room for the pixels of a batch in temporary files ({error}): set the variable TMPDIR to a folder of a larger disk"
+        ) from error
+
+
+class _Pixels:
+    """Pixels of the prompts of a batch in the making, so that memory holds those of one record and `WHOLE_BYTES`."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.SpooledTemporaryFile(WHOLE_BYTES, prefix="rge-pixels-")
+        self._shape: tuple[int, ...] = (0,)
+        self._places: dict[int, slice] = {}  # by the prompt that they were taken from
+
+    def taken(self, prompt: Prompt) -> Prompt:
+        """The prompt without its pixels, which are written."""
+        if prompt.pixels is None:
+            return prompt
+        with room_for_pixels():
+            self._file.write(prompt.pixels.contiguous().numpy().data)
+        bare, start, count = replace(prompt, pixels=None), self._shape[0], len(prompt.pixels)
+        self._places[id(bare)] = slice(start, start + count)
+        self._shape = (start + count, *prompt.pixels.shape[1:])
+        return bare
+
+    def whole(self) -> Tensor:
+        """All that were written."""
+        with self._file as file:
+            file.seek(0)
+            if math.prod(self._shape) > WHOLE_BYTES:
+                return in_file(file, self._shape)
+            pixels = torch.empty(self._shape, dtype=torch.uint8)
+            file.readinto(pixels.numpy().data)
+            return pixels
+
+    def given_back(self, batch: Batch) -> Batch:
+        """The batch with the pixels of its prompts."""
+        if not self._places:
+            return batch
+        pixels = self.whole()
+
+        def filled(prompts: Sequence[Prompt]) -> list[Prompt]:
+            places = [self._places.get(id(prompt)) for prompt in prompts]
+            return [
+                prompt if place is None else replace(prompt, pixels=pixels[place])
+                for prompt, place in zip(prompts, places, strict=True)
+            ]
+
+        return replace(batch, queries=filled(batch.queries), candidates=filled(batch.candidates))
+
+
+def _together(parts: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
+    """Pixels as one tensor, and where each part begins; not copied if they are parts of one, as `_Pixels` makes them."""
+    if not parts:
+        return torch.empty(0, dtype=torch.uint8), []
+    storage, size = parts[0].untyped_storage(), parts[0][0].numel()
+    if any(part.untyped_storage().data_ptr() != storage.data_ptr() for part in parts):
+        return torch.cat([*parts]), [*accumulate(map(len, parts), initial=0)][:-1]
+    whole = parts[0].new_empty(0).set_(storage).view(-1, *parts[0].shape[1:])
+    return whole, [part.storage_offset() // size for part in parts]
+
+
 def flatten(batch: Batch) -> tuple[dict[str, Any], Tensor]:
     """Flatten a batch for transfer, so that a device needs one copy instead of one for each array of each prompt.
 
@@ -76,7 +157,7 @@ def flatten(batch: Batch) -> tuple[dict[str, Any], Tensor]:
         Everything but pixels, which pickles; (P, channels, height, width) uint8, or (0,) without pictures.
     """
     prompts = [*batch.queries, *batch.candidates]
-    parts = [prompt.pixels for prompt in prompts if prompt.pixels is not None]
+    pixels, starts = _together([prompt.pixels for prompt in prompts if prompt.pixels is not None])
     grids = [prompt.image_grid for prompt in prompts if prompt.image_grid is not None]
     tokens = [torch.stack([prompt.input_ids, prompt.type_ids, *prompt.position_3T]) for prompt in prompts]
     head = {
@@ -85,11 +166,12 @@ def flatten(batch: Batch) -> tuple[dict[str, Any], Tensor]:
         "names": [(prompt.id, prompt.num_cut_tokens) for prompt in prompts],
         "num_tokens": [len(prompt) for prompt in prompts],
         "num_patches": [0 if prompt.pixels is None else len(prompt.pixels) for prompt in prompts],
+        "first_patches": starts,
         "num_pictures": [0 if prompt.image_grid is None else len(prompt.image_grid) for prompt in prompts],
         "token_5T": torch.cat(tokens, dim=1).numpy(),
         "grid_G3": torch.cat([torch.zeros(0, 3).long(), *grids]).numpy(),
     }
-    return head, torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+    return head, pixels
 
 
 def unflatten(head: dict[str, Any], pixels: Tensor) -> Batch:
@@ -97,10 +179,10 @@ def unflatten(head: dict[str, Any], pixels: Tensor) -> Batch:
     num_queries = head["num_queries"]
     tokens = torch.from_numpy(head["token_5T"]).split(head["num_tokens"], dim=1)
     grids = torch.from_numpy(head["grid_G3"]).split(head["num_pictures"])
-    shown = pixels.split(head["num_patches"])
-    prompts = []
-    for (name, num_cut), token_5T, *pictures in zip(head["names"], tokens, shown, grids, strict=True):
-        part, grid = pictures if len(pictures[0]) else (None, None)
+    starts, prompts = iter(head["first_patches"]), []
+    of_prompts = zip(head["names"], tokens, head["num_patches"], grids, strict=True)
+    for (name, num_cut), token_5T, count, grid_G3 in of_prompts:
+        part, grid = (pixels[(start := next(starts)) : start + count], grid_G3) if count else (None, None)
         prompts.append(Prompt(name, token_5T[0], token_5T[1], token_5T[2:], part, grid, num_cut))
     return replace(head["rest"], queries=prompts[:num_queries], candidates=prompts[num_queries:])
 
@@ -174,6 +256,11 @@ class _Row:
     # Prompts and identities of the drawn positive, of other positives and of negatives; empty if none are needed.
     candidates: Sequence[Sequence[Candidate]]
 
+    def with_prompts(self, change: Callable[[Prompt], Prompt]) -> "_Row":
+        """The row with its prompts changed."""
+        candidates = [[(change(one[0]), *one[1:]) for one in group] for group in self.candidates]
+        return replace(self, query=change(self.query), candidates=candidates)
+
 
 MAX_REPLACEMENTS = 16
 """Consecutive bad records after which the source itself is considered bad, such as a folder that is not mounted."""
@@ -207,8 +294,10 @@ class Collator:
         """
         bad: list[BadRecord] = []
         taken = {(draw.source, draw.index) for draw in drawn or draws}
-        rows = [self._row_or_another(draw, taken, bad) for draw in draws]
+        pixels = _Pixels()
+        rows = [self._row_or_another(draw, taken, bad).with_prompts(pixels.taken) for draw in draws]
         batch = _batch_of(rows, bad, by_length=self.sources[0].settings.sort_by_length)
+        batch = pixels.given_back(batch)
         groups = [source.group for source in self.sources]
         if len(set(groups)) == 1:
             return replace(batch, candidate_groups=[])

@@ -20,6 +20,7 @@ import os
 import pickle
 import signal
 import sys
+import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +32,7 @@ import torch
 from torch import Tensor
 
 from rge.common.errors import UserError, how_it_ended, portable
+from rge.data import collate
 from rge.data.collate import Batch, StepBatches, StreamRows, flatten, unflatten
 from rge.data.config import DataConfig
 
@@ -52,8 +54,9 @@ class WorkerError(UserError):
 class Loader:
     """Batches of the given steps in order, prefetched by worker processes. Can be iterated once.
 
-    Workers are forks of this process. One batch is always prefetched, however large, and each worker holds another. Pixels are
-    copied to `device` once, from pinned memory; everything else stays on the CPU.
+    Workers are forks of this process. One batch is always prefetched, however large, and each worker holds another. Pixels of up
+    to `WHOLE_BYTES` are copied to `device` once, from pinned memory; more wait in a file, and go there with what shows them.
+    Everything else stays on the CPU.
     """
 
     def __init__(
@@ -81,7 +84,9 @@ class Loader:
             queue.close()
 
     def _on_device(self, head: dict[str, Any], pixels: Tensor) -> Batch:
-        return unflatten(head, pixels.to(self.device, non_blocking=True))
+        return unflatten(
+            head, pixels if _is_large(pixels.shape) else pixels.to(self.device, non_blocking=True)
+        )
 
 
 class _Queue:
@@ -179,17 +184,16 @@ class _Queue:
         inlet, pinned = self.inlets[number], self.device.type == "cuda"
         try:
             head_bytes, shape = pickle.load(inlet)  # noqa: S301 - written by a fork of this process
-            num_pixels = math.prod(shape)
+            num_pixels, in_memory = math.prod(shape), not _is_large(shape)
             # Pinned memory comes in powers of two.
-            room = head_bytes + (1 << (num_pixels - 1).bit_length() if pinned and num_pixels else num_pixels)
+            is_rounded = pinned and num_pixels and in_memory
+            room = head_bytes + (1 << (num_pixels - 1).bit_length() if is_rounded else num_pixels)
             with self.changed:  # once it is closed, the worker is killed, and reading ends
                 self.changed.wait_for(
                     lambda: self.closed or not self.waiting or self.num_bytes + room <= self.limit
                 )
             found = pickle.load(inlet)  # noqa: S301
-            pixels = torch.empty(shape, dtype=torch.uint8, pin_memory=pinned)
-            if inlet.readinto(pixels.numpy().data) < num_pixels:  # type: ignore[attr-defined]
-                raise EOFError
+            pixels = _received(inlet, shape, pinned) if in_memory else _filed(inlet, shape)
         except (EOFError, pickle.UnpicklingError):
             self.processes[number].join(5.0)
             how = how_it_ended(self.processes[number].exitcode or 0)
@@ -206,6 +210,29 @@ class _Queue:
             self.waiting.append((num_bytes, found))
             self.num_bytes += num_bytes
             self.changed.notify_all()
+
+
+def _is_large(shape: Sequence[int]) -> bool:
+    """Whether pixels are left in a file."""
+    return math.prod(shape) > collate.WHOLE_BYTES
+
+
+def _received(inlet: Any, shape: Sequence[int], pinned: bool) -> Tensor:
+    pixels = torch.empty(tuple(shape), dtype=torch.uint8, pin_memory=pinned)
+    if inlet.readinto(pixels.numpy().data) < pixels.numel():
+        raise EOFError
+    return pixels
+
+
+def _filed(inlet: Any, shape: Sequence[int]) -> Tensor:
+    left = math.prod(shape)
+    with collate.room_for_pixels(), tempfile.TemporaryFile(prefix="rge-pixels-") as file:
+        while left:
+            if not (piece := inlet.read(min(left, PIPE_BYTES))):
+                raise EOFError
+            file.write(piece)
+            left -= len(piece)
+        return collate.in_file(file, shape)
 
 
 def _pipe() -> tuple[int, int]:

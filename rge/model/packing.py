@@ -99,7 +99,10 @@ def to_device(*parts: Any, device: torch.device | str) -> list[Any]:
     together = [replace(part, **dict.fromkeys(left)) for part, left in zip(parts, alone, strict=True)]
     on_device = moved(together, device)
     for left in filter(None, alone):
-        left["pixels"] = left["pixels"].to(device, non_blocking=True)
+        pixels = left["pixels"]
+        if torch.device(device).type == "cuda" and pixels.device.type == "cpu" and not pixels.is_pinned():
+            pixels = pixels.pin_memory()
+        left["pixels"] = pixels.to(device, non_blocking=True)
     return [replace(part, **left) for part, left in zip(on_device, alone, strict=True)]
 
 
@@ -143,8 +146,19 @@ def pack_prompts(
         last_position_3B=torch.stack([prompt.position_3T[:, -1] for prompt in prompts], dim=1),
         # As in a forward of the whole row: the times of a clip may reach further than the text after it.
         after_B=torch.stack([prompt.position_3T[:, -1].max() + 1 for prompt in prompts]),
-        pixels=torch.cat(pixels),
+        pixels=_joined(pixels),
         image_grid=torch.cat(grids),
+    )
+
+
+def _joined(pixels: Sequence[Tensor]) -> Tensor:
+    """Pixels of all pictures; copied at once to where a GPU fetches them from, if they are not there yet."""
+    if len(pixels) == 1:
+        return pixels[0]
+    shape = (sum(map(len, pixels)), *pixels[0].shape[1:])
+    pinned = torch.cuda.is_available() and pixels[0].device.type == "cpu"
+    return torch.cat(
+        [*pixels], out=torch.empty(shape, dtype=torch.uint8, device=pixels[0].device, pin_memory=pinned)
     )
 
 
@@ -207,7 +221,7 @@ def _pictures_of(pictured: Sequence[tuple[int, Prompt]]) -> dict[str, Tensor]:
         return {}
     return {
         "picture_index_F": torch.cat([start + part.type_ids.nonzero().flatten() for start, part in shown]),
-        "pixels": torch.cat([part.pixels for _, part in shown if part.pixels is not None]),
+        "pixels": _joined([part.pixels for _, part in shown if part.pixels is not None]),
         "image_grid": torch.cat([part.image_grid for _, part in shown if part.image_grid is not None]),
     }
 

@@ -22,6 +22,7 @@ from torch.fx.experimental import _config as fx_config
 from torch.utils.flop_counter import FlopCounterMode
 
 from rge.config import Recipe
+from rge.data.collate import WHOLE_BYTES
 from rge.losses import CHUNK_TOKENS
 from rge.model.adapters import trained_parts
 from rge.model.attention import bucket
@@ -457,7 +458,7 @@ def memory(shapes: Shapes, load: Load, setup: Setup) -> dict[str, float]:
         "weights": weights,
         "gradients": gradients,
         "optimizer": states,
-        "pictures": pixel_bytes(shapes, load) + stays * float(made),
+        "pictures": held_bytes(shapes, load) + stays * float(made),
         "activations": training if setup.captures or training >= writing else 0.0,
         "rollout": writing if setup.captures or writing > training else 0.0,
         "mining": max(mining - inside, 0.0),  # what it needs more than a step
@@ -523,17 +524,31 @@ def pixel_bytes(shapes: Shapes, load: Load) -> float:
     return float(load.pictures * shapes.picture.num_bytes)
 
 
+def held_bytes(shapes: Shapes, load: Load) -> float:
+    """Of these, what is in memory: all, or those of a micro batch if a batch's wait in a file."""
+    whole = pixel_bytes(shapes, load)
+    return whole if whole <= WHOLE_BYTES else whole / load.chunks
+
+
 def host(recipe: Recipe, shapes: Shapes, load: Load, setup: Setup, options: PlanOptions) -> dict[str, float]:
-    """Peak use of one machine besides its GPUs and kept activations: bytes of memory, shared memory, open files.
+    """Peak use of one machine besides its GPUs and kept activations: bytes of memory, shared memory, temporary and open files.
 
     For a GPU, at least one batch is prefetched to pinned memory, and processes use NCCL.
     """
-    num_workers, batch_bytes = recipe.data.num_workers, pixel_bytes(shapes, load)
+    num_workers, batch_bytes, held = (
+        recipe.data.num_workers,
+        pixel_bytes(shapes, load),
+        held_bytes(shapes, load),
+    )
     processes, on_gpu = options.processes, not options.cpu
-    # Prefetched batches, and the one in use, are in pinned memory, allocated in powers of two. A worker holds its prompts'
-    # pictures and the buffer that joins them.
-    pinned = 2.0 ** math.ceil(math.log2(batch_bytes)) if on_gpu and batch_bytes else batch_bytes
-    batches = max(recipe.data.prefetch_mb * 2**20, pinned) + pinned + 2 * num_workers * batch_bytes
+    # Prefetched batches, and what is in use, are in pinned memory, allocated in powers of two. A worker holds a batch's pictures,
+    # and copies them once.
+    pinned = 2.0 ** math.ceil(math.log2(held)) if on_gpu and held else held
+    waiting, in_worker, filed = max(recipe.data.prefetch_mb * 2**20, pinned), batch_bytes, 0.0
+    if batch_bytes > WHOLE_BYTES:
+        filed = max(recipe.data.prefetch_mb * 2**20, batch_bytes) + (1 + num_workers) * batch_bytes
+        waiting, in_worker = 0.0, float(WHOLE_BYTES)
+    batches = waiting + pinned + 2 * num_workers * in_worker
     weights = float(setup.dtype_bytes * shapes.parameters)  # loaded here before they go to a GPU
     each = PROCESS_GIB * GIB + num_workers * WORKER_GIB * GIB + max(batches, weights)
     copied = state_copy(shapes, setup, processes) if recipe.train.background_save else 0.0
@@ -544,6 +559,7 @@ def host(recipe: Recipe, shapes: Shapes, load: Load, setup: Setup, options: Plan
         "of that, batches": processes * batches,
         "of that, kept": 0.0,  # activations, see `kept_bytes`
         "of that, a state being written": copied,
+        "temporary files": processes * filed,
         # Batches go through pipes (rge/data/loader.py).
         "shared memory": NCCL_GIB * GIB if on_gpu and processes > 1 else 0.0,
         "descriptors of a process": descriptors(num_workers),

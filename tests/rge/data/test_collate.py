@@ -1,6 +1,7 @@
 """From records to a rank's batch: the same tokens as evaluation, one seed, any number of processes."""
 
 import json
+import weakref
 from collections import Counter
 from dataclasses import replace
 
@@ -10,11 +11,22 @@ import torch
 from faults import error_about
 
 from rge.checkpoints.export import export, settings_of
+from rge.common.errors import UserError
 from rge.common.parts import with_pictures
 from rge.common.schema import Record
 from rge.config import Recipe, load_recipe
+from rge.data import collate
 from rge.data.augment import AUGMENTATIONS
-from rge.data.collate import Collator, Source, StepBatches, make_batches, problems, query_item, target_item
+from rge.data.collate import (
+    Collator,
+    Source,
+    StepBatches,
+    flatten,
+    make_batches,
+    problems,
+    query_item,
+    target_item,
+)
 from rge.data.config import DataConfig, SourceConfig
 from rge.data.mixture import Draw, Mixture
 from rge.data.sources import RecordError, RecordFile, identity
@@ -124,6 +136,38 @@ def test_a_batch_repeats_and_differs_from_the_next(batches):
     assert content(made[4]) != later
     assert content(batches()[3]) == later
     assert content(batches(seed=1)[3]) != later
+
+
+def test_many_pixels_leave_the_memory_with_their_record(batches, monkeypatch):
+    """They wait in a file without a name, which is read where they are shown; the batch is the same."""
+    made, alive, most = batches(), [], []
+    expected, build = content(made[3]), PromptBuilder.build
+
+    def counted(*given):
+        prompt = build(*given)
+        if prompt.pixels is not None:
+            alive.append((weakref.ref(prompt.pixels), prompt.pixels.nbytes))
+        most.append(sum(num_bytes for pixels, num_bytes in alive if pixels() is not None))
+        return prompt
+
+    monkeypatch.setattr(collate, "WHOLE_BYTES", 1)
+    monkeypatch.setattr(PromptBuilder, "build", counted)
+    batch = made[3]
+    assert content(batch) == expected
+    assert max(most) < sum(num_bytes for _, num_bytes in alive) / 2
+    shown = [prompt.pixels for prompt in (*batch.queries, *batch.candidates) if prompt.pixels is not None]
+    [whole] = {pixels.untyped_storage().data_ptr() for pixels in shown}
+    assert flatten(batch)[1].data_ptr() == whole  # nothing is copied to be sent
+    with open("/proc/self/maps") as maps:
+        [mapped] = [line for line in maps if line.startswith(f"{whole:x}-")]
+    assert "deleted" in mapped
+
+
+def test_a_full_disk_is_named(batches, monkeypatch, tmp_path):
+    monkeypatch.setattr(collate, "WHOLE_BYTES", 1)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
+    with pytest.raises(UserError, match="TMPDIR"):
+        batches()[3]
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ import torch
 from faults import error_about
 
 from rge.common.images import ImageError
-from rge.data import loader
+from rge.data import collate, loader
 from rge.data.collate import Batch, flatten, unflatten
 from rge.data.config import DataConfig
 from rge.data.loader import Loader, WorkerError
@@ -120,7 +120,9 @@ def test_a_batch_without_pictures_survives_the_way():
 
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
 @pytest.mark.parametrize("steps", [range(0), range(4, 5), range(2, 12)])
-def test_batches_come_whole_and_in_order(num_workers, steps):
+@pytest.mark.parametrize("in_files", [False, True])
+def test_batches_come_whole_and_in_order(num_workers, steps, in_files, monkeypatch):
+    monkeypatch.setattr(collate, "WHOLE_BYTES", 1 if in_files else collate.WHOLE_BYTES)
     before = children()
     found = list(Loader(Made(), steps, settings(num_workers)))
     assert len(found) == len(steps)
@@ -304,6 +306,12 @@ def test_pixels_are_moved_once_and_the_rest_stays_on_the_cpu():
     assert prompt.pixels.untyped_storage() is not None
     shown = [batch.queries[0].pixels, batch.candidates[1].pixels]
     assert len({one.untyped_storage()._cdata for one in shown}) == 1
+
+
+def test_pixels_in_a_file_go_to_a_device_with_what_shows_them(monkeypatch):
+    monkeypatch.setattr(collate, "WHOLE_BYTES", 1)
+    [batch] = Loader(Made(), range(1), settings(1), "meta")
+    assert batch.queries[0].pixels.device.type == "cpu"
 
 
 @pytest.mark.gpu

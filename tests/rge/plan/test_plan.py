@@ -764,14 +764,15 @@ def test_a_machine_and_hours_by_hand():
         return host(recipe, sizes, one, Setup(dtype_bytes=2), options)
 
     found = machine_of(2**30, prefetch_mb=4096, num_workers=3, processes=2)
-    # Four wait, one is in use, and each worker has one and its parts.
-    assert found["of that, batches"] == 2 * (4 + 1 + 3 * 2) * 2**30
-    assert found["memory"] == found["of that, batches"] + 2 * (3 + 3 * 0.5) * 2**30
+    # Four wait in files, one is in use, and each worker has one; in memory is the only micro batch, and what stays out of files.
+    assert found["temporary files"] == 2 * (4 + 1 + 3) * 2**30
+    assert found["of that, batches"] == 2 * (2**30 + 3 * 2 * 2**25)
+    assert found["memory"] == 2 * (2 * 10**9 + (3 + 3 * 0.5) * 2**30)  # while weights are read
     assert found["shared memory"] == 2**30
     # Pinned memory comes in powers of two.
-    larger = machine_of(2**30 + 1, prefetch_mb=0, num_workers=0, processes=1)
-    assert larger["of that, batches"] == 2 * 2**31
-    assert larger["shared memory"] == 0
+    larger = machine_of(2**24 + 1, prefetch_mb=0, num_workers=0, processes=1)
+    assert larger["of that, batches"] == 2 * 2**25
+    assert larger["shared memory"] == larger["temporary files"] == 0
     assert found["descriptors of a process"] == 128 + 3 * 8
     # AdamW's two numbers and the weight, in float32, of half of 10 M parameters; 8 processes on two machines.
     ten = dataclasses.replace(shapes, parameters=10**7)
@@ -817,7 +818,8 @@ def test_hours_follow_steps_gpus_and_utilisation(capsys):
     assert hours("steps=200")["hours"] == pytest.approx(2 * base["hours"])
     assert hours("steps=100", "utilisation=0.7")["hours"] == pytest.approx(base["hours"] / 2)
     assert hours("steps=100", "num_gpus=16")["hours"] == pytest.approx(base["hours"] / 2, rel=0.1)
-    assert hours("data.prefetch_mb=40000")["host"]["memory"] > base["host"]["memory"] + 8 * 30 * 2**30
+    files = [host["temporary files"] for host in (base["host"], hours("data.prefetch_mb=40000")["host"])]
+    assert files[1] > files[0] + 8 * 30 * 2**30
     assert (
         hours("data.num_workers=8")["host"]["descriptors of a process"]
         > base["host"]["descriptors of a process"]
@@ -899,28 +901,27 @@ def test_an_oracle_rationale_that_is_only_read_has_no_labels(the_3b, words, bran
 
 
 def test_more_queries_cost_memory_only_by_the_micro_batch():
-    """What a step takes grows with the batch; what a GPU holds does not, but for its pictures, one byte a channel."""
+    """What a step takes grows with the batch; what a GPU holds does not."""
     found = []
     for size in (512, 4096):
         recipe = load_recipe(["recipe=qwen25vl_3b", f"joint.batch_size={size}"])
         found.append(plan.plan(recipe, plan.outline(recipe.model)[0], PlanOptions()))
     small, large = found
     assert large.flops == pytest.approx(8 * small.flops, rel=0.01)
-    pictures = large.memory["pictures"] - small.memory["pictures"]
-    assert pictures == large.batch_bytes - small.batch_bytes > 0
-    assert large.memory_total - pictures == pytest.approx(small.memory_total, rel=0.01)
+    assert large.memory["pictures"] == small.memory["pictures"] == large.batch_bytes / large.load.chunks > 0
+    assert large.memory_total == pytest.approx(small.memory_total, rel=0.01)
     assert large.tokens["own rationales"] == 4096 * 129
 
 
 def test_what_a_frozen_tower_makes_stays_on_the_gpu():
-    """Features of a rank's whole batch, where the writer keeps them (`make_writer`); the pixels in any case."""
+    """Features of a rank's whole batch, where the writer keeps them (`make_writer`); a micro batch's pixels in any case."""
 
     def of(name: str, back_end: str, *overrides: str) -> tuple[float, plan.Plan]:
         recipe = load_recipe([f"recipe={name}", *overrides])
         options = PlanOptions(num_gpus=8, back_end=back_end)
         found = plan.plan(recipe, plan.outline(recipe.model)[0], options)
         assert found.memory_total == sum(found.memory.values())
-        return found.memory["pictures"] - found.batch_bytes, found
+        return found.memory["pictures"] - found.batch_bytes / found.load.chunks, found
 
     for name, size in {"qwen25vl_7b_lora": 3584, "qwen3vl_2b": 2048 * 4, "smolvlm": 2048}.items():
         kept, found = of(name, "zero2", "model.freeze=[vision,merger]")

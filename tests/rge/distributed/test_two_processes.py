@@ -13,7 +13,10 @@ import torch
 from accelerate.utils import DistributedType
 from faults import error_about
 from paths import WORKERS
+from pdfs import GREEN, RED, page, pdf
 
+from rge.common.parts import PdfPart, TextPart, VideoPart
+from rge.common.schema import Item
 from rge.config import Recipe
 from rge.distributed import collectives as dist
 from rge.distributed import launch
@@ -94,6 +97,8 @@ NAMES += [
     "mixed-self-groups-2",
     "mixed-none-groups-100",
 ]  # of sources whose queries see their own candidates alone
+# One rank shows clips, the other pages of a document.
+NAMES += ["clips and pages-self-2", "clips and pages-self-tokens-99", "clips and pages-self-once-keep-2"]
 NAMES += ["mixed-self-once-100", "one rank without pictures-self-once-100"]  # two forwards, one backward
 
 
@@ -155,7 +160,7 @@ def sampled(embedder, batch) -> list[Rationale]:
 
 
 @pytest.fixture
-def cases(paired, lively_path, make_batch, roll_out, without_negatives, longer_rationales):
+def cases(paired, lively_path, make_batch, roll_out, without_negatives, longer_rationales, picture):
     if "cases" in paired:
         return paired
     embedder = EmbeddingModel(load_backbone(lively_path, add_emb=True)).eval()
@@ -178,6 +183,14 @@ def cases(paired, lively_path, make_batch, roll_out, without_negatives, longer_r
             owners = {column: row for row, column in enumerate(batch.positive)}
             owners |= {column: row for row, columns in enumerate(batch.negatives) for column in columns}
             batch.candidate_groups.extend(of_rows[owners[column]] for column in range(len(batch.candidates)))
+        if layout == "clips and pages":
+            clip = VideoPart(tuple(picture(84, 56, number) for number in range(4)), fps=1.0)
+            pages = PdfPart(pdf([page("a", RED), page("b", GREEN)]), dpi=20)
+            for batch, shown in zip(batches, (clip, pages), strict=True):
+                batch.queries[1] = builder.build(
+                    Item("q", (TextPart("see"), shown, TextPart("so?"))), "query"
+                )
+                batch.candidates[0] = builder.build(Item("c", (shown,)), "candidate")
         rationales, rl = [roll_out(embedder, batch) for batch in batches], None
         if layout == "capped":
             settings = {"max_new_tokens": 12, "batch_size": 8, "caps": [0, 2, 12, 5, 1]}

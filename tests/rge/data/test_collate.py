@@ -166,7 +166,7 @@ def test_many_pixels_leave_the_memory_with_their_record(batches, monkeypatch):
 def test_a_full_disk_is_named(batches, monkeypatch, tmp_path):
     monkeypatch.setattr(collate, "WHOLE_BYTES", 1)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
-    with pytest.raises(UserError, match="TMPDIR"):
+    with error_about(UserError, "TMPDIR"):
         batches()[3]
 
 

@@ -9,7 +9,7 @@ Shape suffixes: B = rows, T = tokens, D = hidden size, P = patches or tiles, F =
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy, deepcopy
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from PIL import Image
@@ -20,9 +20,6 @@ from rge.common.registry import Registry
 from rge.content.visuals import ClipSize
 from rge.model.hub_model import HubModel
 from rge.model.vision_tower import sizes_of
-
-if TYPE_CHECKING:
-    from rge.model.prompts import Prompt
 
 Rotations = dict[str, tuple[Tensor, Tensor]]
 """Cosines and sines by kind of layer, see `Family.rotations`."""
@@ -288,11 +285,11 @@ class Family:
         self,
         model: Any,
         processor: Any,
-        prompts: "Sequence[Prompt]",
+        prompts: Sequence[Any],
         input_ids: Tensor,
         attention_mask: Tensor,
     ) -> dict[str, Tensor]:
-        """Arguments of the model's own forward over padded rows (B, T) that begin with these prompts, for comparison.
+        """Arguments of the model's own forward over padded rows (B, T) that begin with these `Prompt`s, for comparison.
 
         `attention_mask` is 0 on padding.
         """

@@ -29,7 +29,6 @@ import huggingface_hub
 import numpy as np
 import openai
 import pytest
-import uvicorn
 from asgi_correlation_id import CorrelationIdFilter, correlation_id
 from clips import clip
 from faults import error_about

@@ -4,7 +4,7 @@ import io
 import math
 from collections.abc import Sequence
 
-from PIL import Image
+from PIL import Image, ImageDraw
 
 from rge.common.images import load_image, picture_bytes
 from rge.common.parts import ImagePart, Part, PdfPart, VideoPart
@@ -14,6 +14,7 @@ from rge.content.references import named, part_of
 SHOWN = 4
 """Most pages, or frames, of one preview."""
 GAP_PX = 4
+EDGE = (190, 190, 190)
 MAX_PX = 2000
 """Longer side of a preview that is sent as a file."""
 
@@ -41,7 +42,17 @@ def preview_bytes(ref: str) -> bytes:
     about = named(ref)
     if not about.is_clip and not about.is_document:
         return picture_bytes(ref)
-    picture = preview(ref)
+    return _png(preview(ref))
+
+
+def upload_preview(data: bytes, is_clip: bool) -> bytes:
+    """A document's first pages, or a clip's frames, as PNG; for the process of `rge.content.limited`. Raises `MediaError`."""
+    if is_clip:
+        video.check_upload(data)
+    return _png(sheet(shown(VideoPart(data) if is_clip else PdfPart(data))))
+
+
+def _png(picture: Image.Image) -> bytes:
     picture.thumbnail((MAX_PX, MAX_PX), Image.Resampling.BICUBIC)
     out = io.BytesIO()
     picture.save(out, "PNG", compress_level=1)
@@ -58,10 +69,15 @@ def sheet(pictures: Sequence[Image.Image]) -> Image.Image:
     whole = Image.new(
         "RGB", (columns * (width + GAP_PX) - GAP_PX, rows * (height + GAP_PX) - GAP_PX), "white"
     )
+    frame = ImageDraw.Draw(whole)
     for place, picture in enumerate(pictures):
         if picture.size != (width, height):
             picture = picture.copy()
             picture.thumbnail((width, height), Image.Resampling.BICUBIC)
         row, column = divmod(place, columns)
-        whole.paste(picture, (column * (width + GAP_PX), row * (height + GAP_PX)))
+        left, top = column * (width + GAP_PX), row * (height + GAP_PX)
+        whole.paste(picture, (left, top))
+        right, bottom = left + picture.width - 1, top + picture.height - 1
+        # White pages would run into one another.
+        frame.rectangle((left, top, right, bottom), outline=EDGE, width=math.ceil(width / 100))
     return whole

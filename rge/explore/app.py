@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -13,6 +14,10 @@ from starlette.staticfiles import StaticFiles
 
 from rge.common.errors import UserError
 from rge.common.files import DEMO_CHECKPOINT
+from rge.common.images import decode_data_url
+from rge.common.parts import ImagePart, Part, PdfPart, VideoPart
+from rge.content.limited import Decoder
+from rge.content.preview import upload_preview
 from rge.explore.explorer import Explorer, Picture, Query, StoppedError
 from rge.index.sources import thumbnail
 from rge.serving.address import is_local
@@ -81,6 +86,13 @@ def application(explorer: Explorer, host: str) -> FastAPI:
             return JSONResponse({"error": _message(error)}, status_code=404)
         return Response(shown, media_type="image/webp")
 
+    @app.post("/api/preview")
+    async def preview(request: Request) -> Response:
+        """The first pages or some frames of an upload, as one picture."""
+        asked = Picture.model_validate_json(await _body(request))
+        shown = await asyncio.to_thread(_upload_preview, asked.data or "")
+        return Response(shown, media_type="image/webp")
+
     @app.post("/api/other")
     async def other(request: Request) -> Response:
         asked = Query.model_validate_json(await _body(request))
@@ -89,14 +101,14 @@ def application(explorer: Explorer, host: str) -> FastAPI:
     @app.post("/api/ask")
     async def ask(request: Request) -> Response:
         asked = Query.model_validate_json(await _body(request))
-        data = None if asked.picture is None else await asyncio.to_thread(_picture, explorer, asked.picture)
-        return StreamingResponse(_answers(explorer, asked, data), media_type="application/x-ndjson")
+        part = None if asked.picture is None else await asyncio.to_thread(_part, explorer, asked.picture)
+        return StreamingResponse(_answers(explorer, asked, part), media_type="application/x-ndjson")
 
     app.mount("/", StaticFiles(packages=[("rge.explore", "page")], html=True))
     return app
 
 
-async def _answers(explorer: Explorer, asked: Query, data: bytes | None) -> AsyncIterator[str]:
+async def _answers(explorer: Explorer, asked: Query, part: Part | None) -> AsyncIterator[str]:
     """Results of a query as lines of JSON, as they become known. When the client disconnects, the model stops writing."""
     loop, queue = asyncio.get_running_loop(), asyncio.Queue[dict[str, Any] | None]()
     stopped = False
@@ -108,7 +120,7 @@ async def _answers(explorer: Explorer, asked: Query, data: bytes | None) -> Asyn
 
     def work() -> None:
         try:
-            explorer.ask(asked, data, tell)
+            explorer.ask(asked, part, tell)
         except StoppedError:
             return
         except ValueError as error:
@@ -125,11 +137,33 @@ async def _answers(explorer: Explorer, asked: Query, data: bytes | None) -> Asyn
         stopped = True
 
 
-def _picture(explorer: Explorer, asked: Picture) -> bytes:
+def _part(explorer: Explorer, asked: Picture) -> Part:
+    """What a query shows."""
     if asked.data is not None:
+        if _CLIP.match(asked.data):
+            return VideoPart(asked.data)
+        if _DOCUMENT.match(asked.data):
+            return PdfPart(asked.data)
         if not asked.data.startswith("data:"):  # `fetch_picture` would fetch an address
             raise UserError("the picture cannot be read: a data URL in base64 is needed")
-        return fetch_picture(asked.data)
+        return ImagePart(fetch_picture(asked.data))
+    if asked.source is not None and asked.id is not None:
+        return explorer.part(asked.source, asked.id)
+    return ImagePart(_picture(explorer, asked))
+
+
+_CLIP, _DOCUMENT = re.compile(r"data:video/"), re.compile(r"data:application/pdf[;,]")
+
+
+def _upload_preview(address: str) -> bytes:
+    is_clip = bool(_CLIP.match(address))
+    if not is_clip and not _DOCUMENT.match(address):
+        raise UserError("only documents and videos need a preview")
+    with Decoder() as decode:
+        return thumbnail(decode(upload_preview, decode_data_url(address), is_clip), SHOWN_PX)
+
+
+def _picture(explorer: Explorer, asked: Picture) -> bytes:
     if asked.example is not None:
         if asked.example >= len(explorer.examples):
             raise UserError(f"there is no example {asked.example}")
@@ -144,7 +178,7 @@ async def _body(request: Request) -> bytes:
     async for part in request.stream():
         body += part
         if len(body) > MAX_BYTES:
-            raise UserError(f"the picture is larger than {MAX_BYTES >> 20} MB")
+            raise UserError(f"the file is larger than {MAX_BYTES >> 20} MB")
     return bytes(body)
 
 

@@ -1,13 +1,15 @@
 """The explorer's queries, embedded after the model's own rationale, after a given one and directly."""
 
+import os
 import random
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -16,10 +18,13 @@ from pydantic import BaseModel, Field
 
 from rge.common.errors import UserError
 from rge.common.files import find_shipped
-from rge.common.images import WEB, load_image
-from rge.common.parts import content_of
+from rge.common.images import WEB, decode_data_url, load_image
+from rge.common.parts import Content, ImagePart, Part, PdfPart, TextPart, VideoPart, refs_of
 from rge.common.schema import Item
+from rge.content import pdf, video
+from rge.content.limited import Decoder, sampled
 from rge.content.preview import preview_bytes
+from rge.content.references import named, part_of
 from rge.embedder import Embedder
 from rge.index.reading import Reader
 from rge.index.rows import Row
@@ -33,6 +38,8 @@ GALLERY = "data_prep/demo/data/test"
 NUM_EXAMPLES = 24
 WAIT_S, TELL_S = 300.0, 0.5
 """How long a question waits for earlier ones (there is one model), and how often it reports their number."""
+MAX_PAGES = 16
+"""Of a document that is asked about as a whole."""
 COMPARED = 100
 """Depth of the search without a rationale, for comparing ranks."""
 TRIED = 8
@@ -93,8 +100,10 @@ class Explorer:
                 self.examples.insert(0, self.examples.pop(number))
                 return
 
-    def ask(self, query: Query, picture: bytes | None, tell: Tell) -> None:
-        """Answer a query with its encoded picture, and `tell` results as they become known.
+    def ask(self, query: Query, picture: bytes | Part | None, tell: Tell) -> None:
+        """Answer a query with what it shows (an encoded picture, or a part), and `tell` results as they become known.
+
+        Documents and clips with a ``data:`` URL are an upload's, and decoded under the server's limits.
 
         These are ``waiting`` (number of earlier questions), ``direct`` (hits without a rationale), ``rationale`` (the text so far),
         ``hits`` (each with ``was``, its rank without the rationale), and ``forced`` (the cap was reached). If `tell` raises an
@@ -123,12 +132,12 @@ class Explorer:
             others = [example for example in self.examples if example.question != question]
             if others:
                 chosen = random.choice(others)
-                asked, picture = chosen.question, chosen.picture
+                asked, picture = chosen.question, cast(Part, ImagePart(chosen.picture))
             else:
                 rows = [row for row in self.index.sample(200) if row[2]]
                 if not rows:
                     raise SearchIndexError(f"{self.index.uri} holds no pictures to ask about")
-                asked, picture = question, self.picture(*random.choice(rows)[:2])
+                asked, picture = question, self.part(*random.choice(rows)[:2])
             ids, _ = self._write(self._prompt(asked, picture), lambda text: None)
             return {"question": asked, "rationale": self.embedder.builder.decode(ids)}
 
@@ -144,6 +153,14 @@ class Explorer:
         if thumbnail is None:
             raise SearchIndexError(f"{name!r} has no picture in {self.index.uri}")
         return thumbnail
+
+    def part(self, source: str, name: str) -> Part:
+        """An item as a query shows it: pages and clips whole, if their file is still there, else its `picture`."""
+        ref, _ = self.index.picture(source, name)
+        about = None if ref is None else named(ref)
+        if ref is not None and about and (about.is_clip or about.is_document) and os.path.isfile(about.file):
+            return part_of(ref)
+        return ImagePart(self.picture(source, name))
 
     @contextmanager
     def _wait_for_turn(self, tell: Tell) -> Iterator[None]:
@@ -168,15 +185,33 @@ class Explorer:
                 self._tickets.remove(ticket)
                 self._turn.notify_all()
 
-    def _prompt(self, question: str, picture: bytes | None, instruction: str | None = None) -> Prompt:
-        images = () if picture is None else (load_image(picture, first_frame=True),)
+    def _prompt(self, question: str, picture: bytes | Part | None, instruction: str | None = None) -> Prompt:
+        part = ImagePart(picture) if isinstance(picture, bytes) else picture
+        words = [TextPart(question.strip())] if question.strip() else []
+        content = (*([] if part is None else [part]), *words)
+        if not content:
+            raise ValueError("ask a question, give a picture, or both")
         instruction = (
             self.embedder.default_instruction if instruction is None else instruction.strip() or None
         )
-        item = Item("query", content_of(question.strip() or None, images), instruction)
-        if not item.content:
-            raise ValueError("ask a question, give a picture, or both")
-        return self.embedder.prompt(item, "query")
+        if isinstance(part, PdfPart | VideoPart) and str(refs_of(part)[0]).startswith("data:"):
+            content = (*self._uploaded(part), *words)
+        item = Item("query", content, instruction)
+        return self.embedder.prompt(item, "query", partial(load_image, first_frame=True))
+
+    def _uploaded(self, part: PdfPart | VideoPart) -> Content:
+        """A foreign document's pages as pictures, or a clip's frames."""
+        data = decode_data_url(str(refs_of(part)[0]))
+        with Decoder() as decode:
+            if isinstance(part, VideoPart):
+                decode(video.check_upload, data)
+                return (sampled(decode, data, part, self.embedder.builder.rule),)
+            if (count := decode(pdf.num_pages, data)) > MAX_PAGES:
+                raise ValueError(
+                    f"the document has {count:,} pages, and at most {MAX_PAGES} can be asked about together"
+                )
+            pages: list[Any] = [decode(pdf.render, data, page) for page in range(1, count + 1)]
+            return tuple(map(ImagePart, pages))
 
     def _ids(self, rationale: str) -> list[int]:
         if not rationale.strip():

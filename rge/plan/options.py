@@ -39,9 +39,9 @@ class PlanOptions:
     for_: Literal["joint", "cold_start", "rl", "all"] = "joint"
     """Stage to plan, whether or not the recipe has sources for it; all: every stage that it would run."""
     query_pictures: Count = 1
-    """Pictures per query."""
+    """Pictures per query: a page of a document counts as one, and so do two frames of a clip."""
     candidate_pictures: Count = 1
-    """Pictures per candidate."""
+    """Pictures per candidate, counted likewise."""
     positives: AtLeastOne = 1
     """Positives per query, with data.positives=all."""
     text_tokens: Count = 64

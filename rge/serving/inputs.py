@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from PIL import Image
@@ -19,6 +19,7 @@ from rge.common.images import (
 from rge.common.parts import Content, ImagePart, Part, PdfPart, VideoPart, refs_of, text_of
 from rge.common.schema import Item
 from rge.content import pdf, video, visuals
+from rge.content.limited import Decoder, here, sampled
 from rge.content.media_errors import MediaError
 from rge.content.pdf import PdfError
 from rge.content.video import VideoError, VideoRule
@@ -190,15 +191,15 @@ def make_prompt(
         Refusal: `held` has no memory for its pictures and pages, which are decoded and scaled one at a time.
     """
     try:
-        with held.loan() as loan:
-            content, sources = _shown(raw, embedder.builder.rule, files, options, loan)
-            images = _images(embedder, sources, options.max_picture_mp, loan)
+        with held.loan() as loan, Decoder(options.max_decode_s, options.max_decode_mb) as decode:
+            content, sources = _shown(raw, embedder.builder.rule, files, options, loan, decode)
+            images = _images(embedder, sources, options.max_picture_mp, loan, decode)
             item = Item(raw.param, content, instruction)
             return embedder.prompt(
                 item, "candidate" if side == "document" else "query", lambda _: next(images)
             )
     except MediaError as error:
-        kind = "pdf" if isinstance(error, PdfError) else "video"
+        kind = "pdf" if error.kind == PdfError.kind else "video"
         raise BadInput(str(error), f"{raw.param}.{_KEYS[kind]}") from None
     except ImageError as error:
         raise BadInput(str(error), f"{raw.param}.{_KEYS['image']}") from None
@@ -214,7 +215,12 @@ def _kind(part: Part) -> str:
 
 
 def _shown(
-    raw: Raw, rule: VideoRule, files: Sequence[bytes | str], options: ServeOptions, loan: Loan
+    raw: Raw,
+    rule: VideoRule,
+    files: Sequence[bytes | str],
+    options: ServeOptions,
+    loan: Loan,
+    decode: Decoder,
 ) -> tuple[Content, list[bytes | str | Page]]:
     """The content with a picture in place of each page and frames in place of a clip, and what is decoded for each picture."""
     given = iter(files)
@@ -223,7 +229,7 @@ def _shown(
     for part in raw.content:
         if isinstance(part, PdfPart):
             data = _bytes(next(given), loan)
-            count = pdf.num_pages(data)
+            count = decode(pdf.num_pages, data)
             pages = part.pages or range(1, count + 1)
             if len(sources) + len(pages) > options.max_pictures:
                 limit = f"a request may have at most {options.max_pictures} pictures and pages: name pages"
@@ -232,7 +238,7 @@ def _shown(
             content += [ImagePart(b"")] * len(pages)
         elif isinstance(part, VideoPart):
             refs = [_bytes(next(given), loan) for _ in refs_of(part)]
-            content.append(_frames(part, refs, rule, options, loan))
+            content.append(_frames(part, refs, rule, options, loan, decode))
         else:
             content.append(part)
             sources += [next(given) for _ in refs_of(part)]
@@ -247,31 +253,34 @@ def _bytes(file: bytes | str, loan: Loan) -> bytes:
 
 
 def _frames(
-    part: VideoPart, refs: Sequence[bytes], rule: VideoRule, options: ServeOptions, loan: Loan
+    part: VideoPart,
+    refs: Sequence[bytes],
+    rule: VideoRule,
+    options: ServeOptions,
+    loan: Loan,
+    decode: Decoder,
 ) -> VideoPart:
     """A clip as its sampled frames, decoded under the limits."""
     name = f"<{sum(map(len, refs))} bytes>"
-    source: bytes | tuple[bytes, ...] = tuple(refs) if isinstance(part.video, tuple) else refs[0]
-    if isinstance(source, bytes):
-        video.check_upload(source)
-    else:
-        for data in source:
+
+    def allow(about: video.Probe, count: int, size: visuals.Size) -> None:
+        if about.width * about.height > options.max_picture_mp * 1e6:
+            pixels = f"{about.width} x {about.height}"
+            raise VideoError(f"it has {pixels} pixels, the limit is {options.max_picture_mp:g} million", name)
+        if about.seconds > options.max_video_s:
+            raise VideoError(
+                f"it is {about.seconds:.0f} s long, the limit is {options.max_video_s:g} s", name
+            )
+        if count > options.max_pictures:
+            raise VideoError(f"{count} frames are asked for, the limit is {options.max_pictures}", name)
+        loan.take(FRAME_BYTES * (count * size[0] * size[1] + about.width * about.height))
+
+    if isinstance(part.video, tuple):
+        for data in refs:
             _header(data, options.max_picture_mp)
-    asked = visuals.asked(replace(part, video=source), rule)
-    about = video.probe(source, part.fps)
-    if about.width * about.height > options.max_picture_mp * 1e6:
-        size = f"{about.width} x {about.height}"
-        raise VideoError(f"it has {size} pixels, the limit is {options.max_picture_mp:g} million", name)
-    if about.seconds > options.max_video_s:
-        raise VideoError(f"it is {about.seconds:.0f} s long, the limit is {options.max_video_s:g} s", name)
-    count = video.count(source, *asked)
-    if count > options.max_pictures:
-        raise VideoError(f"{count} frames are asked for, the limit is {options.max_pictures}", name)
-    width, height = asked[0].frame_size((about.width, about.height), count)
-    loan.take(FRAME_BYTES * (count * width * height + about.width * about.height))
-    images, seconds = video.sample(source, *asked)
-    step = seconds[1] - seconds[0] if count > 1 else 0.0
-    return VideoPart(tuple(images), fps=1 / step if step else None, num_frames=count)  # type: ignore[arg-type]
+        return sampled(here, tuple(refs), part, rule, allow)
+    decode(video.check_upload, refs[0])
+    return sampled(decode, refs[0], part, rule, allow)
 
 
 def _header(data: bytes, max_mp: float) -> Header:
@@ -285,25 +294,25 @@ def _header(data: bytes, max_mp: float) -> Header:
 
 
 def _images(
-    embedder: Embedder, sources: Sequence[bytes | str | Page], max_mp: float, loan: Loan
+    embedder: Embedder, sources: Sequence[bytes | str | Page], max_mp: float, loan: Loan, decode: Decoder
 ) -> Iterator[Image.Image]:
     """Decode pictures one at a time: memory is taken before, and what is not needed once the picture is scaled is given back."""
     family, processor = embedder.builder.family, embedder.builder.processor.image_processor
     for source in sources:
         if isinstance(source, Page):
             most = min(pdf.MAX_PIXELS, int(max_mp * 1e6))
-            [(width, height)] = pdf.page_sizes(source.document, [source.number], max_pixels=most)
+            [(width, height)] = decode(pdf.page_sizes, source.document, [source.number], max_pixels=most)
             num_bytes = PAGE_BYTES * width * height
             loan.take(num_bytes)
             # Pictures in the page are decoded whole, however small they are shown.
-            num_inside = pdf.picture_pixels(source.document, source.number)
+            num_inside = decode(pdf.picture_pixels, source.document, source.number)
             if num_inside > max_mp * 1e6:
                 raise PdfError(
                     f"its pictures have {num_inside:,} pixels, the limit is {max_mp:g} million",
                     f"<{len(source.document)} bytes>",
                     source.number,
                 )
-            yield pdf.render(source.document, source.number, max_pixels=most)
+            yield decode(pdf.render, source.document, source.number, max_pixels=most)
         else:
             data = source if isinstance(source, bytes) else decode_data_url(source)
             width, height, num_bytes = _header(data, max_mp)

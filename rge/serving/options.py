@@ -80,5 +80,9 @@ class ServeOptions(PluginOptions):
     resolution instead."""
     max_video_s: Positive = 600.0
     """Maximum length of a video in seconds, of which at most max_pictures frames are shown."""
+    max_decode_s: Positive = 30.0
+    """Maximum time for opening and decoding the documents and videos of an input, in a process of their own; beyond it, 400."""
+    max_decode_mb: AtLeastOne = 2048
+    """Maximum memory of that process, beyond its libraries; beyond it, 400."""
     allow_urls: bool = False
     """Fetch pictures, documents and videos from public http and https addresses; false: only accept data URLs."""

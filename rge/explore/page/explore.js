@@ -16,11 +16,11 @@ function address(place) {
   return place.data || "api/picture?" + new URLSearchParams(place);
 }
 
-function choose(place) {
+function choose(place, preview) {
   picture = place;
   by("picture").hidden = by("clear").hidden = place === null;
-  by("hint").firstChild.textContent = place ? "Drop another here, or " : "Drop a picture here, or ";
-  if (place) by("picture").src = address(place); else by("picture").removeAttribute("src");
+  by("hint").firstChild.textContent = place ? "Drop another here, or " : "Drop a picture, a PDF or a clip here, or ";
+  if (place) by("picture").src = preview || address(place); else by("picture").removeAttribute("src");
 }
 
 function fail(message) {
@@ -31,9 +31,27 @@ function fail(message) {
 function read(file) {
   if (!file) return;
   const reader = new FileReader();
-  reader.onload = () => { choose({data: reader.result}); ask(null); };
+  reader.onload = () => upload(reader.result, file.name);
   reader.onerror = () => fail("The file cannot be read.");
   reader.readAsDataURL(file);
+}
+
+// Pages and frames are made by the server, before the question, so that a file that cannot be read is not asked about.
+async function upload(data, name) {
+  if (/\.(mkv|avi|mpe?g|mts|m2ts|ts|m4v)$/i.test(name)) data = data.replace(/^data:[^;]*/, "data:video/x-any");
+  if (!/^data:(video\/|application\/pdf)/.test(data)) {
+    choose({data});
+  } else {
+    fail("");
+    try {
+      const response = await fetch("api/preview", {method: "POST", body: JSON.stringify({data})});
+      if (!response.ok) return fail((await response.json()).error);
+      choose({data}, URL.createObjectURL(await response.blob()));
+    } catch (error) {
+      return fail(error.message);
+    }
+  }
+  ask(null);
 }
 
 function busy(is) {

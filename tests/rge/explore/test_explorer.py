@@ -22,6 +22,8 @@ pytest.importorskip("lancedb", exc_type=ImportError)
 
 import uvicorn
 from chromium import Chromium
+from clips import clip
+from pdfs import GREEN, RED, page, pdf
 from PIL import Image
 
 from rge.common.errors import UserError
@@ -294,6 +296,7 @@ def uploaded(kind):
 
 @pytest.mark.slow
 def test_the_routes(server):
+    nothing = base64.b64encode(b"nothing").decode()
     with httpx.Client(base_url=server, timeout=60) as client:
         about = client.get("/api/about").json()
         assert (about["checkpoint"], about["items"], len(about["examples"])) == ("demo", 257, 24)
@@ -321,6 +324,20 @@ def test_the_routes(server):
                 "not recognise it as a picture of a supported format",
             ),
             ("/api/ask", '{"picture": {"source": "/etc", "id": "passwd"}}', 400, "holds no 'passwd'"),
+            ("/api/preview", json.dumps({"data": f"data:video/mp4;base64,{nothing}"}), 400, "no container"),
+            (
+                "/api/preview",
+                json.dumps({"data": f"data:application/pdf;base64,{nothing}"}),
+                400,
+                "not a PDF",
+            ),
+            (
+                "/api/ask",
+                json.dumps({"picture": {"data": f"data:video/mp4;base64,{nothing}"}}),
+                200,
+                "no container",
+            ),
+            ("/api/preview", json.dumps({"data": uploaded("PNG")}), 400, "only documents and videos"),
             ("/api/ask", b"x" * ((32 << 20) + 1), 400, "larger than 32 MB"),
         ):
             answer = client.post(path, content=body)
@@ -418,6 +435,17 @@ def test_a_person_at_the_page(server, browser, tmp_path):
     browser.press_enter()
     browser.until(DONE)
     assert browser.js("by('question').value") == "<img src=x onerror=alert(1)> Was öffnet das?"
+    # A document's pages, and a clip's frames, made by the server.
+    (tmp_path / "m.pdf").write_bytes(pdf([page("kettle", RED), page("anchor", GREEN)]))
+    (tmp_path / "a.mp4").write_bytes(clip(range(0, 1000, 40), size=(56, 56)))
+    for file in ("m.pdf", "a.mp4"):
+        before = browser.js("by('picture').src")
+        browser.upload("#file", tmp_path / file)
+        browser.until(
+            f"by('picture').src.startsWith('blob:') && by('picture').src != {json.dumps(before)} && " + DONE
+        )
+        assert browser.js("by('picture').naturalWidth") > 56
+        assert browser.js("by('error').hidden")
     # Dropped instead.
     browser.js(
         "fetch('api/picture?example=1').then(r => r.blob()).then(b => { const t = new DataTransfer(); "

@@ -20,10 +20,12 @@ import threading
 import time
 import weakref
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import unquote
 
 import cohere
 import forked
+import hostile
 import httpx
 import huggingface_hub
 import numpy as np
@@ -234,6 +236,33 @@ def test_documents_come_as_parts_in_every_form_and_order(ask, embedder, picture)
 
 
 FILM = clip(range(0, 2000, 40), size=(56, 56))
+
+
+@pytest.mark.slow
+def test_a_file_that_cannot_be_decoded_ends_alone(embedder, monkeypatch):
+    """It is refused within its limits of time and memory, and others are answered meanwhile and afterwards."""
+    short = pdf([pdf_page("kettle", RED)])
+    body = {"input": [{"pdf": of_pdf(short), "text": "a"}], "side": "document"}
+    service = service_of(embedder, max_decode_s=5, max_decode_mb=256)
+    with running(service) as address, ThreadPoolExecutor() as pool:
+
+        def post(sent):
+            return httpx.post(f"{address}/v1/embeddings", json=sent, timeout=60)
+
+        text = {"input": ["a key"], "side": "document"}
+        assert post(text).status_code == 200
+        for taker in (hostile.sleep, hostile.fill):
+            monkeypatch.setattr("rge.content.pdf.num_pages", taker)
+            waiting = pool.submit(post, body)
+            assert post(text).status_code == 200
+            meanwhile = not waiting.done()
+            answer = waiting.result()
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input[0].file")
+            assert taker.__name__ in answer.json()["error"]["message"]
+            assert meanwhile or taker is hostile.fill
+        monkeypatch.undo()
+        expected = embedder.encode_document(content=[[{"pdf": short}, {"text": "a"}]])
+        assert_same(vectors(post(body)), expected)
 
 
 def of_film(data: bytes) -> str:

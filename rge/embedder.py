@@ -18,9 +18,9 @@ from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
-from itertools import count, islice
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, get_args
 
 import numpy as np
 from PIL import Image
@@ -61,6 +61,8 @@ PARTS = get_args(Part)
 WINDOW_BATCHES = 4
 """Batches whose items are prepared together and sorted by length; the pictures of two such windows are in memory at a time."""
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class Job:
@@ -72,6 +74,13 @@ class Job:
     batch_size: int
     seeds: Sequence[int] | None
     caps: Sequence[int] | None = None
+    start: int = 0  # the first item's number in the call
+    batch_tokens: int | None = None
+
+    def part(self, rows: slice) -> "Job":
+        """Some of its items."""
+        seeds, caps = (None if each is None else each[rows] for each in (self.seeds, self.caps))
+        return replace(self, items=self.items[rows], seeds=seeds, caps=caps, start=self.start + rows.start)
 
 
 _Prepared = tuple[Job, list["Prompt"], float]
@@ -86,6 +95,7 @@ class Embedder:
     ):
         """`base` is the directory of the base model of a checkpoint of adapters."""
         self._loaded, self.checkpoint, self.settings, self.base = inference, checkpoint, settings, base
+        self.batch_tokens: int | None = None
         self._of_task: dict[str, Embedder] = {}
 
     @classmethod
@@ -199,18 +209,24 @@ class Embedder:
         temperature: float | None = None,
         min_new_tokens: int | None = None,
         max_rationale_tokens: int | None = None,
+        batch_tokens: int | None = None,
     ) -> Self:
         """An embedder on the same model with other settings.
 
         `exact` computes every row's state alone, see `encode`; `profile` is the name of a prompt profile, see
         `rge.common.prompt_profiles`; ``<emb>`` is suppressed before `min_new_tokens`, and follows after
-        `max_rationale_tokens` unless a call says otherwise.
+        `max_rationale_tokens` unless a call says otherwise. `batch_tokens` limits the prompt tokens of a forward, each row
+        counted as its longest, and so the pictures in memory: a long document is embedded alone, and short texts together.
         """
         self.settings.check_cap(max_rationale_tokens)
+        if batch_tokens is not None and batch_tokens < 1:
+            raise UserError(f"batch_tokens must be at least 1, got {batch_tokens}")
         settings = self.settings.asking(
             temperature=temperature, min_new_tokens=min_new_tokens, max_rationale_tokens=max_rationale_tokens
         )
-        return self._set(settings.but(exact=exact).with_prompts(profile))
+        other = self._set(settings.but(exact=exact).with_prompts(profile))
+        other.batch_tokens = batch_tokens or self.batch_tokens
+        return other
 
     def for_task(self, task: str | None) -> Self:
         """An embedder with a training task's instruction, prompt profile, picture sizes and maximum length; None: this one.
@@ -471,22 +487,13 @@ class Embedder:
             generate_ms=np.zeros(num),
             embed_ms=np.zeros(num),
         )
-        windows = [slice(start, start + window) for start in range(0, num, window)]
-        jobs = (
-            Job(
-                items[rows],
-                side,
-                mode,
-                batch_size,
-                None if seeds is None else seeds[rows],
-                None if caps is None else caps[rows],
-            )
-            for rows in windows
-        )
+        whole = Job(items, side, mode, batch_size, seeds, caps, batch_tokens=self.batch_tokens)
+        jobs = (whole.part(slice(start, start + window)) for start in range(0, num, window))
 
-        def put(number: int, part: Encoded) -> None:
+        def put(start: int, part: Encoded) -> None:
+            rows = slice(start, start + len(part.rationales))
             for field in fields(Encoded):
-                getattr(encoded, field.name)[windows[number]] = getattr(part, field.name)
+                getattr(encoded, field.name)[rows] = getattr(part, field.name)
 
         if progress is None:
             progress = num > 4 * batch_size and sys.stderr.isatty()
@@ -497,38 +504,34 @@ class Embedder:
     def _run(
         self, jobs: Iterable[Job], put: Callable[[int, Encoded], object], on_progress: "OnProgress"
     ) -> None:
-        remaining = iter(jobs)
-
-        def prepare_next() -> _Prepared | None:
-            job = next(remaining, None)
-            return None if job is None else self._prepare(job)
-
         # A thread reads and scales the next window's pictures while the device works on this one's.
-        with ThreadPoolExecutor(1, "rge-prepare") as pool:
-            upcoming = pool.submit(prepare_next)
-            for number in count():
-                if (prepared := upcoming.result()) is None:
-                    return
-                upcoming = pool.submit(prepare_next)
-                put(number, self._embed(prepared, on_progress))
+        for prepared in one_ahead(part for job in jobs for part in self._prepare(job)):
+            put(*self._embed(prepared, on_progress))
 
-    def _prepare(self, job: Job) -> _Prepared:
-        began = time.perf_counter()
-        prompts = self._prompts(job.items, job.side)
-        return job, prompts, (time.perf_counter() - began) * 1000 / len(prompts)
+    def _prepare(self, job: Job) -> Iterator[_Prepared]:
+        """A job with its prompts; in parts, if these have more tokens than fit into a window's batches."""
+        began, prompts, num_tokens = time.perf_counter(), [], 0
+        for end, item in enumerate(job.items, start=1):
+            prompts.append(self.prompt(item, job.side))
+            num_tokens += len(prompts[-1])
+            if end == len(job.items) or self.fills_window(num_tokens):
+                self.warn_of_truncation(prompts)
+                prepare_ms = (time.perf_counter() - began) * 1000 / len(prompts)
+                yield job.part(slice(end - len(prompts), end)), prompts, prepare_ms
+                began, prompts, num_tokens = time.perf_counter(), [], 0
 
-    def _prompts(self, items: Sequence[Item], side: "Side") -> list["Prompt"]:
-        prompts = [self.prompt(item, side) for item in items]
-        self.warn_of_truncation(prompts)
-        return prompts
+    def fills_window(self, num_tokens: int) -> bool:
+        """Whether prompts of so many tokens are all that should be prepared together."""
+        return self.batch_tokens is not None and num_tokens >= WINDOW_BATCHES * self.batch_tokens
 
-    def _embed(self, prepared: _Prepared, on_progress: "OnProgress") -> Encoded:
+    def _embed(self, prepared: _Prepared, on_progress: "OnProgress") -> tuple[int, Encoded]:
+        """The number of the first item, and the embeddings."""
         job, prompts, prepare_ms = prepared
         encoded = self._inference.embed(
-            prompts, self.settings, mode=job.mode, batch_size=job.batch_size, seeds=job.seeds, caps=job.caps,
-            on_progress=on_progress,
+            prompts, self.settings, mode=job.mode, batch_size=job.batch_size, batch_tokens=job.batch_tokens,
+            seeds=job.seeds, caps=job.caps, on_progress=on_progress,
         )  # fmt: skip
-        return replace(encoded, embed_ms=encoded.embed_ms + prepare_ms)
+        return job.start, replace(encoded, embed_ms=encoded.embed_ms + prepare_ms)
 
     def prompt(
         self, item: Item, side: "Side", load: Callable[[ImageRef], Image.Image] | None = None
@@ -557,7 +560,8 @@ class Embedder:
     ) -> Encoded:
         """Embed prompts made by `prompt`: a server makes them when requests arrive."""
         caps = self._caps(max_rationale_tokens, len(prompts))
-        return self._inference.embed(prompts, self.settings, mode=mode, batch_size=batch_size, caps=caps)
+        most: Any = {"batch_size": batch_size, "batch_tokens": self.batch_tokens}
+        return self._inference.embed(prompts, self.settings, mode=mode, caps=caps, **most)
 
     def _caps(self, given: int | Sequence[int] | None, num: int) -> list[int] | None:
         """`max_rationale_tokens` of each of `num` items; None: the settings'."""
@@ -578,14 +582,15 @@ class Embedder:
         self.settings.check_mode("auto")
         remaining, parts = iter(items), [np.empty(0, np.float32)]
         while window := list(islice(remaining, WINDOW_BATCHES * batch_size)):
-            parts.append(self._inference.direct_probabilities(self._prompts(window, "query"), batch_size))
+            for _, prompts, _ in self._prepare(Job(window, "query", "auto", batch_size, None)):
+                parts.append(self._inference.direct_probabilities(prompts, (batch_size, self.batch_tokens)))
         return np.concatenate(parts)
 
     def encode_after(
         self, prompts: Sequence["Prompt"], rationales: Sequence[Sequence[int]], *, batch_size: int = 64
     ) -> np.ndarray:
         """Embeddings (N, D) of prompts after given rationales: token ids without ``<emb>``, empty for direct mode."""
-        return self._inference.embed_after(prompts, rationales, batch_size)
+        return self._inference.embed_after(prompts, rationales, (batch_size, self.batch_tokens))
 
 
 class _SpreadEmbedder(Embedder):
@@ -615,7 +620,11 @@ class _SpreadEmbedder(Embedder):
     def _run(
         self, jobs: Iterable[Job], put: Callable[[int, Encoded], object], on_progress: "OnProgress"
     ) -> None:
-        self._workers.run(((self.settings, job) for job in jobs), put, on_progress)
+        def put_all(_: int, parts: Iterable[tuple[int, Encoded]]) -> None:
+            for start, part in parts:
+                put(start, part)
+
+        self._workers.run(((self.settings, job) for job in jobs), put_all, on_progress)
 
 
 def _worker(folder: Path, settings: CheckpointSettings, base: Path | None, threads: int, device: str) -> Work:
@@ -628,14 +637,27 @@ def _worker(folder: Path, settings: CheckpointSettings, base: Path | None, threa
     if device == "cpu":
         torch.set_num_threads(threads)
 
-    def work(given: tuple[Settings, Job], on_progress: "OnProgress") -> Encoded:
+    def work(given: tuple[Settings, Job], on_progress: "OnProgress") -> list[tuple[int, Encoded]]:
         nonlocal embedder
         asked, job = given
         if asked != embedder.settings:
             embedder = embedder._set(asked)
-        return embedder._embed(embedder._prepare(job), on_progress)
+        embedder.batch_tokens = job.batch_tokens
+        return [embedder._embed(prepared, on_progress) for prepared in embedder._prepare(job)]
 
     return work
+
+
+def one_ahead(windows: Iterator[T]) -> Iterator[T]:
+    """The same windows, each made by a thread while the one before is in use."""
+    pool = ThreadPoolExecutor(1, "rge-prepare")
+    try:
+        upcoming = pool.submit(next, windows, None)
+        while (window := upcoming.result()) is not None:
+            upcoming = pool.submit(next, windows, None)
+            yield window
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def local_folder(checkpoint: str | Path, revision: str | None) -> Path:

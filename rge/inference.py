@@ -34,6 +34,10 @@ from rge.rollout.vllm_writer import VllmWriter
 CLOSE = {"greedy": 2e-3, "drawn": 1e-4}
 """`Rationale.margin` below which float32 rounding in another batch, about 1e-5, might choose another token."""
 
+Most = tuple[int, int | None]
+"""The most rows of a forward, and its most tokens (None: no limit)."""
+ALONE: Most = (1, None)
+
 Side = Literal["query", "candidate"]
 OnProgress = Callable[[int], object]
 
@@ -179,18 +183,20 @@ class Inference:
         *,
         mode: Mode,
         batch_size: int = 64,
+        batch_tokens: int | None = None,
         seeds: Sequence[int] | None = None,
         caps: Sequence[int] | None = None,
         on_progress: OnProgress = lambda count: None,
     ) -> Encoded:
         """Embed one or more prompts, see `rge.embedder.Embedder.encode`; `on_progress` is called with the number just finished.
 
-        `caps` has the most tokens of each row's rationale (None: the settings').
+        A forward has at most `batch_size` rows and `batch_tokens` tokens, see `rge.model.packing.by_length`. `caps` has the most tokens of each row's rationale (None: the settings').
 
         UserError: the checkpoint was not trained for the mode; ValueError: sampling without seeds, or what vLLM cannot do.
         """
         settings.check_mode(mode)
-        num, state_rows = len(prompts), 1 if settings.exact else batch_size
+        num, most = len(prompts), (batch_size, batch_tokens)
+        of_states = ALONE if settings.exact else most
         if caps is None and settings.generation.max_rationale_tokens is not None:
             caps = [settings.generation.max_rationale_tokens] * num
         if mode != "direct" and caps is not None and not any(caps):
@@ -198,13 +204,13 @@ class Inference:
         with self._computing:
             if mode == "direct":
                 given: list[Sequence[int]] = [()] * num
-                states, embed_ms = self._in_batches(prompts, given, state_rows, on_progress)
+                states, embed_ms = self._in_batches(prompts, given, of_states, on_progress)
                 return Encoded(
                     states, [""] * num, np.zeros(num, np.int64), ["prefilled"] * num, np.zeros(num), embed_ms
                 )  # fmt: skip
-            written = self._written(prompts, settings, mode, batch_size, seeds, caps, on_progress)
+            written = self._written(prompts, settings, mode, most, seeds, caps, on_progress)
             if settings.exact or self.engine is not None:
-                states, embed_ms = self._in_batches(prompts, [one.ids for one in written], state_rows)
+                states, embed_ms = self._in_batches(prompts, [one.ids for one in written], of_states)
             else:
                 found = [cast(Tensor, one.state_D).float().cpu() for one in written]
                 states, embed_ms = torch.stack(found).numpy(), np.zeros(num)
@@ -221,19 +227,19 @@ class Inference:
 
     @torch.no_grad()
     def embed_after(
-        self, prompts: Sequence[Prompt], rationales: Sequence[Sequence[int]], batch_size: int
+        self, prompts: Sequence[Prompt], rationales: Sequence[Sequence[int]], most: Most
     ) -> np.ndarray:
         """Embeddings (N, D) of prompts after given rationales; see `rge.embedder.Embedder.encode_after`."""
         with self._computing:
-            return self._in_batches(prompts, rationales, batch_size)[0]
+            return self._in_batches(prompts, rationales, most)[0]
 
     @torch.no_grad()
-    def direct_probabilities(self, prompts: Sequence[Prompt], batch_size: int) -> np.ndarray:
+    def direct_probabilities(self, prompts: Sequence[Prompt], most: Most) -> np.ndarray:
         """See `rge.embedder.Embedder.direct_probabilities`."""
         probabilities = np.empty(len(prompts), np.float32)
         direct = [Branch([self.model.emb_id], sampled=True)]
         with self._computing:
-            for rows in by_length([*map(len, prompts)], batch_size):
+            for rows in by_length([*map(len, prompts)], *most):
                 packed = self.model.pack([prompts[row] for row in rows], [direct] * len(rows))
                 log_prob_B = cast(Tensor, self.model(packed)[0].log_prob_L)
                 probabilities[rows] = log_prob_B.exp().cpu().numpy()
@@ -243,13 +249,13 @@ class Inference:
         self,
         prompts: Sequence[Prompt],
         rationales: Sequence[Sequence[int]],
-        batch_size: int,
+        most: Most,
         on_progress: OnProgress = lambda count: None,
     ) -> tuple[np.ndarray, np.ndarray]:
         """States (N, D) after rationales, in batches of similar lengths, and milliseconds (N,)."""
         state_ND, embed_ms = np.empty((len(prompts), self.size), np.float32), np.empty(len(prompts))
         lengths = [len(prompt) + len(ids) for prompt, ids in zip(prompts, rationales, strict=True)]
-        for rows in by_length(lengths, batch_size):
+        for rows in by_length(lengths, *most):
             began = time.perf_counter()
             branches = [[Branch([*rationales[row], self.model.emb_id], read_state=True)] for row in rows]
             (readout,) = self.model(self.model.pack([prompts[row] for row in rows], branches))
@@ -263,7 +269,7 @@ class Inference:
         prompts: Sequence[Prompt],
         settings: Settings,
         mode: Mode,
-        batch_size: int,
+        most: Most,
         seeds: Sequence[int] | None,
         caps: Sequence[int] | None,
         on_progress: OnProgress,
@@ -282,7 +288,7 @@ class Inference:
             on_progress(len(prompts))
             return found
 
-        def write(rows: Sequence[int], at_once: int, **more: Any) -> list[Rationale]:
+        def write(rows: Sequence[int], most: Most, **more: Any) -> list[Rationale]:
             return generate(
                 self.model,
                 [prompts[row] for row in rows],
@@ -290,7 +296,8 @@ class Inference:
                 temperature=generation.temperature,
                 min_new_tokens=min_new_tokens,
                 direct_above=direct_above,
-                batch_size=at_once,
+                batch_size=most[0],
+                batch_tokens=most[1],
                 seeds=None if seeds is None else [seeds[row] for row in rows],
                 caps=None if caps is None else [caps[row] for row in rows],
                 **more,
@@ -298,8 +305,8 @@ class Inference:
 
         every = range(len(prompts))
         if not settings.exact:
-            return write(every, batch_size, on_progress=on_progress)
-        at_once = batch_size if settings.dtype == "float32" else 1
-        found = write(every, at_once, on_progress=on_progress, margins=at_once > 1)
+            return write(every, most, on_progress=on_progress)
+        most = most if settings.dtype == "float32" else ALONE
+        found = write(every, most, on_progress=on_progress, margins=most[0] > 1)
         close = CLOSE["drawn" if generation.temperature > 0 else "greedy"]
-        return [write([row], 1)[0] if one.margin < close else one for row, one in enumerate(found)]
+        return [write([row], ALONE)[0] if one.margin < close else one for row, one in enumerate(found)]

@@ -6,10 +6,9 @@ A route embeds a `View`: the queries or candidates of a sample, in one mode. It 
 import base64
 import io
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +19,15 @@ from eval.verify.plain import Departure, PlainModel
 from rge.common.errors import UserError
 from rge.common.images import load_image
 from rge.common.modes import Mode
-from rge.common.parts import ImagePart, ImageRef, Part, PdfPart, VideoPart, part_to_json, with_words
+from rge.common.parts import (
+    Content,
+    ImageRef,
+    VideoPart,
+    parts_to_messages,
+    pictures_of,
+    with_pictures,
+    with_words,
+)
 from rge.common.schema import Encoded, Item
 from rge.content.visuals import as_pictures
 from rge.embedder import Embedder
@@ -199,9 +206,7 @@ def _sentence_transformers(embedder: Embedder, _: PlainModel) -> Iterator[Route]
         # One call for each item, since the library's prompt is that of all inputs.
         vectors = np.empty((len(view.items), embedder.size), np.float32)
         for row, item in enumerate(view.items):
-            parts = [part_to_json(part) for part in item.content]
-            shown = [{"type": next(iter(part)), **part} for part in parts]
-            content = [{"role": "user", "content": shown}]
+            content = parts_to_messages(item.content)
             if view.side == "query":
                 found = model.encode_query([content], prompt=item.instruction or "", mode=view.mode)
             else:
@@ -212,31 +217,23 @@ def _sentence_transformers(embedder: Embedder, _: PlainModel) -> Iterator[Route]
     yield Route("sentence-transformers", embed)
 
 
-def _as_png(ref: ImageRef) -> dict[str, str]:
-    """A picture, decoded and upright, so that a server cannot decode it differently."""
+def _as_png(ref: ImageRef) -> str:
+    """A picture as a data URL, decoded and upright, so that a server cannot decode it differently."""
     file = io.BytesIO()
     load_image(ref).save(file, "PNG")
-    return _sent("image/png", file.getvalue())
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
-def _sent(kind: str, data: str | bytes) -> dict[str, str]:
-    """A file, named by its path or by its content, as a data URL."""
-    data = data if isinstance(data, bytes) else Path(data).read_bytes()
-    return {"url": f"data:{kind};base64,{base64.b64encode(data).decode()}"}
-
-
-def _as_message(part: Part) -> dict[str, Any]:
-    """A part as servers of OpenAI's and vLLM's messages take it."""
-    more = {name: value for name, value in part_to_json(part).items() if name not in ("video", "pdf", "dpi")}
-    if isinstance(part, ImagePart):
-        return {"type": "image_url", "image_url": _as_png(part.image)}
-    if isinstance(part, PdfPart):
-        return {"type": "file", "file": {"file_data": _sent("application/pdf", part.pdf)["url"]}, **more}
-    if isinstance(part, VideoPart):
-        clip: Any = part.video
-        url = [_as_png(one)["url"] for one in clip] if isinstance(clip, tuple) else _sent("video/mp4", clip)
-        return {"type": "video_url", "video_url": url, **more}
-    return {"type": "text", **more}
+def _as_message(content: Content) -> list[dict[str, Any]]:
+    """Content as servers of OpenAI's and vLLM's messages take it: pages as pictures, and files by what they hold."""
+    shown = as_pictures(content, clips=False)
+    files = (
+        replace(part, video=Path(part.video).read_bytes())
+        if isinstance(part, VideoPart) and isinstance(part.video, str)
+        else part
+        for part in with_pictures(shown, map(_as_png, pictures_of(shown)))
+    )
+    return parts_to_messages(tuple(files), urls=True)
 
 
 class Server:
@@ -277,11 +274,12 @@ class Server:
             body |= {"side": side, "mode": view.mode, "return_rationale": True}
             if view.side == "query":
                 body["instruction"] = item.instruction or ""
-        else:  # it reads no documents, and words nothing
-            shown = (as_pictures([one]) if isinstance(one, PdfPart) else [one] for one in content)
-            words = wording(item, view.side, self.embedder.builder.profile)
-            content = with_words(tuple(chain.from_iterable(shown)), *words)
-        body["messages"] = [{"role": "user", "content": [*map(_as_message, content)]}]
+        else:  # it words nothing
+            content = with_words(content, *wording(item, view.side, self.embedder.builder.profile))
+        try:
+            body["messages"] = _as_message(content)
+        except ValueError as error:  # frames, which have no address
+            raise RouteError(self.name, f"item {item.id!r}: {error}") from None
         data = self._answer("POST", "/v1/embeddings", body).get("data") or []
         if len(data) != 1 or not isinstance(data[0].get("embedding"), list):
             raise RouteError(self.name, f"answered {len(data)} embeddings for one item")

@@ -67,9 +67,17 @@ class ThirdParty:
     """Base of third-party embedders: `with_` copies the embedder, and subclasses handle prompt profiles."""
 
     settings: Settings
+    counts_tokens = False
+    """Whether its batches can be limited in tokens."""
+    batch_tokens: int | None = None
 
     def with_(
-        self, *, exact: bool | None = None, profile: str | None = None, **generation: float | None
+        self,
+        *,
+        exact: bool | None = None,
+        profile: str | None = None,
+        batch_tokens: int | None = None,
+        **generation: float | None,
     ) -> Self:
         """An embedder with the same model and other settings, see `rge.embedder.Embedder.with_`."""
         if generation.get("max_rationale_tokens") is not None:
@@ -77,7 +85,12 @@ class ThirdParty:
                 f"max_rationale_tokens: {self.settings.model or 'this model'} does not end a rationale by the request: give "
                 "max_new_tokens, or query_mode=direct"
             )
+        if batch_tokens is not None and not self.counts_tokens:
+            raise UserError(
+                f"batch_tokens: rge does not make the tokens of {self.settings.model or 'this model'}: lower batch_size instead"
+            )
         other = copy.copy(self)
+        other.batch_tokens = batch_tokens or self.batch_tokens
         given = {key: value for key, value in generation.items() if value is not None}
         settings = self.settings.asking(**given)
         other.settings = settings if exact is None else settings.but(exact=exact)
@@ -152,7 +165,8 @@ class DirectEncoder(ThirdParty, Generic[T]):
             began = time.perf_counter()
             prepared = [self.prepare(self.readable(item), side) for item in items[start : start + window]]
             prepare_ms = (time.perf_counter() - began) * 1000 / len(prepared)
-            for chosen in by_length([length for length, _ in prepared], together):
+            lengths = [length for length, _ in prepared]
+            for chosen in by_length(lengths, together, self.batch_tokens):
                 began = time.perf_counter()
                 state_ND = normalise(self.embed([prepared[row][1] for row in chosen])).float().cpu().numpy()
                 rows = [start + row for row in chosen]

@@ -52,6 +52,8 @@ PROMPTING: dict[str, tuple[type[PromptBuilder], Profile, bool]] = {
 class LastToken(DirectEncoder[Prompt]):
     """Embeds with the state at a prompt's last token; prompts follow `PROMPTING`."""
 
+    counts_tokens = True
+
     def __init__(self, facts: Facts, adapter: str, device: str, dtype: str):
         model, processor = load_qwen(facts, adapter, dtype)
         builder, wording, self.flat = PROMPTING[adapter]

@@ -244,6 +244,8 @@ class ModelOptions:
     """Base model of adapters (a checkpoint of rge, or a LoRA): a directory or an id on the hub; null: the one in their files."""
     batch_size: AtLeastOne = 32
     """Items embedded, and rationales written, at once; affects speed and memory, not the embeddings."""
+    batch_tokens: AtLeastOne | None = None
+    """Most prompt tokens embedded at once, each item counted as the longest, for models whose prompts rge makes; null: no limit."""
     exact: bool | None = None
     """Embed every item alone, so that run.trec is the same to the last digit for any batch_size= and number of
     processes; null: only in float32 on a CPU. Without it, embeddings differ by rounding (about 1e-6)."""
@@ -346,7 +348,11 @@ class ModelOptions:
         if exact is None:
             exact = self.engine != "vllm" and (settings.dtype, settings.device) == ("float32", "cpu")
         profile = self.prompts or meta.get("prompts")
-        encoder = encoder.with_(exact=exact or None, profile=None if profile == settings.profile else profile)
+        encoder = encoder.with_(
+            exact=exact or None,
+            profile=None if profile == settings.profile else profile,
+            batch_tokens=self.batch_tokens,
+        )
         if self.task is not None:
             from rge.embedder import Embedder
 

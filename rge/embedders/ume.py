@@ -53,6 +53,8 @@ class UmeBuilder(PromptBuilder):
 class UmeEncoder(ThirdParty):
     """Two encoders on one model, one per mode."""
 
+    counts_tokens = True
+
     def __init__(self, by_mode: dict[str, Embedder], settings: Settings):
         self.by_mode, self.settings = by_mode, settings
         direct = by_mode["direct"]

@@ -148,6 +148,7 @@ def opened(options: IndexOptions) -> "tuple[Index, Reader]":
         embedder,
         dimensions=index.about["dimensions"],
         batch_size=options.batch_size,
+        batch_tokens=options.batch_tokens,
         thumbnail_px=options.thumbnail_px,
         captions=index.about["captions"] == "embed",
         max_file_pixels=options.max_file_pixels,

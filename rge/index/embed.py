@@ -83,8 +83,9 @@ def _reader(options: EmbedOptions, embedder: "Embedder") -> "Reader":
 
     settings: dict[str, Any] = {key: getattr(options, key) for key in SETTINGS}
     return Reader(
-        embedder, batch_size=options.batch_size, max_file_pixels=options.max_file_pixels, **settings
-    )
+        embedder, batch_size=options.batch_size, batch_tokens=options.batch_tokens,
+        max_file_pixels=options.max_file_pixels, **settings,
+    )  # fmt: skip
 
 
 def _embed_missing(

@@ -46,6 +46,9 @@ class Reading(PluginOptions):
     index's size."""
     batch_size: AtLeastOne = 64
     """Items embedded at once."""
+    batch_tokens: AtLeastOne | None = None
+    """Most prompt tokens embedded at once, each item counted as the longest; null: no limit. A long document or clip is then
+    embedded alone, and texts together."""
     max_file_pixels: AtLeastOne | None = None
     """Largest picture, in pixels of the file; larger ones are unreadable. null: 89 million, beyond which a picture
     could be made to fill the memory; 250 million for a JPEG, which is then decoded at a smaller size."""

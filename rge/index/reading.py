@@ -4,10 +4,11 @@ import math
 import os
 import time
 import warnings
+from collections import deque
 from collections.abc import Container, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import islice
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -17,7 +18,7 @@ from rge.common.images import load_image
 from rge.common.modes import Mode
 from rge.common.parts import ImagePart, content_of
 from rge.common.schema import Item, check_finite
-from rge.embedder import Embedder
+from rge.embedder import Embedder, one_ahead
 from rge.index.blocks import WINDOW
 from rge.index.sources import Content, Entry, Unreadable, load
 from rge.model.prompts import Prompt
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 COUNTING_S = 60.0
 """Seconds to look for further unreadable items once there are too many."""
+THREADS = min(8, os.cpu_count() or 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +76,16 @@ class Reader:
         instruction: str | None = None,
         dimensions: int | None = None,
         batch_size: int = 64,
+        batch_tokens: int | None = None,
         thumbnail_px: int = 0,
         captions: bool = True,
         max_file_pixels: int | None = None,
     ):
-        self.embedder, self.side, self.dimensions = embedder, side, dimensions
+        self.embedder, self.side, self.dimensions = (
+            embedder.with_(batch_tokens=batch_tokens),
+            side,
+            dimensions,
+        )
         self.mode = mode or (embedder.query_mode if side == "query" else "direct")
         self.instruction = None
         if side == "query":
@@ -98,24 +105,49 @@ class Reader:
         """
         remaining = iter(entries)
         windows = iter(lambda: tuple(islice(remaining, WINDOW * self.batch_size)), ())
-        with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-            current: list[tuple[Entry, Future[Prepared]]] = []
+        with ThreadPoolExecutor(max_workers=THREADS) as pool:
+            parts = (part for window in windows for part in self._read(window, pool, unreadable, known))
             try:
                 until = math.inf
-                for window in chain(windows, [()]):
-                    upcoming = [(entry, pool.submit(self._prepare, entry, known)) for entry in window]
-                    found = [_result(entry, future, unreadable) for entry, future in current]
-                    if unreadable.too_many:
-                        until = min(until, time.monotonic() + COUNTING_S)
-                        if time.monotonic() >= until:
-                            break
-                    elif found:
+                for found in one_ahead(parts):
+                    if not unreadable.too_many:
                         yield found
-                    current = upcoming
-                unreadable.check(all_read=not upcoming)
+                        continue
+                    until = min(until, time.monotonic() + COUNTING_S)
+                    if time.monotonic() >= until:
+                        break
+                else:
+                    until = math.inf
+                unreadable.check(all_read=until == math.inf)
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
+
+    def _read(
+        self,
+        window: Sequence[Entry],
+        pool: ThreadPoolExecutor,
+        unreadable: Unreadable,
+        known: Container[str],
+    ) -> Iterator[list[Prepared | None]]:
+        """A window, in parts if its prompts have more tokens than `Embedder.fills_window` allows.
+
+        What ends a part does not depend on the number of threads, which are few entries ahead.
+        """
+        waiting: deque[tuple[Entry, Future[Prepared]]] = deque()
+        todo, part, num_tokens = iter(window), list[Prepared | None](), 0
+
+        def submit(count: int) -> None:
+            waiting.extend((entry, pool.submit(self._prepare, entry, known)) for entry in islice(todo, count))
+
+        submit(THREADS)
+        while waiting:
+            part.append(found := _result(*waiting.popleft(), unreadable))
+            submit(1)
+            num_tokens += len(found.prompt) if found is not None and found.prompt is not None else 0
+            if not waiting or self.embedder.fills_window(num_tokens):
+                yield part
+                part, num_tokens = [], 0
 
     def embed(self, entries: Sequence[Entry], unreadable: Unreadable) -> Iterator[list[Embedded]]:
         """Embed entries, a window at a time, in their order; unreadable ones are left out and noted."""

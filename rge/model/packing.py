@@ -258,8 +258,23 @@ def tail_mask(length_B: Tensor, longest_prompt: int, segment_BS: Tensor) -> Tens
     return torch.cat([before_BSP, within], dim=2)[:, None]
 
 
-def by_length(lengths: Sequence[int], batch_size: int) -> Iterator[list[int]]:
-    """Batches of rows of similar length, the shortest first, so that little is padded."""
-    order = sorted(range(len(lengths)), key=lengths.__getitem__)
-    for start in range(0, len(order), batch_size):
-        yield order[start : start + batch_size]
+def by_length(
+    lengths: Sequence[int], batch_size: int, batch_tokens: int | None = None
+) -> Iterator[list[int]]:
+    """Batches of rows of similar length, the shortest first, so that little is padded.
+
+    With `batch_tokens`, a batch has no more, padded to its longest row; a row that is longer is alone.
+    """
+    batch: list[int] = []
+    for row in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if batch and not has_room(len(batch), lengths[row], batch_size, batch_tokens):
+            yield batch
+            batch = []
+        batch.append(row)
+    if batch:
+        yield batch
+
+
+def has_room(num_rows: int, longest: int, batch_size: int, batch_tokens: int | None) -> bool:
+    """Whether a batch of so many rows takes one more, if the longest of all then has `longest` tokens."""
+    return num_rows < batch_size and (batch_tokens is None or (num_rows + 1) * longest <= batch_tokens)

@@ -19,6 +19,8 @@ class RolloutConfig:
     """Sampling temperature in training; 0 is greedy. Evaluation is greedy unless asked otherwise."""
     batch_size: Annotated[AtLeastOne, ROUNDING] = 64
     """Rationales generated at once per rank."""
+    batch_tokens: Annotated[AtLeastOne | None, ROUNDING] = None
+    """Most prompt tokens of these, each counted as the longest; null: no limit."""
     backend: Literal["own", "vllm"] = "own"
     """What writes rationales. own: the training model; vllm: a vLLM engine, which gets the model's weights before each
     rollout. In both cases the states that are trained on are the training model's."""

@@ -61,6 +61,7 @@ def generate(
     with_direct: bool = False,
     direct_above: float | None = None,
     caps: Sequence[int] | None = None,
+    batch_tokens: int | None = None,
 ) -> list[Rationale]:
     """Write rationales for every prompt.
 
@@ -72,6 +73,7 @@ def generate(
         prompts: of any length.
         max_new_tokens: cap on generated tokens, ``<emb>`` included, as `max_new_tokens` of transformers' generate.
         batch_size: rationales per batch. Prompts are sorted by length to minimise padding.
+        batch_tokens: prompt tokens per batch, those of a batch's longest prompt for each rationale; None: no limit.
         temperature: 0 is greedy; otherwise logits are divided by it and sampled from, without any truncation.
         seeds: one per rationale, required for sampling.
         on_progress: receives the number of prompts just finished, after each batch.
@@ -101,8 +103,9 @@ def generate(
     cap_of_row = _caps_of_rows(caps, prompts, choice, num_each, with_direct)
     results: dict[int, Rationale] = {}
     plain = PlainSteps()
+    most = max(1, batch_size // num_each), batch_tokens and batch_tokens // num_each
     with eval_mode(embedder), capturing(embedder) as captured:
-        for chosen in by_length([*map(len, prompts)], max(1, batch_size // num_each)):
+        for chosen in by_length([*map(len, prompts)], *most):
             rows = [index * num_rows + number for index in chosen for number in range(num_rows)]
             own_seeds: list[int | None] | None = None
             if seeds is not None and temperature > 0:

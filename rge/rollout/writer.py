@@ -229,6 +229,7 @@ class Writer:
                 prompts,
                 max_new_tokens=self.settings.max_new_tokens,
                 batch_size=self.settings.batch_size,
+                batch_tokens=self.settings.batch_tokens,
                 encoded=encoded,
                 places=rows,
                 with_direct=self.with_direct,

@@ -99,6 +99,7 @@ class Service:
         self.batches = Batches(
             self._embed,
             batch_size=options.batch_size,
+            batch_tokens=options.batch_tokens,
             wait_s=options.batch_wait_ms / 1000,
             max_queue=options.max_queue,
             on_batch=self._count,

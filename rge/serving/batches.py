@@ -17,6 +17,7 @@ import numpy as np
 
 from rge.common.modes import Mode
 from rge.common.schema import Encoded
+from rge.model.packing import has_room
 from rge.model.prompts import Prompt
 from rge.serving.errors import Refusal
 
@@ -51,6 +52,8 @@ class Batches:
 
     Args:
         embed: embeds prompts, with the most tokens of each one's rationale (None: the model's); called in the model's thread.
+        batch_size: most inputs of a batch.
+        batch_tokens: most tokens of its prompts, each counted as the longest; a longer one is alone. None: no limit.
         wait_s: how long a batch that is not full waits for more inputs.
         max_queue: maximum number of waiting inputs, including reserved ones.
         on_batch: called with mode, number of inputs and seconds of each batch.
@@ -61,12 +64,13 @@ class Batches:
         embed: Callable[[Sequence[Prompt], Mode, Sequence[int | None]], Encoded],
         *,
         batch_size: int,
+        batch_tokens: int | None = None,
         wait_s: float,
         max_queue: int,
         on_batch: Callable[[Mode, int, float], object] = lambda mode, rows, seconds: None,
     ):
         self.embed, self.batch_size, self.wait_s, self.max_queue = embed, batch_size, wait_s, max_queue
-        self.on_batch = on_batch
+        self.batch_tokens, self.on_batch = batch_tokens, on_batch
         self.known_good: Prompt | None = None
         """An input that the model can embed in every mode, to find out whether it still can."""
         self.num_failures = 0
@@ -169,7 +173,12 @@ class Batches:
         oldest = self._waiting[0]
         alike = [row for row in self._waiting[: 8 * self.batch_size] if row.mode == oldest.mode]
         alike.sort(key=lambda row: abs(len(row.prompt) - len(oldest.prompt)))  # stable: older first
-        taken = set(alike[: self.batch_size])
+        taken, longest = {oldest}, len(oldest.prompt)
+        for row in alike:
+            longest = max(longest, len(row.prompt))
+            if row is not oldest and not has_room(len(taken), longest, self.batch_size, self.batch_tokens):
+                break
+            taken.add(row)
         batch = [row for row in self._waiting if row in taken]
         self._waiting = [row for row in self._waiting if row not in taken]
         return batch

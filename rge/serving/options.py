@@ -57,6 +57,8 @@ class ServeOptions(PluginOptions):
     slower."""
     batch_size: AtLeastOne = 64
     """Inputs embedded, and rationales written, at once."""
+    batch_tokens: AtLeastOne | None = None
+    """Most prompt tokens of these inputs, each counted as the longest; null: no limit."""
     batch_wait_ms: NotNegative = 5.0
     """How long a batch that is not full waits for more inputs, if several clients are active."""
     max_queue: AtLeastOne = 4096

@@ -68,7 +68,7 @@ def load(options: ServeOptions, key: str | None = None) -> Service:
         vllm_memory=options.vllm_memory,
         vllm_rows=options.batch_size,
     )
-    embedder = embedder.with_(exact=options.exact)
+    embedder = embedder.with_(exact=options.exact, batch_tokens=options.batch_tokens)
     if index is not None:
         index.check(options.checkpoint, embedder.checkpoint_hash)
     service = Service(embedder, options, key=key, index=index)

@@ -65,6 +65,7 @@ class Embeds(Protocol):
         temperature: float | None = ...,
         min_new_tokens: int | None = ...,
         max_rationale_tokens: int | None = ...,
+        batch_tokens: int | None = ...,
     ) -> Self:
         """An embedder with the same model and other settings, see `rge.embedder.Embedder.with_`."""
 

@@ -21,6 +21,7 @@ import psutil
 import pytest
 import torch
 from faults import error_about
+from forwards import counted_forwards
 from hub import hub
 from huggingface_hub.errors import HfHubHTTPError
 from paths import ROOT
@@ -77,6 +78,38 @@ def test_batch_one_equals_batch_n(encoder, items, mode, side):
         assert np.array_equal(found.num_rationale_tokens, alone.num_rationale_tokens)
     backwards = encoder.encode(items[::-1], batch_size=5, **settings)
     np.testing.assert_allclose(backwards.embeddings[::-1], alone.embeddings, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["direct", "reasoning"])
+def test_a_limit_of_tokens_cuts_batches_and_windows(encoder, items, mode, monkeypatch):
+    settings = {"side": "query", "mode": mode, "batch_size": 64}
+    expected = encoder.encode(items, **settings)
+    longest = max(len(encoder.prompt(item, "query")) for item in items)
+    limit, held = 3 * longest, []
+    limited, embed = encoder.with_(batch_tokens=limit), encoder._inference.embed
+    monkeypatch.setattr(
+        encoder._inference,
+        "embed",
+        lambda prompts, *rest, **options: (
+            held.append(sum(map(len, prompts))) or embed(prompts, *rest, **options)
+        ),
+    )
+    with counted_forwards() as forwards:
+        found = limited.with_(profile="rge").encode(items, **settings)
+    assert forwards.within(limit)
+    assert max(map(len, forwards.lengths)) > 2  # short ones share a forward
+    # A window is as many tokens as fill its four batches, and the prompt that fills it.
+    assert len(held) > 1
+    assert max(held) < 4 * limit + longest
+    np.testing.assert_allclose(found.embeddings, expected.embeddings, atol=1e-6)
+    assert found.rationales == expected.rationales
+    with counted_forwards() as forwards:
+        alone = encoder.with_(batch_tokens=1).encode(items, **settings)
+    assert [len(rows) for rows in forwards.lengths if len(rows) > 1] == []
+    np.testing.assert_allclose(alone.embeddings, expected.embeddings, atol=1e-6)
+    with pytest.raises(UserError):
+        encoder.with_(batch_tokens=0)
 
 
 @pytest.mark.slow
@@ -592,6 +625,8 @@ def test_several_devices_embed_as_one_does(described, items, picture):
     assert np.array_equal(
         both.encode_document(images=images, batch_size=2), one.encode_document(images=images, batch_size=2)
     )
+    one, both = one.with_(batch_tokens=60), both.with_(batch_tokens=60)
+    assert np.array_equal(both.encode_document(images=images), one.encode_document(images=images))
     with error_about(ImageError, "gone.png"):
         both.encode_document(images=[*images, "gone.png"], batch_size=1)
     assert np.array_equal(both.encode_document("a"), one.encode_document("a"))

@@ -200,6 +200,7 @@ ENTRIES: dict[str, Changes | Refused] = {
     "rollout.max_new_tokens": Changes("rollout.max_new_tokens=2", "metrics"),
     "rollout.temperature": Changes("rollout.temperature=1.0", "metrics"),
     "rollout.batch_size": Changes("rollout.batch_size=1", "calls"),
+    "rollout.batch_tokens": Changes("rollout.batch_tokens=1", "calls"),
     "rollout.prompt_pass": Changes("rollout.prompt_pass=twice", "calls"),
     "rollout.num_rationales": Changes("rollout.num_rationales=2", "metrics", ("rollout.temperature=1.0",)),
     "rollout.reuse_steps": Changes("rollout.reuse_steps=9", "metrics", ("joint.steps=4",)),

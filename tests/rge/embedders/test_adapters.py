@@ -227,6 +227,15 @@ def test_an_embedding_does_not_depend_on_the_batch(family, adapter, request):
     )
     np.testing.assert_allclose(one.embeddings, four.embeddings, atol=2e-5)
     assert seen == [1, 1, 1, 1, 4]
+    if encoder.settings.adapter == "clip":
+        with pytest.raises(UserError):
+            encoder.with_(batch_tokens=9)
+    else:
+        limited = encoder.with_(batch_tokens=1).encode(
+            ITEMS, side="query", mode="direct", batch_size=4, on_progress=seen.append
+        )
+        np.testing.assert_allclose(limited.embeddings, four.embeddings, atol=2e-5)
+        assert seen[5:] == [1, 1, 1, 1]
     order = [2, 0, 3, 1]
     shuffled = encoder.encode(
         [ITEMS[row] for row in order], side="query", mode="direct", batch_size=2

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from family_models import PLUGINS, every_family, stock_inputs
+from forwards import counted_forwards
 from scipy import stats
 
 from rge.common.parts import content_of
@@ -104,8 +105,11 @@ def test_a_row_does_not_depend_on_the_others(lively, prompts, temperature):
     seeds = list(range(100, 116))
     settings = {"max_new_tokens": CAP, "temperature": temperature}
     together = generate(lively, prompts, batch_size=16, seeds=seeds, **settings)
-    for batch_size in (1, 5):
-        parts = generate(lively, prompts, batch_size=batch_size, seeds=seeds, **settings)
+    limit = 3 * max(map(len, prompts))
+    for most in ({"batch_size": 1}, {"batch_size": 5}, {"batch_size": 16, "batch_tokens": limit}):
+        with counted_forwards() as forwards:
+            parts = generate(lively, prompts, seeds=seeds, **most, **settings)
+        assert forwards.within(limit) or "batch_tokens" not in most
         assert written(parts) == written(together)
         for one, other in zip(parts, together, strict=True):
             torch.testing.assert_close(one.state_D, other.state_D, atol=1e-5, rtol=0)

@@ -1469,7 +1469,14 @@ def test_a_request_that_is_given_up_ends_between_two_of_its_inputs(embedder, mon
         assert service.batches.num_waiting == 0
 
 
-def test_a_batch_takes_the_oldest_and_those_nearest_to_it_in_length():
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        ({"batch_size": 3}, [[50, 9, 48], [500], [51, 50, 8], [7, 6]]),
+        ({"batch_size": 9, "batch_tokens": 101}, [[50, 48], [9], [500], [51], [50, 8], [7, 6]]),
+    ],
+)
+def test_a_batch_takes_the_oldest_and_those_nearest_to_it_in_length(limit, expected):
     class Sized:
         pixels = None
 
@@ -1479,7 +1486,7 @@ def test_a_batch_takes_the_oldest_and_those_nearest_to_it_in_length():
         def __len__(self):
             return self.size
 
-    batches = Batches(lambda prompts, mode, caps: None, batch_size=3, wait_s=0, max_queue=9)
+    batches = Batches(lambda prompts, mode, caps: None, wait_s=0, max_queue=9, **limit)
 
     async def fill():
         with batches.reserve(4), batches.reserve(5):
@@ -1490,22 +1497,11 @@ def test_a_batch_takes_the_oldest_and_those_nearest_to_it_in_length():
             for sizes, mode in (((50, 9, 500, 48), "reasoning"), ((51, 50, 8, 7, 6), "direct"))
         ]
         await asyncio.sleep(0)
-        return waits, [batches._next() for _ in range(5)]
+        return waits, [batches._next() for _ in range(len(expected) + 1)]
 
     waits, found = asyncio.run(fill())
-    assert [[len(row.prompt) for row in batch] for batch in found] == [
-        [50, 9, 48],
-        [500],
-        [51, 50, 8],
-        [7, 6],
-        [],
-    ]
-    assert [{row.mode for row in batch} for batch in found[:4]] == [
-        {"reasoning"},
-        {"reasoning"},
-        {"direct"},
-        {"direct"},
-    ]
+    assert [[len(row.prompt) for row in batch] for batch in found] == [*expected, []]
+    assert all(len({row.mode for row in batch}) == 1 for batch in found[:-1])
 
 
 def test_a_batch_that_fails_is_not_logged_as_the_request_that_woke_the_queue(caplog):

@@ -175,12 +175,12 @@ def test_progress_adds_up(encoder, items, mode):
 def test_overrides_of_the_checkpoints_prompts(encoder, picture):
     """An item too long for the checkpoint names the keys that make room for it; what is not given stays as it was."""
     pictures = [picture(200, 200, seed) for seed in range(9)]
-    (prompt,) = encoder._prompts([Item("0", content_of(None, tuple(pictures)))], "candidate")
+    prompt = encoder.prompt(Item("0", content_of(None, tuple(pictures))), "candidate")
     load = partial(Embedder.from_pretrained, encoder.checkpoint, max_prompt_tokens=120)
     with error_about(UserError, "'0'", "max_prompt_tokens=120", "9", "81"):
         load().encode_document(images=[pictures])
     smaller = load(max_pixels=784)
-    (scaled,) = smaller._prompts([Item("0", content_of(None, tuple(pictures)))], "candidate")
+    scaled = smaller.prompt(Item("0", content_of(None, tuple(pictures))), "candidate")
     assert (len(scaled), int(scaled.type_ids.sum())) == (len(prompt) - 72, 9)
     before, after = encoder.settings.content(), smaller.settings.content()
     changed = {"max_prompt_tokens": 120, "pixels": {"min": 784, "max": 784}}

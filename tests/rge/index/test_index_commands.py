@@ -533,11 +533,11 @@ def test_what_lies_below_a_folder_that_cannot_be_read_is_kept(photos, capsys, mo
     assert (
         "0 added, 0 changed, 1 removed, 3 unchanged, 5 kept although their folder cannot be read" in told.out
     )
-    assert "sub: Permission denied" in told.err
+    assert "'sub': Permission denied" in told.err
     assert names() == sorted([*EVERYTHING, "sub/deep/teal.png"])
     told = indexed_while("stat", ("deep", "blue.png"), (116, "Stale file handle"))
     assert "0 removed, 6 unchanged, 2 kept" in told.out
-    assert "sub/deep: Stale file handle" in told.err
+    assert "'sub/deep': Stale file handle" in told.err
     index(["pho tos", "out=gallery"])
     assert "0 added, 0 changed, 0 removed, 8 unchanged; 8 items" in capsys.readouterr().out
 

@@ -316,6 +316,7 @@ class Preflight:
                         self.verdicts,
                         need_oracle=wanted.oracle,
                         need_candidates=wanted.candidates,
+                        sample=not decode and not wanted.held_out,
                     )
                     used = self.recipe.validation.max_records if wanted.held_out else len(file)
                     faults = [fault for number, fault in laid.faults.items() if number < used]
@@ -353,6 +354,8 @@ class Preflight:
 
     def _uncompared(self, name: str, stage: StageConfig, laid: Sequence[Layout]) -> Iterator[str]:
         """Why the contrastive loss is always 0, if it is; `laid` are all of the stage's sources."""
+        if any(each.sample_of is not None for each in laid):
+            return  # another record may have a negative
         alone = stage.batch_size == (1 if stage.compare_across else stage.sub_batches)
         if alone and not any(each.column("negatives").any() for each in laid):
             yield (
@@ -372,9 +375,15 @@ class Preflight:
         reasons = [f"{record.source}: {record.reason}" for file in files for record in file.bad]
         reasons += [fault for each in laid for fault in each.faults.values()]
         total, most = sum(len(file.bad) + len(file) for file in files), self.recipe.data.max_bad_share
-        if len(reasons) > most * total:
+        of_sample = sum(
+            len(each.faults) * (each.sample_of / (len(each.numbers_N) + len(each.faults)) - 1)
+            for each in laid
+            if each.sample_of
+        )
+        count = len(reasons) + round(of_sample)
+        if count > most * total:
             self.problems.append(
-                f"{len(reasons)} of {total} records of {name} are bad, more than data.max_bad_share={most}: "
+                f"{'about ' if of_sample else ''}{count} of {total} records of {name} are bad, more than data.max_bad_share={most}: "
                 + "\n".join(grouped(reasons, MAX_REPORTED))
             )
 

@@ -29,13 +29,13 @@ from data_prep.rmir.pictures.library import (
     fetched,
     inspect,
 )
-from data_prep.rmir.pictures.near_duplicates import near_duplicates
 from data_prep.rmir.results.export import credits_changed
 from data_prep.rmir.run import ITERATIONS, Run, reasons
 from rge.common.errors import UserError
 from rge.common.files import replacing, write_bytes
 from rge.common.parts import ImageRef
 from rge.common.schema import safe_id
+from rge.content.near_duplicates import near_duplicates
 from rge.distributed.ray_data import mapped
 from rge.tables.pictures import find, would_find
 

@@ -8,8 +8,9 @@ import hashlib
 import json
 import os
 import sys
+import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache, partial
@@ -47,6 +48,9 @@ T = TypeVar("T")
 FEW = 2000
 """Up to this number of records, starting processes takes longer than the layout."""
 
+SAMPLE, AT_MOST_S = 20_000, 300.0
+"""If measuring this many records, drawn at random, shows that all would take longer than this many seconds, they stand for all."""
+
 LONGEST = 10
 """Number of longest records in the summary."""
 
@@ -70,18 +74,38 @@ class Layout:
     targets_T3: np.ndarray = field(default_factory=lambda: np.zeros((0, 3), np.int64))
     # int64, hashes of the queries in their further wordings, record after record, as in the column ``asks``
     reworded_W: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    # Records of the source, of which those above are a random sample; None: they are all.
+    sample_of: int | None = None
+
+    @property
+    def unseen(self) -> float:
+        """Upper bound, with 95 % confidence, of the share of records unlike all in the sample, such as longer ones; 0 of all."""
+        measured = len(self.numbers_N) + len(self.faults)
+        return 0.0 if self.sample_of is None else 1 - 0.05 ** (1 / measured)
 
     def column(self, name: str) -> np.ndarray:
         """One of `COLUMNS`."""
         return self.sizes_NK[:, COLUMNS.index(name)]
 
 
-def lay_out(source: Source, *, need_oracle: bool, need_candidates: bool) -> Layout:
-    """Lay out every record of a source of known length."""
+def lay_out(source: Source, *, need_oracle: bool, need_candidates: bool, sample: bool = True) -> Layout:
+    """Lay out the records of a source of known length: all, or with `sample` only `SAMPLE` if all would take too long."""
     file, measure = source.records, partial(_sizes, source, need_oracle, need_candidates)
     rows, numbers, reworded, targets = array("q"), array("q"), array("q"), array("q")
     faults: dict[int, str] = {}
-    for number, found in enumerate(on_all_cores(measure, range(len(file)))):
+    some: dict[int, list[int] | str] = {}
+    order: Iterable[int] = range(len(file))
+    if sample and len(file) > SAMPLE:
+        drawn = np.sort(np.random.default_rng(0).choice(len(file), SAMPLE, replace=False)).tolist()
+        began = time.perf_counter()
+        some = dict(zip(drawn, on_all_cores(measure, drawn), strict=True))
+        if (time.perf_counter() - began) / SAMPLE * len(file) > AT_MOST_S:
+            order = drawn
+    rest = on_all_cores(
+        measure, [number for number in order if number not in some] if some else range(len(file))
+    )
+    for number in order:
+        found = some.pop(number) if number in some else next(rest)
         if isinstance(found, str):
             faults[number] = found
         else:
@@ -97,6 +121,7 @@ def lay_out(source: Source, *, need_oracle: bool, need_candidates: bool) -> Layo
         faults,
         on_disk(targets).reshape(-1, 3),
         on_disk(reworded),
+        len(file) if isinstance(order, list) else None,
     )
 
 
@@ -133,22 +158,25 @@ def settings_of(builder: PromptBuilder, *asked: object) -> str:
     )
 
 
-def lay_out_once(source: Source, verdicts: Verdicts, *, need_oracle: bool, need_candidates: bool) -> Layout:
-    """`lay_out`, cached for the same records and settings if it found no problem."""
+def lay_out_once(
+    source: Source, verdicts: Verdicts, *, need_oracle: bool, need_candidates: bool, sample: bool = True
+) -> Layout:
+    """`lay_out`, cached for the same records and settings if it found no problem; without `sample` a cached one does not serve."""
     file, asked = (
         source.records,
         settings_of(source.builder, need_oracle, need_candidates, source.instruction),
     )
-    if (known := verdicts.numbers(file, asked)) is not None:
-        end = 1 + int(known[0]) * len(COLUMNS)
-        laid = Layout(known[1:end].reshape(-1, len(COLUMNS)), np.arange(int(known[0])))
-        reworded, targets = np.split(known[end:], [laid.column("wordings").sum()])
+    if (known := verdicts.numbers(file, asked)) is not None and (sample or not known[1]):
+        count, sample_of = known[:2].tolist()
+        numbers, sizes, rest = np.split(known[2:], [count, count * (1 + len(COLUMNS))])
+        laid = Layout(sizes.reshape(-1, len(COLUMNS)), numbers, sample_of=sample_of or None)
+        reworded, targets = np.split(rest, [laid.column("wordings").sum()])
         laid.reworded_W, laid.targets_T3 = on_disk(reworded), on_disk(targets).reshape(-1, 3)
         return laid
-    laid = lay_out(source, need_oracle=need_oracle, need_candidates=need_candidates)
+    laid = lay_out(source, need_oracle=need_oracle, need_candidates=need_candidates, sample=sample)
     if not laid.faults:
-        count = np.array([len(laid.sizes_NK)])
-        parts = (count, laid.sizes_NK.ravel(), laid.reworded_W, laid.targets_T3.ravel())
+        head = np.array([len(laid.sizes_NK), laid.sample_of or 0])
+        parts = (head, laid.numbers_N, laid.sizes_NK.ravel(), laid.reworded_W, laid.targets_T3.ravel())
         verdicts.keep_numbers(file, asked, np.concatenate(parts))
     return laid
 
@@ -270,11 +298,19 @@ def summary(found: Sequence[tuple[Records, Layout]], recipe: Recipe) -> list[str
     def column(name: str) -> np.ndarray:
         return np.concatenate([layout.column(name) for _, layout in laid])
 
-    lines = [f"tokens per query prompt: {_spread(column('query'))}"]
+    lines = [
+        f"{file.name}: the lengths of {len(layout.numbers_N) + len(layout.faults):,} of {layout.sample_of:,} records, drawn at random; "
+        f"with 95 % confidence, at most {layout.unseen:.2g} of the records are longer than all of these. Measuring all would take more "
+        f"than {AT_MOST_S / 60:g} minutes (`rge check pictures=true` does); the others are checked as they are drawn"
+        for file, layout in laid
+        if layout.sample_of is not None
+    ]
+    told = len(lines)
+    lines.append(f"tokens per query prompt: {_spread(column('query'))}")
     if column("candidate").any():
-        lines[0] += f"; per record's longest candidate: {_spread(column('candidate'))}"
+        lines[told] += f"; per record's longest candidate: {_spread(column('candidate'))}"
     pictures, rationales = column("pictures"), column("rationale")
-    lines[0] += f"; pictures per prompt: {pictures.mean():.1f} on average, at most {pictures.max()}"
+    lines[told] += f"; pictures per prompt: {pictures.mean():.1f} on average, at most {pictures.max()}"
     if rationales.any():
         cap = recipe.rollout.max_new_tokens
         lines.append(

@@ -77,10 +77,14 @@ class Plans:
         """A stage's plan."""
         stage: StageConfig = getattr(self.recipe, name)
         # If a source was not laid out, such as a stream, plan the largest that the recipe allows.
-        layouts = [self.layouts.get(self.recipe.prompts_key(source)) for source in stage.sources]
-        longest = _longest(layouts, -(-stage.batch_size // options.num_gpus))
+        longest = _longest(self.layouts_of(name), -(-stage.batch_size // options.num_gpus))
         options = replace(options, for_=name, steps=self.num_steps[name])  # type: ignore[arg-type]
         return plan(self.recipe, self.model, options, longest)
+
+    def layouts_of(self, name: str) -> list[Layout | None]:
+        """Layouts of a stage's sources; None of those that were not laid out."""
+        stage: StageConfig = getattr(self.recipe, name)
+        return [self.layouts.get(self.recipe.prompts_key(source)) for source in stage.sources]
 
     def kept(self, name: str) -> Kept:
         """What a stage keeps between its micro batches; nothing unless its plan has room."""
@@ -205,6 +209,12 @@ def _estimated(plans: Plans, name: str, figures: Plan) -> Iterator[str]:
             f"  data.mine: at most {mined['candidates']:,.0f} candidates and {mined['queries']:,.0f} queries every {load.every:,} "
             f"steps, {mined['flops'] / 1e12:,.3g} TFLOP"
             + (f", {mined['share']:.0%} of the time" if plans.speed is not None else "")
+        )
+    unseen = max((layout.unseen for layout in plans.layouts_of(name) if layout is not None), default=0.0)
+    if unseen:
+        yield (
+            f"  the largest prompts are those of a random sample: with 95 % confidence, at most {unseen:.2g} of the records "
+            "have larger ones"
         )
     if load.chunks > 1 and load.contrastive:
         yield (

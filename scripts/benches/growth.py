@@ -20,7 +20,7 @@ from pydantic import Field
 
 from benches.harness import Rows, in_new_process, peak_growth, show
 from benches.index import CONDITIONS, MADE, K, drawn, put, rows_of
-from data_prep.rmir.pictures.near_duplicates import NUM_BITS, near_duplicates
+from rge.content.near_duplicates import NUM_BITS, near_duplicates
 from rge.data.verdicts import Verdicts
 from rge.index.store import Index
 

@@ -30,6 +30,7 @@ from rge.data import collate, layout
 from rge.data.collate import Collator, Source, query_item, target_item
 from rge.data.mixture import Draw
 from rge.data.sources import RecordFile
+from rge.data.verdicts import Verdicts
 from rge.distributed import launch
 from rge.identity.run_identity import IDENTITY
 from rge.losses import CONTRASTIVE_LOSSES
@@ -561,6 +562,46 @@ def test_many_records_are_laid_out_by_several_processes(home, accelerator, monke
     there = layout.lay_out(Source(file, builder, recipe.data), need_oracle=True, need_candidates=True)
     assert (here.sizes_NK == there.sizes_NK).all()
     assert there.numbers_N.tolist() == [0, 1, 2]
+
+
+def test_lengths_that_take_too_long_are_those_of_a_sample(home, accelerator, monkeypatch):
+    """With the share that it may miss; a run with a sample looks again where all are wanted."""
+    rows = [record(f"r{number}", query={"text": "word " * (1 + number % 7)}) for number in range(40)]
+    recipe = recipe_of(home, f"joint.sources=[{{path: {write(home / 'many.jsonl', *rows)}}}]", "stage=joint")
+    builder, file = (
+        collate.PromptBuilders(processor_of(recipe, {}), recipe)(),
+        RecordFile(home / "many.jsonl"),
+    )
+    os.utime(file.name, (0, 0))  # what has just been written is not cached
+
+    def laid(verdicts=None, **how):
+        source, needs = Source(file, builder, recipe.data), {"need_oracle": True, "need_candidates": True}
+        if verdicts is None:
+            return layout.lay_out(source, **needs, **how)
+        verdicts.open(file.name, need_rationale=True, on_bad="error")
+        return layout.lay_out_once(source, verdicts, **needs, **how)
+
+    every = laid()
+    monkeypatch.setattr(layout, "SAMPLE", 12)
+    assert laid().sizes_NK.tolist() == every.sizes_NK.tolist()
+    assert (laid().sample_of, laid().unseen) == (None, 0.0)
+    monkeypatch.setattr(layout, "AT_MOST_S", 0.0)
+    folder = home / "verdicts"
+    for _ in range(2):  # the second from the cache
+        some = laid(Verdicts(folder))
+        assert (len(some.sizes_NK), some.sample_of) == (12, 40)
+        assert (some.sizes_NK == every.sizes_NK[some.numbers_N]).all()
+        assert (1 - some.unseen) ** 12 == pytest.approx(0.05)
+        assert len(some.targets_T3) == some.column("prompts").sum() - 12
+        monkeypatch.setattr(layout, "lay_out", lambda *_, **__: pytest.fail("cached"))
+    monkeypatch.undo()
+    assert laid(Verdicts(folder), sample=False).sizes_NK.tolist() == every.sizes_NK.tolist()
+    monkeypatch.setattr(layout, "SAMPLE", 12)
+    monkeypatch.setattr(layout, "AT_MOST_S", 0.0)
+    os.utime(file.name, (1, 1))
+    problems, found = check.examine(recipe, accelerator)
+    assert problems == []
+    assert sum("95 % confidence" in line for line in found.summary) == 2, "of the lengths, and in the plan"
 
 
 def test_the_longest_wording_of_a_query_counts(home, accelerator):

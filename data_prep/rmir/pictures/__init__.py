@@ -1,1 +1,1 @@
-"""Picture libraries: listing, download, filters, near-duplicates and encoders."""
+"""Picture libraries: listing, download, filters and encoders."""

@@ -16,11 +16,11 @@ from PIL import Image
 
 from data_prep.rmir.config import LibraryConfig
 from data_prep.rmir.pictures.download import LOST, Lost, is_address, without_secrets
-from data_prep.rmir.pictures.near_duplicates import phash
 from rge.common.errors import UserError
 from rge.common.images import ImageError, load_image, picture_bytes
 from rge.common.parts import ImageRef
 from rge.common.registry import load_plugins
+from rge.content.near_duplicates import phash
 from rge.tables import pictures as tables
 from rge.tables.errors import TableError
 from rge.tables.listing import Skipped

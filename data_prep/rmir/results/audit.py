@@ -15,8 +15,8 @@ from data_prep.rmir import arithmetic as maths
 from data_prep.rmir import decisions, frames
 from data_prep.rmir.decisions import candidates_by_query
 from data_prep.rmir.pictures.encoders import Index, caption_index, image_index
-from data_prep.rmir.pictures.near_duplicates import num_repeats
 from data_prep.rmir.run import Row, Run
+from rge.content.near_duplicates import num_repeats
 from rge.stats.intervals import OF_DIFFERENCES, figures, index_of, resampled
 
 TEXT, TEXT_TO_CAPTIONS, IMAGE = SHORTCUTS = "text alone", "text alone, by captions", "picture alone"

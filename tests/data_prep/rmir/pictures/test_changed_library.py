@@ -15,11 +15,11 @@ from small_runs import config_of, made, one_family
 from data_prep.rmir import oracle
 from data_prep.rmir.main import run_stages
 from data_prep.rmir.pictures.encoders import PixelEncoder
-from data_prep.rmir.pictures.near_duplicates import phash
 from data_prep.rmir.run import STAGES, Run
 from data_prep.rmir.stages import WORK
 from rge.calls.local_server import LocalServer
 from rge.common.errors import UserError
+from rge.content.near_duplicates import phash
 
 SIZE = 40
 

@@ -14,13 +14,13 @@ from data_prep.rmir import decisions, frames, review, seed_set, stages
 from data_prep.rmir.config import IndexSpec, load_config
 from data_prep.rmir.pictures.encoders import HashingEncoder, Index, PixelEncoder
 from data_prep.rmir.pictures.library import look
-from data_prep.rmir.pictures.near_duplicates import near_duplicates, num_repeats, phash
 from data_prep.rmir.results import audit
 from data_prep.rmir.results.audit import fleiss_kappa, panel_statistics
 from data_prep.rmir.run import Run
 from rge.calls.model_config import ModelConfig
 from rge.common.errors import UserError
 from rge.common.files import write_text
+from rge.content.near_duplicates import near_duplicates, num_repeats, phash
 
 T, F, A, E, _ = maths.VERDICTS
 

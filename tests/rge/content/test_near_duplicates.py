@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from data_prep.rmir.pictures import near_duplicates as module
-from data_prep.rmir.pictures.near_duplicates import near_duplicates, num_repeats
+from rge.content import near_duplicates as module
+from rge.content.near_duplicates import near_duplicates, num_repeats
 
 
 def hashes_of(scene, spread, seed):

@@ -54,11 +54,11 @@ def overruled(out: Path) -> dict[str, str]:
     return reviewed["states"] if reviewed else {}
 
 
-def decided(out: Path) -> list[dict[str, Any]]:
+def decided(out: Path) -> Iterator[dict[str, Any]]:
     """Rows of the table ``decided``, with the reviewers' state where they overruled the panel."""
     states = overruled(out)
-    rows = frames.stage_rows(out, "keep", "decided")
-    return [{**row, "state": states.get(triplet_name(row), row["state"])} for row in rows]
+    for row in frames.stage_rows(out, "keep", "decided"):
+        yield {**row, "state": states.get(triplet_name(row), row["state"])}
 
 
 def candidates_by_query(out: Path, state: str) -> dict[str, list[str]]:

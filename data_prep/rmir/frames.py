@@ -1,11 +1,12 @@
 """Tables passed between the stages: Parquet, in parts, with schemas checked on reading."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from rge.common.errors import UserError
@@ -84,6 +85,11 @@ def parts(folder: Path) -> Iterator[pa.Table]:
     return map(read_table, sorted(folder.glob("part-*.parquet")))
 
 
+def num_rows(folder: Path) -> int:
+    """Number of rows of a table in parts, from their footers."""
+    return sum(pq.ParquetFile(path).metadata.num_rows for path in folder.glob("part-*.parquet"))
+
+
 def read_table(path: Path) -> pa.Table:
     """Read a file, or all parts in a folder in order. Raises `UserError`: it is missing, corrupt, or has other columns."""
     name = _schema_name(path)
@@ -100,16 +106,73 @@ def read_table(path: Path) -> pa.Table:
     return table
 
 
-def stage_rows(out: Path, stage: str, table: str) -> list[dict[str, Any]]:
+class Rows(Sequence[dict[str, Any]]):
+    """Rows of a table as dicts, each made when it is asked for: all at once would take several times the table's memory.
+
+    A ``ref`` in the run's own folder, `out`, is made a path.
+    """
+
+    def __init__(self, table: pa.Table, out: Path):
+        self.table, self.out = table, out
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    @overload
+    def __getitem__(self, place: int) -> dict[str, Any]: ...
+    @overload
+    def __getitem__(self, place: slice) -> "Rows": ...
+    def __getitem__(self, place: int | slice) -> "dict[str, Any] | Rows":
+        if isinstance(place, slice):
+            return Rows(self.table[place], self.out)
+        [row] = self.table.take([range(len(self))[place]]).to_pylist()
+        return self._placed(row)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for batch in self.table.to_batches(max_chunksize=1024):
+            yield from map(self._placed, batch.to_pylist())
+
+    def having(self, column: str, *, filled: bool = True) -> "Rows":
+        """The rows that have a text in a column, or those that have none."""
+        has = pc.fill_null(pc.not_equal(self.table[column], ""), False)
+        return Rows(self.table.filter(has if filled else pc.invert(has)), self.out)
+
+    def among(self, column: str, values: pa.ChunkedArray) -> "Rows":
+        """The rows that have one of these values in a column, in order."""
+        return Rows(self.table.filter(pc.is_in(self.table[column], value_set=values)), self.out)
+
+    def _placed(self, row: dict[str, Any]) -> dict[str, Any]:
+        if (row.get("ref") or "").startswith(OUT):
+            row["ref"] = str(self.out / row["ref"].removeprefix(OUT))
+        return row
+
+
+class RowsBy(Mapping[str, dict[str, Any]]):
+    """`Rows` by the values of a column."""
+
+    def __init__(self, key: str, rows: Rows):
+        self.rows = Rows(rows.table.combine_chunks(), rows.out)  # where a row is found at once
+        self._places = {name: place for place, name in enumerate(rows.table[key].to_pylist())}
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places
+
+    def __getitem__(self, name: str) -> dict[str, Any]:
+        return self.rows[self._places[name]]
+
+
+def stage_rows(out: Path, stage: str, table: str) -> Rows:
     """Rows of a table that a finished stage of the run in `out` wrote, in one file or in parts."""
     path = out / stage / table
-    rows = read_table(path if path.is_dir() else path.with_name(f"{table}.parquet")).to_pylist()
-    for row in rows:
-        if (row.get("ref") or "").startswith(OUT):
-            row["ref"] = str(out / row["ref"].removeprefix(OUT))
-    return rows
+    return Rows(read_table(path if path.is_dir() else path.with_name(f"{table}.parquet")), out)
 
 
-def stage_rows_by(key: str, out: Path, stage: str, table: str) -> dict[str, dict[str, Any]]:
+def stage_rows_by(key: str, out: Path, stage: str, table: str) -> RowsBy:
     """`stage_rows` by the values of a column."""
-    return {row[key]: row for row in stage_rows(out, stage, table)}
+    return RowsBy(key, stage_rows(out, stage, table))

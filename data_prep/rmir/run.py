@@ -10,6 +10,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
+
 from data_prep.rmir import frames
 from data_prep.rmir.config import RmirConfig
 from data_prep.rmir.decisions import overruled
@@ -147,29 +150,33 @@ class Run:
         """A file or folder of a stage."""
         return self.out / stage / name
 
-    def rows(self, stage: str, table: str) -> list[Row]:
+    def rows(self, stage: str, table: str) -> frames.Rows:
         """`data_prep.rmir.frames.stage_rows` of this run."""
         return frames.stage_rows(self.out, stage, table)
 
-    def by(self, key: str, stage: str, table: str) -> dict[str, Row]:
+    def by(self, key: str, stage: str, table: str) -> frames.RowsBy:
         """Like `rows`, by the values of a column."""
         return frames.stage_rows_by(key, self.out, stage, table)
 
-    def images(self) -> list[dict[str, Any]]:
+    def images(self) -> frames.Rows:
         """The seed set in order, with captions from the stage ``caption`` where the library has none.
 
         Returns:
             Rows of the table ``images`` with ``caption_by``: library, the name of the model that wrote it, or None.
         """
-        images = self.rows("seed", "images")
-        for image in images:
-            image["caption_by"] = "library" if image["caption"] else None
+        images = self.rows("seed", "images").table
+        nobody = pa.scalar(None, pa.string())
+        caption, has = images["caption"], pc.fill_null(pc.not_equal(images["caption"], ""), False)
+        writer = pc.if_else(has, "library", nobody)
         if (model := self.config.caption.model) is not None:
-            written, writer = self.by("id", "caption", "captions"), self.config.models[model].published_name
-            for image in images:
-                if image["id"] in written:
-                    image.update(caption=written[image["id"]]["caption"], caption_by=writer)
-        return images
+            written = self.rows("caption", "captions").table
+            place = pc.index_in(images["id"], value_set=written["id"].combine_chunks())
+            is_written = pc.is_valid(place)
+            caption = pc.if_else(is_written, written["caption"].take(place), caption)
+            writer = pc.if_else(is_written, self.config.models[model].published_name, writer)
+        at = images.schema.get_field_index("caption")
+        images = images.set_column(at, "caption", caption).append_column("caption_by", writer)
+        return frames.Rows(images, self.out)
 
     def caption_vectors(self) -> Path:
         """File with the vectors of the captions of `images`, in order, without rows for missing captions."""
@@ -280,7 +287,7 @@ class Run:
             config = self.config
             self._caller = Caller(config.models, self.store, progress=self.progress, budget=config.budget)
         shards = _Shards(self, stage, items, asking)
-        total = sum(asking.count(item) for shard in shards.todo for item in shard.items)
+        total = sum(asking.num_calls(shard.items) for shard in shards.todo)
         self._caller.run(shards.requests(), shards.take, read=asking.read, title=stage, total=total)
         shards.close()
 
@@ -306,7 +313,11 @@ class Asking:
     read: Read  # parses an answer; requests whose answers it rejects are repeated
     # (table, row) pairs for an item and the outcomes of its requests
     rows: Callable[[Any, list[Outcome]], Iterable[tuple[str, Row]]]
-    count: Callable[[Any], int] = lambda item: 1  # requests of an item, for the progress bar
+    count: Callable[[Any], int] | None = None  # requests of an item, for the progress bar; None: one
+
+    def num_calls(self, items: Sequence[Any]) -> int:
+        """Requests of all items."""
+        return len(items) if self.count is None else sum(map(self.count, items))
 
 
 @dataclass
@@ -334,7 +345,7 @@ class _Shards:
             run.path(stage, name).mkdir(parents=True, exist_ok=True)
         self.open_parts, size = run.open_parts(stage), run.config.queries_per_shard
         starts = range(0, len(items), size)
-        self.num_calls = sum(map(asking.count, items))
+        self.num_calls = asking.num_calls(items)
         shards = [_Shard(str(number), items[start : start + size]) for number, start in enumerate(starts)]
         self.todo = [shard for shard in shards if not self._is_written(shard)]
         self.asked = 0
@@ -371,9 +382,11 @@ class _Shards:
         """Record the outcome of a request."""
         shard, outcomes, place, model = self._owners.pop(position)
         outcomes[place] = outcome
-        if outcome.rejected:
-            self.rejected[model].append(outcome)
         self.num_answered[model] += not (outcome.rejected or outcome.unanswered)
+        if self.num_answered[model]:
+            self.rejected.pop(model, None)  # of use only while a model may reject everything
+        elif outcome.rejected:
+            self.rejected[model].append(outcome)
         self._settle_one(shard)
 
     def _settle_one(self, shard: _Shard) -> None:
@@ -404,6 +417,7 @@ class _Shards:
             frames.write_rows(self._file(shard, name), (row for table, row in found if table == name))
         if before and not missing:
             self._note_open(shard, 0)
+        shard.outcomes.clear()  # the answers are on the disk
 
     def _note_open(self, shard: _Shard, number: int) -> None:
         self.open_parts[shard.part] = number
@@ -432,6 +446,6 @@ class _Shards:
         check_answered(self.unanswered, self.num_calls, wait=wait, about=f"{self.stage}: ")
 
 
-def reasons(rows: Sequence[dict[str, Any]]) -> dict[str, int]:
+def reasons(rows: Iterable[dict[str, Any]]) -> dict[str, int]:
     """Number of rejected rows by reason, most frequent first."""
     return dict(Counter(row["reason"] for row in rows).most_common())

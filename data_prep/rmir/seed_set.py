@@ -4,7 +4,7 @@ import hashlib
 import os
 import shutil
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import islice
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -86,7 +87,7 @@ def seed(run: Run) -> dict[str, Any]:
     captions = [image["caption"] for image in images if image["caption"]]
     captions_ND = embed_all(config, config.caption_encoder, captions=captions, loaded=captioner)
     save_vectors(folder / "captions.npy", captions_ND)
-    frames.write_rows(folder / "rejected.parquet", bad)
+    frames.write_table(folder / "rejected.parquet", bad.table)
     frames.write_rows(folder / "images.parquet", images)
     return {
         "listed": listed,
@@ -101,26 +102,29 @@ def seed(run: Run) -> dict[str, Any]:
 
 def usable(
     table: pa.Table, state: LibraryState, most_bits: int | None, preferred: Collection[str] = ()
-) -> tuple[np.ndarray, Rows]:
+) -> tuple[np.ndarray, frames.Rows]:
     """Rows of the usable, distinct pictures that are still in the library; and the others with their reasons.
 
     Of near-duplicates, the first stays, or the first of the `preferred` ids.
     """
     columns = ["id", "reason", "ref", "sha256", "phash"]
-    frame = table.select(columns).to_pandas().drop(index=state.gone).rename(columns={"ref": "detail"})
+    # Arrow's own columns: objects of Python would take several times their memory.
+    whole = table.select(columns).to_pandas(types_mapper=pd.ArrowDtype)
+    frame = whole.drop(index=state.gone).rename(columns={"ref": "detail"})
     good = frame[frame["reason"].isna()]
     repeated_N = good.duplicated("sha256")
     frame.loc[good.index[repeated_N], "reason"] = DUPLICATE
     good = good[~repeated_N]
     if most_bits is not None:
-        good = good.iloc[np.argsort(~good["id"].isin(preferred), kind="stable")]
+        good = good.iloc[np.argsort(~good["id"].isin(preferred).to_numpy(bool), kind="stable")]
         repeats = near_duplicates(good["phash"].tolist(), most_bits)
         rows = good.index[[of is not None for of in repeats]]
         frame.loc[rows, "reason"] = NEAR_DUPLICATE
         frame.loc[rows, "detail"] = [f"repeats {good['id'].iloc[of]}" for of in repeats if of is not None]
     good_N = frame["reason"].isna()
-    bad = pa.Table.from_pandas(frame.loc[~good_N, ["id", "reason", "detail"]], preserve_index=False)
-    return frame.index[good_N].to_numpy(), [{**row, "key": None} for row in bad.to_pylist()]
+    left_out = frame.loc[~good_N, ["id", "reason", "detail"]].assign(key=None)
+    bad = pa.Table.from_pandas(left_out, schema=frames.SCHEMAS["rejected"], preserve_index=False)
+    return frame.index[good_N].to_numpy(), frames.Rows(bad.replace_schema_metadata(), Path())
 
 
 def _sampled(
@@ -166,7 +170,7 @@ def _before(run: Run, table: pa.Table, state: LibraryState) -> tuple[Rows, np.nd
     return [images[row] for row in stays], vectors_ND[stays]
 
 
-def drawn(run: Run, most: int | None) -> Rows:
+def drawn(run: Run, most: int | None) -> Sequence[dict[str, Any]]:
     """The seed pictures to ask about: all, or `most` drawn at random.
 
     An extended seed set keeps the pictures drawn before the extension and fills up with new ones.

@@ -4,12 +4,13 @@ Source: RMIR, section 3.1. Choices that the paper leaves open are settings; see 
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from data_prep.rmir import arithmetic as maths
 from data_prep.rmir import decisions, frames, prompts
@@ -32,8 +33,6 @@ from rge.calls.request import Request
 from rge.calls.wire.replies import Refused, Reply, ReplyError
 from rge.common.errors import UserError
 
-Rows = list[Row]
-
 
 def caption(run: Run) -> dict[str, Any]:
     """Write captions of seed pictures that have none in the library (not in the paper, whose library is fully captioned)."""
@@ -45,19 +44,22 @@ def caption(run: Run) -> dict[str, Any]:
     def read(reply: Reply) -> Row:
         return {"caption": prompts.read_caption(reply, config.max_words)}
 
-    without = [image for image in run.rows("seed", "images") if not image["caption"]]
+    without = run.rows("seed", "images").having("caption", filled=False)
     _ask_each(run, "caption", without, "id", "captions", ask, read)
-    captioned = [image for image in run.images() if image["caption"]]
-    written = [image["caption"] for image in captioned if image["caption_by"] != "library"]
-    vectors = np.load(run.path("seed", "captions.npy"), mmap_mode="r")
-    if written:
+    captioned = run.images().having("caption").table
+    is_written_N = pc.not_equal(captioned["caption_by"], "library").to_numpy()
+    vectors = known_ND = np.load(run.path("seed", "captions.npy"), mmap_mode="r")
+    if is_written_N.any():
+        written = captioned["caption"].filter(pa.array(is_written_N)).to_pylist()
         written_ND = embed_all(run.config, run.config.caption_encoder, captions=written)
-        next_of = {True: iter(vectors), False: iter(written_ND)}
-        vectors = np.stack([next(next_of[image["caption_by"] == "library"]) for image in captioned])
+        vectors = np.empty((len(captioned), written_ND.shape[1]), written_ND.dtype)
+        vectors[is_written_N] = written_ND
+        if len(known_ND):
+            vectors[~is_written_N] = known_ND
     save_vectors(run.caption_vectors(), vectors)
     return {
         "missing": len(without),
-        "written": len(written),
+        "written": int(is_written_N.sum()),
         "with_caption": len(captioned),
         "not_written": reasons(run.rows("caption", "rejected")),
     }
@@ -67,9 +69,7 @@ def generate(run: Run) -> dict[str, Any]:
     """Write one question of each category about each input picture, with a description of its target (3.1.1)."""
     config, codes_of = run.config.generate, wording(run.config.prompts).codes
     encoders = (run.config.image_encoder, *(spec.encoder for spec in run.config.retrieve.more))
-    if any(encoder.kind == "pixels" for encoder in encoders) and not any(
-        image["caption"] for image in run.images()
-    ):
+    if any(encoder.kind == "pixels" for encoder in encoders) and not run.images().having("caption"):
         raise UserError(NO_CAPTIONS)  # else `retrieve` would say so, after all questions are paid
     images, limits = drawn(run, config.max_inputs), (config.max_query_words, config.max_target_words)
 
@@ -108,7 +108,7 @@ def filter_queries(run: Run) -> dict[str, Any]:
 def _ask_each(
     run: Run,
     stage: str,
-    items: Rows,
+    items: Sequence[Row],
     key: str,
     table: str,
     ask: Callable[[Row], Request],
@@ -133,15 +133,15 @@ def _read_or_rejected(
         return "rejected", {"id": name, "reason": error.kind, "detail": str(error), "key": outcome.key}
 
 
-def _indices(run: Run, images: Rows) -> Iterator[tuple[str, int, Index]]:
+def _indices(run: Run, images: frames.Rows) -> Iterator[tuple[str, int, Index]]:
     """Yield name, candidates per query and index, one at a time to save memory."""
     config = run.config.retrieve
-    has_captions = any(image["caption"] for image in images)
-    images_ND = np.load(run.path("seed", "images.npy"))
+    has_captions = bool(images.having("caption"))
+    images_ND = np.load(run.path("seed", "images.npy"), mmap_mode="r")
     yield "image", config.by_image, image_index(run.config.image_encoder, images, images_ND)
     del images_ND
     if has_captions and config.by_caption:
-        caption_ND = np.load(run.caption_vectors())
+        caption_ND = np.load(run.caption_vectors(), mmap_mode="r")
         yield "caption", config.by_caption, caption_index(run.config.caption_encoder, images, caption_ND)
     for spec in config.more:
         if spec.side == "image":
@@ -149,7 +149,7 @@ def _indices(run: Run, images: Rows) -> Iterator[tuple[str, int, Index]]:
             if not saved.is_file():
                 refs = [image["ref"] for image in images]
                 save_vectors(saved, embed_all(run.config, spec.encoder, pictures=refs))
-            yield spec.name, spec.count, image_index(spec.encoder, images, np.load(saved))
+            yield spec.name, spec.count, image_index(spec.encoder, images, np.load(saved, mmap_mode="r"))
         elif has_captions:
             yield spec.name, spec.count, caption_index(spec.encoder, images)
 
@@ -157,8 +157,8 @@ def _indices(run: Run, images: Rows) -> Iterator[tuple[str, int, Index]]:
 def retrieve(run: Run) -> dict[str, Any]:
     """Retrieve candidates of each question: the nearest to its target description in each index (3.1.3)."""
     images = run.images()
-    valid = {row["query_id"] for row in run.rows("filter", "valid")}
-    queries = [row for row in run.rows("generate", "queries") if row["query_id"] in valid]
+    valid = run.rows("filter", "valid").table["query_id"]
+    queries = run.rows("generate", "queries").among("query_id", valid)
     found: list[dict[str, list[str]]] = [{} for _ in queries]
     encoders = {}
     for name, count, index in _indices(run, images) if queries else ():
@@ -185,7 +185,7 @@ def retrieve(run: Run) -> dict[str, Any]:
     return {"queries": len(queries), **counts, "more_encoders": more}
 
 
-def _search(run: Run, index: Index, count: int, queries: Rows, found: list[list[str]]) -> None:
+def _search(run: Run, index: Index, count: int, queries: Sequence[Row], found: list[list[str]]) -> None:
     """Append to each query's list the `count` candidates nearest to its target description."""
     import faiss
 
@@ -233,7 +233,7 @@ def judge(run: Run) -> dict[str, Any]:
     run.in_shards("judge", sorted(candidates), asking)
     return {
         "triplets": sum(map(len, candidates.values())),
-        "judgements": sum(map(len, frames.parts(run.path("judge", "judgements")))),
+        "judgements": frames.num_rows(run.path("judge", "judgements")),
         "panel": len(panel),
     }
 
@@ -299,8 +299,7 @@ def split(run: Run) -> dict[str, Any]:
     """Split queries into test and training set by TSR (3.1.7), and export the data set."""
     config = run.config
     doubted = {row["id"] for row in run.rows("keep", "doubted")}
-    queries = run.rows("generate", "queries")
-    inputs = {row["query_id"]: row["image_id"] for row in queries}
+    inputs = {row["query_id"]: row["image_id"] for row in run.rows("generate", "queries")}
     positives = decisions.candidates_by_query(run.out, maths.KEPT)
     if config.keep.remove_doubted_inputs:
         positives = {name: found for name, found in positives.items() if inputs[name] not in doubted}

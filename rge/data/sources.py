@@ -18,7 +18,7 @@ from pydantic_core import from_json
 
 from rge.common.commands import progress_bar
 from rge.common.errors import UserError, grouped, shortened
-from rge.common.files import POINTER_NOTE, find_shipped, is_pointer, write_text
+from rge.common.files import POINTER_NOTE, find_shipped, is_pointer, replacing
 from rge.common.images import PictureIndex
 from rge.common.parts import PRESENT, ImagePart, ImageRef, are_bytes, picture_of, place_of, refs_of, text_of
 from rge.common.prompt_profiles import EMB_TOKEN, PROFILES
@@ -472,4 +472,5 @@ def json_line(record: Record | dict[str, Any]) -> str:
 
 def write_jsonl(path: Path, records: Iterable[Record]) -> None:
     """Write records as JSON lines, complete or not at all."""
-    write_text(path, "".join(map(json_line, records)))
+    with replacing(path) as waiting, waiting.open("w", encoding="utf-8", newline="\n") as out:
+        out.writelines(map(json_line, records))

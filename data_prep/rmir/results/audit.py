@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pyarrow.compute as pc
 
 from data_prep.rmir import arithmetic as maths
 from data_prep.rmir import decisions, frames
@@ -98,18 +99,21 @@ def reliability(run: Run) -> dict[str, Any]:
         of queries above `SplitConfig.tsr_threshold`, and of the others. All but the numbers have intervals.
     """
     k, threshold = run.config.retrieve.by_image, run.config.split.tsr_threshold
-    decided = {(row["query_id"], row["candidate_id"]): row for row in run.rows("keep", "decided")}
-    ranked: dict[str, list[tuple[int, Row]]] = defaultdict(list)
+    decided = {
+        (row["query_id"], row["candidate_id"]): (row["negativeness"], row["state"])
+        for row in run.rows("keep", "decided")
+    }
+    ranked: dict[str, list[tuple[int, tuple[float, str]]]] = defaultdict(list)
     for row in run.rows("retrieve", "triplets"):
         if row["image_rank"] is not None and (found := decided.get((row["query_id"], row["candidate_id"]))):
             ranked[row["query_id"]].append((row["image_rank"], found))
     pictures = {row["query_id"]: row["image_id"] for row in run.rows("generate", "queries")}
     scores, rights, groups = [], [], []
     for query, candidates in sorted(ranked.items()):
-        *first, (rank, last) = sorted(candidates, key=lambda one: one[0])
-        if rank == k > 1 and last["state"] in (maths.KEPT, maths.REJECTED):
-            scores.append(maths.tsr([row["negativeness"] for _, row in first], k - 1))
-            rights.append(last["state"] == maths.KEPT)
+        *first, (rank, (_, state)) = sorted(candidates, key=lambda one: one[0])
+        if rank == k > 1 and state in (maths.KEPT, maths.REJECTED):
+            scores.append(maths.tsr([negativeness for _, (negativeness, _) in first], k - 1))
+            rights.append(state == maths.KEPT)
             groups.append(pictures[query])
     return tsr_evidence(np.array(scores), np.array(rights, bool), groups, threshold)
 
@@ -156,9 +160,10 @@ def tsr_evidence(
 
 def language(run: Run) -> dict[str, Any]:
     """Words a query, mean of each category of the test set (of all queries with an answer, if it is empty), and the median reading level."""
-    splits = run.by("query_id", "split", "splits")
-    rows = [row for row in run.rows("generate", "queries") if row["query_id"] in splits]
-    rows = [row for row in rows if splits[row["query_id"]]["split"] == "test"] or rows
+    parts = run.rows("split", "splits").table
+    of_test = parts.filter(pc.equal(parts["split"], "test"))["query_id"]
+    queries = run.rows("generate", "queries")
+    rows = queries.among("query_id", of_test) or queries.among("query_id", parts["query_id"])
     words: dict[str, list[int]] = defaultdict(list)
     for row in rows:
         words[row["category"]].append(len(row["query"].split()))
@@ -170,7 +175,7 @@ def language(run: Run) -> dict[str, Any]:
     }
 
 
-def _probes(run: Run, pool: list[str]) -> Iterator[tuple[str, Index, Callable[[list[Row]], np.ndarray]]]:
+def _probes(run: Run, pool: list[str]) -> Iterator[tuple[str, Index, Callable[[Sequence[Row]], np.ndarray]]]:
     """Name, candidates, and how queries are embedded, of each way to search the pool."""
     images, config = run.images(), run.config
     by_image = image_index(
@@ -178,7 +183,7 @@ def _probes(run: Run, pool: list[str]) -> Iterator[tuple[str, Index, Callable[[l
     )
     shown = by_image.among(pool)
     yield TEXT, shown, lambda queries: shown.texts([query["query"] for query in queries])
-    captioned = [image for image in images if image["caption"]]
+    captioned = images.having("caption")
     if {image["id"] for image in captioned} & set(pool):
         vectors_ND = np.load(run.caption_vectors(), mmap_mode="r")
         told = caption_index(config.caption_encoder, captioned, vectors_ND).among(pool)
@@ -190,7 +195,7 @@ def _probes(run: Run, pool: list[str]) -> Iterator[tuple[str, Index, Callable[[l
 def shortcuts(run: Run) -> list[Row]:
     """Rank of each query's first right answer in the pool, for each probe; the query's own picture is not ranked."""
     pool, splits = list(run.by("id", "pool", "pool")), run.by("query_id", "split", "splits")
-    queries = [row for row in run.rows("generate", "queries") if row["query_id"] in splits]
+    queries = run.rows("generate", "queries").among("query_id", run.rows("split", "splits").table["query_id"])
     positives = candidates_by_query(run.out, maths.KEPT)
     # In blocks that fit in memory: all scores would be 37 GB at 100,000 queries and candidates.
     size = max(1, int(run.config.audit.memory_mb * 2**20 / (4 * max(len(pool), 1))))

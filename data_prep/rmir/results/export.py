@@ -85,7 +85,7 @@ class _Export:
         self, run: Run, folder: Path, splits: Mapping[str, str], positives: Mapping[str, Sequence[str]]
     ):
         self.config, self.folder, self.positives = run.config, folder, positives
-        self.images = {image["id"]: image for image in run.images()}
+        self.images = frames.RowsBy("id", run.images())
         self.queries = run.by("query_id", "generate", "queries")
         self.train, self.test = (
             sorted(name for name, part in splits.items() if part == which) for which in ("train", "test")
@@ -108,10 +108,10 @@ class _Export:
     def write(self) -> dict[str, Any]:
         """Write all files and return their counts."""
         (self.folder / "images").mkdir(parents=True)
-        records = [self._record(name) for name in self.train]
-        write_jsonl(self.folder / "train.jsonl", records)
-        if records:
-            rows = (_with_pictures(self.folder, record) for record in records)
+        # One at a time, twice: all records would take gigabytes.
+        write_jsonl(self.folder / "train.jsonl", map(self._record, self.train))
+        if self.train:
+            rows = (_with_pictures(self.folder, record) for record in map(self._record, self.train))
             _write(self.folder / "train.parquet", "train", rows)
         not_ranked = {name: self.abstained.get(name, []) for name in self.test}
         if self.config.retrieve.exclude_input:  # never a candidate, hence never judged
@@ -133,7 +133,7 @@ class _Export:
             "test_positives": len(pairs["qrels"]),
             "test_negatives": len(pairs["negatives"]),
             "test_excluded": len(pairs["excluded"]),
-            "train_negatives": sum(len(record.negatives) for record in records),
+            "train_negatives": sum(len(self._negatives(name)) for name in self.train),
         }
 
     def _pairs(self, found: Mapping[str, Sequence[str]], among: Collection[str] | None = None) -> list[tuple]:
@@ -148,7 +148,6 @@ class _Export:
     def _record(self, name: str) -> Record:
         query, export = self.queries[name], self.config.export
         rationale = query["reasoning"] if export.rationale == "generator" else None
-        negatives = [key for key in self.rejected.get(name, ()) if key not in self.in_test]
 
         def target(key: str) -> dict[str, Any]:
             return {"id": safe_id(key), "image": self._file(key)}
@@ -162,8 +161,11 @@ class _Export:
             instruction=export.instruction,
             query=QueryPart(text=query["query"], images=[self._file(query["image_id"])]),
             positives=[Positive(**target(key), rationale=rationale) for key in self.positives[name]],
-            negatives=[Target(**target(key)) for key in negatives],
+            negatives=[Target(**target(key)) for key in self._negatives(name)],
         )
+
+    def _negatives(self, name: str) -> list[str]:
+        return [key for key in self.rejected.get(name, ()) if key not in self.in_test]
 
     def _picture(self, name: str) -> dict[str, Any]:
         image = self.images[name]

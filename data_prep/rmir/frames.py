@@ -132,6 +132,11 @@ class Rows(Sequence[dict[str, Any]]):
         for batch in self.table.to_batches(max_chunksize=1024):
             yield from map(self._placed, batch.to_pylist())
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Rows) and self.table.equals(other.table) and self.out == other.out
+
+    __hash__ = None  # type: ignore[assignment]  # tables are compared by their content
+
     def having(self, column: str, *, filled: bool = True) -> "Rows":
         """The rows that have a text in a column, or those that have none."""
         has = pc.fill_null(pc.not_equal(self.table[column], ""), False)

@@ -18,6 +18,7 @@ from PIL import Image
 from small_runs import config_of, one_family
 
 from data_prep.rmir import oracle
+from data_prep.rmir import run as run_module
 from data_prep.rmir.config import (
     LibraryConfig,
 )
@@ -514,6 +515,27 @@ def test_a_parquet_library_of_one_row_group_is_never_whole_in_memory(tmp_path):
         number += len(block)
     assert number == 6000
     assert most < 0.6 * size, f"{most >> 20} of {size >> 20} MB at once"
+
+
+@pytest.mark.slow
+def test_answers_leave_memory_with_their_shard(tmp_path, monkeypatch):
+    one_family(tmp_path / "library.csv")
+    held: list[int] = []
+    close = run_module._Shards.close
+
+    def count(shards):
+        assert len(shards.todo) > 1
+        held.append(sum(len(shard.outcomes) for shard in shards.todo))
+        close(shards)
+
+    monkeypatch.setattr(run_module._Shards, "close", count)
+    with LocalServer(oracle.Oracle(transient=0, malformed=0)) as server:
+        config = config_of(tmp_path / "out", tmp_path / "library.csv", server.url)
+        config.queries_per_shard = 2
+        run = Run(config, progress=False)
+        run_stages(run, STAGES[: STAGES.index("retrieve")])
+    run.close()
+    assert held == [0, 0]
 
 
 @pytest.mark.slow

@@ -299,7 +299,7 @@ def test_what_the_audit_says_of_tsr_and_language(finished):
     finished.config.retrieve.by_image = 1
     assert audit.reliability(finished) == {"right": 0, "wrong": 0}  # one candidate leaves no list before it
     finished.config.retrieve.by_image = 2
-    rows = finished.rows("retrieve", "triplets")
+    rows = list(finished.rows("retrieve", "triplets"))
     for row in rows:
         row["image_rank"] = {"a": 1, "c": 2}.get(row["candidate_id"])
     frames.write_rows(finished.path("retrieve", "triplets.parquet"), rows)
@@ -359,7 +359,7 @@ def test_what_the_sets_share(finished):
     assert found["train inputs that are test answers"] == 1, "`a` is an answer of q1 and what q2 is about"
     assert found["train answers that are test answers"] == 0
     assert found["train inputs or answers that nearly repeat a test picture"] == 0
-    images = finished.rows("seed", "images")
+    images = list(finished.rows("seed", "images"))
     for image in images:
         if image["id"] == "e":
             image["phash"] = flip(next(row["phash"] for row in images if row["id"] == "b"), 5)

@@ -1,6 +1,7 @@
 """The seed stage: inspect and embed the library, cluster it, sample from each cluster; and later extensions."""
 
 import hashlib
+import mmap
 import os
 import shutil
 import sys
@@ -453,6 +454,8 @@ def gather(parts: list[np.ndarray], rows: np.ndarray) -> np.ndarray:
     for part, start, end in zip(parts, starts[:-1], starts[1:], strict=True):
         first, last = np.searchsorted(rows, [start, end])
         found[first:last] = part[rows[first:last] - start]
+        if isinstance(part, np.memmap):  # its pages would stay in memory beside the copies
+            part._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
     return found
 
 

@@ -476,7 +476,7 @@ def test_agreement_with_a_person(finished, tmp_path, capsys):
 
 def test_verdicts_do_not_count_for_another_question_of_the_same_name(finished, tmp_path, capsys):
     out = finished.out
-    images, queries = finished.by("id", "seed", "images"), finished.rows("generate", "queries")
+    images, queries = finished.by("id", "seed", "images"), list(finished.rows("generate", "queries"))
     rows = {
         f"{query['query_id']} -> {target}": {**query, "candidate_id": target}
         for query in queries

@@ -133,16 +133,18 @@ def of_pictures(size: int, options: Options, folder: Path, *, in_parquet: bool) 
                 names = range(first, count)[:A_COMMIT]
                 rows = {"id": list(map(str, names)), "image": [files[name % FILES] for name in names]}
                 out.write_table(pa.table(rows, schema=out.schema), row_group_size=256)
+        os.utime(path, (0, 0))
         records = _written(folder / "records.jsonl", size, lambda number: f"pictures.parquet#{number}")
     else:
         for number in range(count):
             path = folder / f"{number // A_FOLDER}" / f"{number}.jpg"
             if number % A_FOLDER == 0:
                 path.parent.mkdir()
-            first = folder / "0" / f"{number % FILES}.jpg"
-            path.write_bytes(files[number]) if number < FILES else os.link(first, path)
             if number < FILES:
+                path.write_bytes(files[number])
                 os.utime(path, (0, 0))
+            else:
+                os.link(folder / "0" / f"{number % FILES}.jpg", path)
         records = _written(
             folder / "records.jsonl", size, lambda number: f"{number // A_FOLDER}/{number}.jpg"
         )

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from pydantic import Field
@@ -116,11 +116,11 @@ def compared(varied: bool, options: Options) -> Rows:
     for name, work in forms.items():
         embedder.zero_grad(set_to_none=True)
         peer.zero_grad(set_to_none=True)
-        values: list[float] = []
-        grown = peak_growth(lambda work=work, values=values: values.append(work()))
-        trained = peer[0].auto_model if work is theirs else text_model
+        value, grown = with_memory(work)
+        their_model: Any = peer[0]
+        trained = their_model.auto_model if work is theirs else text_model
         gradient = torch.cat([each.grad.flatten() for _, each in sorted(trained.named_parameters())])
-        found[name] = {"loss": values[0], "MB": grown / 1e6}, gradient
+        found[name] = {"loss": value, "MB": grown / 1e6}, gradient
     (expected, direction) = found["sentence-transformers"]
     for name, (figures, gradient) in found.items():
         apart = float((gradient - direction).norm() / direction.norm())
@@ -133,6 +133,13 @@ def compared(varied: bool, options: Options) -> Rows:
         name: {"s": seconds[name], "CPU s": cpu_seconds[name], **figures}
         for name, (figures, _) in found.items()
     }
+
+
+def with_memory(work: Callable[[], float]) -> tuple[float, int]:
+    """What the work returns, and the largest growth of memory, in bytes."""
+    values: list[float] = []
+    grown = peak_growth(lambda: values.append(work()))
+    return values[0], grown
 
 
 def made(embedder: EmbeddingModel, varied: bool, options: Options) -> Batch:

@@ -145,6 +145,8 @@ def of_pictures(size: int, options: Options, folder: Path, *, in_parquet: bool) 
                 os.utime(path, (0, 0))
             else:
                 os.link(folder / "0" / f"{number % FILES}.jpg", path)
+        for path in folder.glob("*/"):
+            os.utime(path, (0, 0))
         records = _written(
             folder / "records.jsonl", size, lambda number: f"{number // A_FOLDER}/{number}.jpg"
         )

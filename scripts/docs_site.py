@@ -51,8 +51,8 @@ def tree() -> str:
     lines = [
         "# What each file is for",
         "",
-        "The first sentence of each file's docstring, by `python scripts/docs_site.py > docs/tree.md`; not of "
-        "a folder's `__main__.py` (its command), `config.py` (its section of the recipe), `options.py` and `errors.py`. Read first: "
+        "Each line is the first sentence of a file's docstring, by `python scripts/docs_site.py > docs/tree.md`. A room's `__main__.py` "
+        "(its command), `config.py` (its section of the recipe), `options.py` and `errors.py` have no line. Read first: "
         + ", ".join(f"`rge/{name}`" for name in READ_FIRST)
         + ".",
     ]

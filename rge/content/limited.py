@@ -1,4 +1,4 @@
-"""Decode documents and clips of strangers in a process with limits, so that a hostile file ends that process and not the server.
+"""Decode untrusted documents and clips in a process with limits, so that a hostile file ends that process and not the server.
 
     with Decoder() as decode:
         num_pages = decode(pdf.num_pages, data)

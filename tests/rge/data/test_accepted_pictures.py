@@ -262,7 +262,7 @@ def test_a_missing_path_is_not_sent_to_the_hub(name, monkeypatch):
     ("name", "content"),
     [
         ("a.jsonl", b"q,a\n" * 2000),
-        ("a.jsonl", gzip.compress(b"{}")),
+        ("a.jsonl", gzip.compress(b"{}", mtime=0)),
         ("a.parquet", b"PAR"),
         ("a.jsonl.gz", b"{}"),
     ],

@@ -34,7 +34,7 @@ demo: setup ## train on the shipped pictures, evaluate on unseen drawings, write
 demo-baseline: setup ## the same, plus the baseline: a model trained without rationales
 	@$(OFFLINE) $(BYTECODE) $(PY) scripts/demo.py baseline=true
 
-demo-from-nothing: setup ## the same, including the backbone's first stage: everything from random weights
+demo-from-nothing: setup ## the same, including the base: everything from random weights
 	@$(OFFLINE) $(BYTECODE) $(PY) scripts/demo.py from_nothing=true
 
 PYTEST := $(OFFLINE) $(ONE_THREAD) $(BYTECODE) $(PY) -m pytest -m "not gpu and not net"

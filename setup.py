@@ -2,7 +2,7 @@
 
 from setuptools import find_packages, setup
 
-RECIPES = ["rge.recipes", "rge.recipes.accelerate", "rge.recipes.data_prep"]
+RECIPES = ["rge.recipes", "rge.recipes.accelerate", "rge.recipes.data_prep", "rge.recipes.small_models"]
 
 setup(
     packages=[*find_packages(include=["rge*", "eval*", "data_prep*"]), *RECIPES],

@@ -19,6 +19,7 @@ COMMANDS = {
     "train": ("rge.train", "train a recipe"),
     "check": ("rge.check", "find a run's problems before it starts"),
     "plan": ("rge.plan", "estimate a recipe's FLOPs, memory and communication"),
+    "small-model": ("rge.small_models", "build a small base model, for CPUs, tests and the demo"),
     "embed": ("rge.index.embed", "embed a folder or a table of pictures and texts"),
     "index": ("rge.index", "index a folder or a table, or update an index"),
     "search": ("rge.index.search", "search an index"),
@@ -59,8 +60,12 @@ def main(words: list[str]) -> int:
 
 def recipes(names: list[str]) -> None:
     """Print the paths of recipes, or the names of all recipes and launch configs."""
-    launch_configs = [f"accelerate/{name}" for name in available(RECIPES / "accelerate")]
-    for name in names or [*available(RECIPES), *launch_configs]:
+    below = [
+        f"{folder}/{name}"
+        for folder in ("small_models", "accelerate")
+        for name in available(RECIPES / folder)
+    ]
+    for name in names or [*available(RECIPES), *below]:
         path = RECIPES / f"{name.removesuffix('.yaml')}.yaml"
         if not path.is_file():
             raise UserError(f"there is no {path}; `rge recipes` lists them all")

@@ -35,7 +35,7 @@ from accelerate import Accelerator
 from rge import logs, validation
 from rge.checkpoints import resume
 from rge.common.errors import USER, UserError, brief, grouped
-from rge.common.files import checkpoint_folder, find_shipped, held, raise_descriptor_limit
+from rge.common.files import held, raise_descriptor_limit
 from rge.common.schema import Target
 from rge.data import collate, conflicts, layout
 from rge.data.layout import Layout
@@ -54,6 +54,7 @@ from rge.model.backbone import (
     check_sizes,
     collapsed_ids,
     lacks_head,
+    processor_to_train,
     read_config,
     skeleton,
     stored_names,
@@ -69,7 +70,6 @@ from rge.rl import reference, rewards
 from rge.rl.pool import check_pool, read_pool, unusable
 from rge.rollout import writer
 from rge.rollout.micro_batches import Kept
-from rge.scratch.starting_point import check_backbone, processor_of, tokenizer_sources
 
 T = TypeVar("T")
 SCORES_READ = 1000
@@ -276,8 +276,6 @@ class Preflight:
     def check_sources(self) -> None:
         """Check the sources' records for the open stages, and the machine."""
         recipe, stages, records = self.recipe, self.found.stages, self.found.records
-        if stages[0] == recipe.stages()[0] and (warning := self.attempt(check_backbone, recipe, records)):
-            self.warn(f"warning: {warning}")
         for name in stages:
             self.attempt(resume.check_records, self.out / name, recipe, name, records)
         if "rl" in stages:
@@ -302,7 +300,9 @@ class Preflight:
     def lay_out_sources(self, *, decode: bool) -> None:
         """Compute the lengths of all records in the open sources, except streams; look for pictures of the pool's candidates."""
         try:
-            builders = collate.PromptBuilders(processor_of(self.recipe, self.found.records), self.recipe)
+            builders = collate.PromptBuilders(
+                processor_to_train(self.recipe.start, self.recipe.model), self.recipe
+            )
             builder = builders()
             builder.check_template()
             for key, file in self.found.records.items():
@@ -328,9 +328,7 @@ class Preflight:
                 decoding = dict.fromkeys(map(builders, self.recipe.rl.sources)) if decode else {}
                 self.problems += unusable(path, self.pool, self.verdicts.pictures, [*decoding])
         except (UserError, OSError) as error:
-            # A missing source of the tokenizer's texts was reported already.
-            if str(error) not in self.problems:
-                self.problems.append(str(error))
+            self.problems.append(str(error))
         except Exception as error:  # noqa: BLE001 - training may still succeed
             self.warn(
                 f"warning: the lengths of the records could not be measured: {type(error).__name__}: {error}"
@@ -348,7 +346,7 @@ class Preflight:
                 self._check_share_of_bad(name, files, laid)
             self.problems += _without_scores(recipe, name)
             if Objective.of(recipe, name).alpha_con > 0:
-                self.problems += refresh.problems(recipe, files)
+                self.problems += refresh.problems(recipe.data, files)
             if Objective.of(recipe, name).alpha_con > 0 and len(laid) == len(keys):
                 self.problems += self._uncompared(name, stage, laid)
 
@@ -477,14 +475,6 @@ def wanted_sources(recipe: Recipe, stages: Sequence[str]) -> dict[str, Wanted]:
         oracle = any(each.needs_oracle for each in objectives.values())
         candidates = any(each.needs_candidates for each in objectives.values())
         want(held_out, oracle=oracle, candidates=candidates, held_out=True)
-    scratch, is_built = recipe.model.scratch, Path(recipe.out, "backbone").exists()
-    if recipe.stages()[0] in stages and recipe.init is None and scratch is not None:
-        # Sources that a backbone is built from; once it is built, those that still exist are compared.
-        for source in tokenizer_sources(recipe):
-            if not is_built or source.path is None or find_shipped(source.path).is_file():
-                want(source)
-        if scratch.naming is not None and not is_built:
-            want(RecordsConfig(path=scratch.naming), oracle=True)
     return found
 
 
@@ -514,19 +504,20 @@ def _report(problems: Sequence[str]) -> str:
 
 def _outline(recipe: Recipe) -> HubModel:
     """The model without weights."""
+    start = Path(recipe.start)
     if recipe.init is not None:
-        read_config(start := checkpoint_folder(Path(recipe.init)))
+        read_config(start)
         if is_adapter_checkpoint(start):
             find_base(start, instead=recipe.model.path, key="model.path")
-    elif recipe.model.path is not None:
-        read_config(recipe.model.path, recipe.model.revision)
+    else:
+        read_config(start, recipe.model.revision)
     return outline(recipe.model, recipe.init)[0]
 
 
 def _check_weights(recipe: Recipe, model: HubModel, needs_head: bool) -> None:
     """Raise BackboneError if the start's weights are broken, or lack an output matrix that is needed."""
-    start = recipe.model.path if recipe.init is None else str(checkpoint_folder(Path(recipe.init)))
-    if start is not None and not is_adapter_checkpoint(start):
+    start = recipe.start
+    if not is_adapter_checkpoint(start):
         revision = recipe.model.revision if recipe.init is None else None
         names = stored_names(start, revision)
         if needs_head and lacks_head(names, model.config):
@@ -537,7 +528,7 @@ def _check_continued_adapters(recipe: Recipe, model: HubModel) -> None:
     """Raise AdapterError if training is to continue the adapters of `init`, and they have another form than `model.lora`."""
     if recipe.init is None or recipe.model.lora is None or not recipe.export.adapters_only:
         return
-    if is_adapter_checkpoint(start := checkpoint_folder(Path(recipe.init))):
+    if is_adapter_checkpoint(start := Path(recipe.start)):
         adapted = skeleton(model.config)
         add_adapters(adapted, recipe.model.lora, emb_id=0)
         check_form(adapted, start)

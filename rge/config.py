@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from rge.checkpoints.config import ExportConfig
 from rge.common.errors import RecipeError, UserError
-from rge.common.files import RECIPES
+from rge.common.files import RECIPES, checkpoint_folder
 from rge.common.options import MAY_DIFFER, AtLeastOne, Count, parse_file
 from rge.common.registry import load_plugins
 from rge.data.config import PROMPTS, DataConfig, PromptedConfig, SourceConfig
@@ -28,6 +28,9 @@ from rge.rollout.config import RolloutConfig
 
 R = TypeVar("R", bound="Recipe")
 P = TypeVar("P", bound=PromptedConfig)
+
+RecipeJson = dict[str, Any]
+"""A recipe as JSON values, see `to_dict`."""
 
 CHANGEABLE = ("lr", "steps", "epochs", "warmup_steps", "schedule", "min_lr_ratio")
 """Keys of a stage that `Recipe.resume_with` may name."""
@@ -98,7 +101,7 @@ class Recipe:
     """Modules of your own that register losses, rewards, families, prompt profiles, augmentations or data
     sources (docs/extending.md)."""
     init: str | None = None
-    """Checkpoint to start from instead of `model.path` or `model.scratch`, e.g. another run's cold start; if a stage is
+    """Checkpoint to start from instead of `model.path`, e.g. another run's cold start; if a stage is
     run alone, such as `stage=joint`, the checkpoint of the previous stage."""
     resume_with: Annotated[list[str], MAY_DIFFER] = field(default_factory=list)
     """Keys that may have other values than when the run began, such as joint.lr or joint.steps: it resumes, or a finished stage goes on, with
@@ -121,6 +124,11 @@ class Recipe:
         if self.stage != "all":
             return [self.stage]
         return ["cold_start", "joint", *(["rl"] if self.rl.sources else [])]
+
+    @property
+    def start(self) -> str:
+        """Path or hub id of the model that the first stage starts from."""
+        return str(checkpoint_folder(Path(self.init or self.model.path)))
 
     @property
     def max_rationale_tokens(self) -> int:
@@ -188,13 +196,13 @@ def load_options(
         raise RecipeError(str(error)).about(*error.faults) from None
     recipe.out = os.path.expanduser(recipe.out.replace("{recipe}", recipe.recipe))
     recipe.init = recipe.init and os.path.expanduser(recipe.init)
-    recipe.model.path = recipe.model.path and os.path.expanduser(recipe.model.path)
+    recipe.model.path = os.path.expanduser(recipe.model.path)
     load_plugins(recipe.plugins)
     check(recipe)
     return recipe
 
 
-def to_dict(recipe: Recipe) -> dict[str, Any]:
+def to_dict(recipe: Recipe) -> RecipeJson:
     """The recipe as JSON values, equal to what is read back from a checkpoint.
 
     Omits a command's further options and unused settings of sources.
@@ -203,7 +211,7 @@ def to_dict(recipe: Recipe) -> dict[str, Any]:
     return without_unused({item.name: whole[item.name] for item in fields(Recipe)})
 
 
-def without_unused(recipe: dict[str, Any]) -> dict[str, Any]:
+def without_unused(recipe: RecipeJson) -> RecipeJson:
     """A recipe as JSON values, of a checkpoint for example, without unused settings of sources."""
     unused = asdict(SourceConfig()) | {"weight": None}
     sections = {
@@ -254,10 +262,6 @@ _RL_RULES: Rules = {
     ),
     "loss.anchor={r.loss.anchor} embeds queries without the model's own rationale, which is what the stage rl trains: set "
     "loss.anchor=self": lambda r: r.loss.anchor != "self",
-    "stage=rl continues from a model that writes rationales, and model.scratch is untrained: give "
-    "init=runs/{r.recipe}/joint/final or another checkpoint": lambda r: (
-        r.stage == "rl" and r.init is None and r.model.scratch is not None
-    ),
 }
 """Of recipes that run the stage rl."""
 
@@ -300,13 +304,6 @@ def _check_stage(recipe: Recipe, name: str, stage: StageConfig) -> Iterator[str]
         yield (
             f"{name}.batch_size={stage.batch_size} with max_negatives=0 leaves nothing to compare a query with, so its contrastive "
             "loss is always 0: raise one of them"
-        )
-    if recipe.model.scratch is None or recipe.init is not None:
-        return
-    for stream in (source for source in stage.sources if source.streaming):
-        yield (
-            f"model.scratch learns its vocabulary from the texts of all records, and the stream {stream.label} has no known "
-            "end: set streaming: false, or start from a checkpoint (init=...)"
         )
 
 

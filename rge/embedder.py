@@ -162,7 +162,7 @@ class Embedder:
             if value not in allowed:
                 raise UserError(not_one_of(key, value, filter(None, allowed)))
         settings = settings.asking(max_new_tokens=max_new_tokens, temperature=temperature).but(
-            dtype=dtype or ("float32" if devices[0] == "cpu" else settings.recipe["model"]["dtype"]),
+            dtype=dtype or ("float32" if devices[0] == "cpu" else settings.recipe.model.dtype),
             quantization=quantization,
         )
         settings = settings.with_prompts(
@@ -413,11 +413,6 @@ class Embedder:
                     f"{self.checkpoint.name} was not trained with the instruction {given!r}; known are {some}"
                 )
             return given or None, warning
-        if known is None and self.settings.recipe:
-            warning = (
-                f"{self.checkpoint.name} does not say with which instructions it was trained (an older export): give "
-                "instruction="
-            )
         return self.default_instruction, warning
 
     def cut(self, vectors: np.ndarray, dimensions: int | None) -> np.ndarray:

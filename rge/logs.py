@@ -233,7 +233,7 @@ class Logs:
         self.bar.close()
         if self.step_s:
             saving = self.save_s / (self.wait_s + self.step_s + self.save_s)
-            advice = "; a larger train.save_every saves fewer" if saving > MUCH_SAVING else ""
+            advice = "; a larger save_every saves fewer" if saving > MUCH_SAVING else ""
             self.accelerator.print(
                 f"{self.stage}: spent {self.wait_share():.1%} of the time waiting for data, and {saving:.1%} for states to be "
                 f"saved{advice}"

@@ -49,7 +49,6 @@ from rge.optim.config import StageConfig
 from rge.optim.optimizers import learning_rate, make_optimizer, set_learning_rate
 from rge.rl.credit import make_reinforcement
 from rge.rollout.writer import Rollout, easy_share, make_writer, rollout_report
-from rge.scratch.starting_point import starting_point
 from rge.step.training_step import TrainingStep
 from rge.validation import make_validation
 
@@ -76,9 +75,7 @@ def run_recipe(arguments: list[str]) -> None:
 def train(recipe: Recipe, run: Checked, accelerator: Accelerator) -> None:
     """Train the stages that are not finished, each from the checkpoint of the one before."""
     start_trackers(accelerator, recipe)
-    start = ""
-    if recipe.stages()[0] in run.stages:
-        start = starting_point(recipe, run.records, accelerator)
+    start = recipe.start
     for name in recipe.stages():
         folder = Path(recipe.out) / name
         if name in run.stages:

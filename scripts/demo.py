@@ -2,10 +2,10 @@
 
     python scripts/demo.py [baseline=true] [from_nothing=true]
 
-Training starts from rge/demo_base, a backbone whose vision tower is already trained. ``from_nothing=true`` trains that stage too, and
-writes to runs/demo_from_nothing instead of runs/demo. Each step is a command that is printed before it runs:
+Training starts from rge/demo_base, whose vision tower is already trained. ``from_nothing=true`` first makes such a base
+(rge/small_models), and writes to runs/demo_from_nothing instead of runs/demo. Each step is a command that is printed before it runs:
 
-    1 train       rge/train.py recipe=demo init=...      runs/demo: cold start, joint stage
+    1 train       rge/train.py recipe=demo               runs/demo: cold start, joint stage
     2 eval        rge eval run ...                       runs/demo/eval: with rationale and direct; shortcuts
     3 baseline    rge/train.py recipe=demo stage=joint   runs/demo_none: same start and steps, no rationales
     4 eval_none   rge eval run ...                       runs/demo_none/eval: direct
@@ -38,8 +38,8 @@ import pandas as pd
 
 from rge.common.commands import start
 from rge.common.errors import SIGNALLED
-from rge.common.files import read_json, write_json, write_text
-from rge.common.options import parse_options
+from rge.common.files import RECIPES, read_json, write_json, write_text
+from rge.common.options import parse_options, read_yaml
 from rge.config import load_recipe
 from rge.stats.intervals import in_words
 
@@ -48,7 +48,7 @@ DATA = "data_prep/demo/data"
 RUN = "runs/demo"
 BASE = "rge/demo_base"
 TRAIN, FIRST_STAGE = 10, 15
-"""Shares of the demo's time: training from `BASE`, and the stage before it, which makes such a base."""
+"""Shares of the demo's time: training from `BASE`, and making such a base."""
 EVAL = ("-m", "rge", "eval")
 BASELINE = ("stage=joint", "loss.anchor=none", "loss.ratio=none", "joint.lr=2e-3", "loss.temperature=0.05")
 """Overrides of the model without rationales: no LM loss, InfoNCE on the state directly after the prompt."""
@@ -68,7 +68,7 @@ class Options:
     baseline: bool = False
     """Also train and evaluate a model without rationales."""
     from_nothing: bool = False
-    """Train the backbone too, instead of starting from rge/demo_base."""
+    """Make the base too, instead of starting from rge/demo_base."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,8 @@ class Step:
 
 
 def steps(baseline: bool, run: str = RUN) -> list[Step]:
-    """All steps, in order; for any folder `run` but `RUN`, training includes the backbone."""
-    from_base, none = run == RUN, f"{run}_none"
+    """All steps, in order; any folder `run` but `RUN` has a base of its own."""
+    base, none = BASE if run == RUN else f"{run}/base", f"{run}_none"
     train = (*launcher(), "rge/train.py", "recipe=demo")
 
     def files_below(folder: str) -> list[str]:
@@ -98,14 +98,18 @@ def steps(baseline: bool, run: str = RUN) -> list[Step]:
     conditions = tuple(f"{run}/eval/{name}/results.json" for name in CONDITIONS)
     rivals = {"question_only": "reasoning-text", "picture_only": "reasoning-image", "direct": "direct-both"}
     pairs = {name: f"{run}/eval/{folder}" for name, folder in rivals.items()}
-    base, start = ((f"{BASE}/model.safetensors",), (f"init={BASE}",)) if from_base else ((), ())
+    base_weights = f"{base}/model.safetensors"
     trained, modes = f"{run}/joint/final", ("query_mode=reasoning,direct", "query_modality=both,text,image")
-    train_own, share = (*train, *start, f"out={run}"), TRAIN if from_base else FIRST_STAGE + TRAIN
+    train_own = (*train, *(() if base == BASE else (f"model.path={base}",)), f"out={run}")
     eval_own = (*evaluate, f"checkpoint={trained}", f"out={run}/eval", *modes)
     found = [
-        Step("train", train_own, (*recipe, *base), f"{trained}/rge.json", share),
+        Step("train", train_own, (*recipe, base_weights), f"{trained}/rge.json", TRAIN),
         Step("eval", eval_own, (*test_set, weights), conditions[0], share=3),
     ]
+    if base != BASE:
+        make_base = (*launcher(), "-m", "rge.small_models", "recipe=demo", f"out={base}")
+        sizes = ("recipes/small_models/demo.yaml", *recipe[1:])
+        found.insert(0, Step("base", make_base, sizes, base_weights, FIRST_STAGE))
     figures, reported = conditions, f"runs={run}/eval"
     if baseline:
         pairs["trained_without"] = f"{none}/eval"
@@ -216,7 +220,7 @@ class Progress:
         """The page while the step of this number (from 1) runs."""
         step = self.todo[number - 1]
         done = sum(one.share for one in self.todo[: number - 1])
-        done += self._trained() * step.share if step.name == "train" else 0.0
+        done += self._share_done(step.name) * step.share
         if self.skipped is None:
             self.skipped = done
         whole = sum(step.share for step in self.todo)
@@ -241,16 +245,16 @@ class Progress:
             "This page reloads itself and leads to the report.</p></html>",
         )
 
-    def _trained(self) -> float:
-        """Share of the training that is done, from the last logged steps."""
+    def _share_done(self, name: str) -> float:
+        """Share of a step that is done, from the last lines of its training's logs; 0 for one without any."""
+        if name == "base":
+            naming = read_yaml(RECIPES / "small_models" / "demo.yaml")["naming"]
+            return self._steps("base_naming") / naming["steps"]
+        if name != "train":
+            return 0.0
         recipe = load_recipe(["recipe=demo"])
         stages = {name: getattr(recipe, name).steps for name in recipe.stages()}
-        trained = sum(map(self._steps, stages)) / sum(stages.values())
-        if self.run == RUN:
-            return trained
-        assert recipe.model.scratch is not None
-        first = self._steps("naming") / recipe.model.scratch.naming_steps
-        return (FIRST_STAGE * first + TRAIN * trained) / (FIRST_STAGE + TRAIN)
+        return sum(map(self._steps, stages)) / sum(stages.values())
 
     def _steps(self, stage: str) -> int:
         path = ROOT / self.run / stage / "metrics.jsonl"

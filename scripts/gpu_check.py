@@ -61,7 +61,7 @@ from rge.rollout import micro_batches  # noqa: E402
 from rge.rollout.generate import Rationale, generate  # noqa: E402
 from rge.rollout.micro_batches import encode_prompts  # noqa: E402
 from rge.rollout.writer import Rollout  # noqa: E402
-from rge.scratch import build as scratch  # noqa: E402
+from rge.small_models import build as scratch  # noqa: E402
 from rge.step.training_step import TrainingStep  # noqa: E402
 
 Figures = dict[str, Any]

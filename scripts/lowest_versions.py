@@ -88,6 +88,7 @@ def use(python: Path, folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     write_inputs(folder)
+    call([str(python), "-m", "rge.small_models", "recipe=base.yaml"], cwd=folder, env=environment())
     train = [str(python), "-m", "rge.train", "recipe=small.yaml"]
     call(train, cwd=folder, env=environment())
     joint = folder / "run/joint"
@@ -122,11 +123,20 @@ def write_inputs(folder: Path) -> None:
     small = {"hidden_size": 32, "intermediate_size": 64}
     text = small | {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
     vision = small | {"depth": 1, "num_heads": 2, "patch_size": 14, "window_size": 56}
+    pixels = {"min_pixels": 784, "max_pixels": 3136}
+    base = {
+        "out": "base",
+        "texts": ["records.jsonl"],
+        "vocab_size": 300,
+        "text": text,
+        "vision": vision,
+        **pixels,
+    }
+    (folder / "base.yaml").write_text(yaml.safe_dump(base))
     recipe = {
         "out": "run",
         "model": {
-            "scratch": {"vocab_size": 300, "text": text, "vision": vision}, "dtype": "float32",
-            "gradient_checkpointing": False, "min_pixels": 784, "max_pixels": 3136,
+            "path": "base", "dtype": "float32", "gradient_checkpointing": False, **pixels
         },
         "rollout": {"max_new_tokens": 8},
         "cold_start": stage,

@@ -30,6 +30,7 @@ from rge.identity.compare_runs import CompareRunsOptions
 from rge.index.options import EmbedOptions, IndexOptions, SearchOptions
 from rge.plan.options import PlanOptions
 from rge.serving.options import ServeOptions
+from rge.small_models.config import SmallModel
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "reference.md"
@@ -40,7 +41,7 @@ DATA = {
 }  # fmt: skip
 
 OWN = {
-    "plan": PlanOptions, "embed": EmbedOptions, "index": IndexOptions, "search": SearchOptions, "explore": ExploreOptions,
+    "plan": PlanOptions, "small-model": SmallModel, "embed": EmbedOptions, "index": IndexOptions, "search": SearchOptions, "explore": ExploreOptions,
     "verify": VerifyOptions, "serve": ServeOptions, "compare-runs": CompareRunsOptions,
 }  # fmt: skip
 [PLUGINS] = keys(PluginOptions)

@@ -1,7 +1,7 @@
 """Make the two models that come with the package, in bfloat16, from what `make demo-from-nothing` trained.
 
 python scripts/ship_demo.py                                   # rge/demo_checkpoint, of runs/demo/joint/final
-python scripts/ship_demo.py base=runs/demo_from_nothing/backbone  # rge/demo_base, what `make demo` starts from
+python scripts/ship_demo.py base=runs/demo_from_nothing/base       # rge/demo_base, what `make demo` starts from
 """
 
 import json
@@ -19,6 +19,7 @@ from rge.common.commands import start
 from rge.common.errors import UserError
 from rge.common.files import DEMO_BASE, DEMO_CHECKPOINT
 from rge.common.options import parse_options
+from rge.identity.run_identity import IDENTITY
 
 ROOT = Path(__file__).resolve().parent.parent
 MOST_BYTES = 6_000_000
@@ -33,7 +34,7 @@ class Options:
     checkpoint: Path = ROOT / "runs/demo/joint/final"
     """Source of rge/demo_checkpoint."""
     base: Path | None = None
-    """Source of rge/demo_base, a backbone after its first stage; if given, only that is made."""
+    """Source of rge/demo_base, of `rge small-model recipe=demo`; if given, only that is made."""
 
 
 def ship(trained: Path, folder: Path) -> int:
@@ -48,7 +49,9 @@ def ship(trained: Path, folder: Path) -> int:
     )
     waiting = folder.with_name(f"tmp_{folder.name}")
     shutil.rmtree(waiting, ignore_errors=True)
-    shutil.copytree(trained, waiting, ignore=shutil.ignore_patterns("*.safetensors", "README.md", DONE))
+    shutil.copytree(
+        trained, waiting, ignore=shutil.ignore_patterns("*.safetensors", "README.md", DONE, IDENTITY)
+    )
     save_file(weights, waiting / "model.safetensors", metadata={"format": "pt"})
     text = json.dumps(config, indent=2)
     (waiting / "config.json").write_text(text + "\n", encoding="utf-8")

@@ -15,7 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 from statistics import NormalDist
@@ -32,7 +32,6 @@ from rge.common.errors import SIGNALLED, UserError
 from rge.common.files import read_json, write_text
 from rge.config import Recipe, load_recipe, to_dict
 from rge.identity.run_identity import flattened
-from rge.scratch.config import ScratchConfig
 from rge.stats.intervals import Bootstrap, cluster_bootstrap, figures, in_words, index_of, over_seeds
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -118,7 +117,7 @@ class Study:
 
 @cache
 def _defaults() -> dict[str, Any]:
-    return flattened({**to_dict(Recipe(recipe="")), "model.scratch": asdict(ScratchConfig())})
+    return flattened(to_dict(Recipe(recipe="")))
 
 
 def given(recipe: dict[str, Any], stage: str) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from eval.pages.evaluations import Evaluation, check_one_set, expand, read_evalu
 from eval.scoring.output_files import PER_QUERY
 from eval.sets.retrieval_set import MODALITIES, NAMES, RetrievalSet, load_set, picture_ids
 from eval.sets.tables import optional_rows
-from rge.checkpoints.settings import Settings
+from rge.checkpoints.settings import Settings, TrainedStage
 from rge.common.errors import UserError
 from rge.common.files import find_shipped
 from rge.common.images import ImageError, picture_bytes
@@ -173,20 +173,17 @@ def audit_run(wanted: RetrievalSet, train: Sequence[str], settings: Settings) ->
     ``auto``: what a model's stages were trained on, as far as it can be read here; the rest is a warning. ``null``: none.
     """
     if tuple(train) == ("auto",):
-        sources = [*recorded(settings.trained_on, settings.recipe)]
+        sources = [*recorded(settings.trained_on)]
         return audit_training(wanted, sources, as_recorded=True) if sources else None
     sources = [_source(name) for name in train if name != "null"]
     return audit_training(wanted, sources) if sources else None
 
 
-def recorded(trained_on: Any, recipe: Any) -> Iterator[RecordsConfig]:
-    """The sources that a checkpoint's stages were trained on; all that its recipe's stages name, if that is not recorded."""
-    stages = trained_on
-    if stages is None:
-        stages = [(recipe or {}).get(name) or {} for name in ("cold_start", "joint", "rl")]
+def recorded(trained_on: Sequence[TrainedStage]) -> Iterator[RecordsConfig]:
+    """The sources that a checkpoint's stages were trained on."""
     names = {field.name for field in fields(RecordsConfig)}
-    for source in chain.from_iterable(stage.get("sources") or [] for stage in stages):
-        yield RecordsConfig(**{name: value for name, value in source.items() if name in names})
+    for source in chain.from_iterable(stage.sources for stage in trained_on):
+        yield RecordsConfig(**{name: value for name, value in source.content().items() if name in names})
 
 
 def _source(name: str) -> RecordsConfig:

@@ -211,7 +211,7 @@ def _capped(embeddings: Embeddings, caps: Sequence[int] | None, longest: int) ->
     """The same with every cap, embedded; a cap of 0 is direct mode, which is measured anyway."""
     if caps is None:
         caps = [1 << place for place in range(max(longest - 1, 0).bit_length())]
-        caps = caps if embeddings.encoder.settings.recipe else []  # trained here
+        caps = caps if embeddings.encoder.settings.recipe is not None else []  # trained here
     found = {cap: embeddings.asking(max_rationale_tokens=cap) for cap in sorted({*caps} - {0})}
     for at_cap in found.values():
         at_cap.fill_queries("reasoning", "both")

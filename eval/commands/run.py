@@ -281,7 +281,7 @@ class Session:
         warnings = list(wanted.meta.get("notes", []))
         if mode == "reasoning" and settings.reasons == "none":
             warnings.append(UNTRAINED)
-        if self.embeddings.candidate_mode == "reasoning" and settings.recipe:  # trained here
+        if self.embeddings.candidate_mode == "reasoning" and settings.recipe is not None:  # trained here
             warnings.append(UNREASONED)
         warnings += other_words(wanted, settings.instructions)
         return [*warnings, *settings.notes, *(self.audit.warnings if self.audit else [])]

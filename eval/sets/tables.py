@@ -25,7 +25,7 @@ from rge.common.parts import (
     parts_from_json,
 )
 from rge.common.schema import Item
-from rge.tables.rows import is_text
+from rge.tables.rows import Cells, is_text
 
 READ_ROWS = 64
 """Rows decoded at a time, since a row group of pictures can be gigabytes large."""
@@ -102,7 +102,7 @@ def items_of(table: Table) -> Iterator[Item]:
             yield item
 
 
-def _content(path: Path, row: dict[str, Any]) -> Content:
+def _content(path: Path, row: Cells) -> Content:
     """The column ``content``, parts in their order as JSON, or the short form in the columns ``image`` and ``text``."""
     short = content_of(row.get("text") or None, _pictures(path, row["id"], row.get("image")))
     if not row.get("content"):

@@ -3,25 +3,35 @@
 On a cluster's SIGTERM or a user's Ctrl-C the step is finished, a state is saved, and the process exits with 143 or 130.
 """
 
-import json
 import math
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from accelerate import Accelerator
 from torch import nn
 
+import rge
 from rge.checkpoints.description import instructions_of, prompts_of, trained_on
-from rge.checkpoints.export import export, settings_of
+from rge.checkpoints.export import export, git_commit
 from rge.checkpoints.manifest import damage, discard
 from rge.checkpoints.resume import changed_with, check_not_past, check_same_recipe, check_same_run
-from rge.checkpoints.settings import RGE_JSON, CheckpointError
+from rge.checkpoints.settings import (
+    RGE_JSON,
+    CheckpointError,
+    CheckpointSettings,
+    Generation,
+    Measured,
+    RecordedRecipe,
+    Validated,
+    read_settings,
+)
 from rge.checkpoints.training_state import States, complete_states, step_name
 from rge.common.errors import UserError
-from rge.config import Recipe, to_dict
+from rge.common.prompt_profiles import EMB_TOKEN
+from rge.config import Recipe, RecipeJson, to_dict
 from rge.distributed import collectives as dist
 from rge.distributed import launch
 from rge.distributed.stop_signals import exit_after, received_by_any, stop_after_this_step_at_signals
@@ -92,17 +102,16 @@ class CheckpointManager:
         self._saved = 0  # step of the newest state
         # The best value so far (lower is better) and the measurements since, for `validation.patience`.
         self._best: tuple[float, int] = (math.inf, 0)
-        self._validated: dict[str, Any] | None = None
-        # Read now: at the end of the stage, an unreachable hub would cost the training.
-        self._data: dict[str, Any] = {}
-        if accelerator.is_main_process:
+        self._validated: Validated | None = None
+        if (
+            accelerator.is_main_process
+        ):  # now: at the end of the stage, an unreachable hub would cost the training
             stage: StageConfig = getattr(recipe, name)
             contents = [identity.get("records", {}).get(source.key, {}) for source in stage.sources]
             weights = stage.weights([content.get("records") for content in contents])
-            self._data["instructions"] = instructions_of(stage.sources, weights)
-            tasks = self._data["instructions"]["by_task"]
-            self._data |= prompts_of(recipe, stage.sources, weights, tasks)
-            self._data["trained_on"] = trained_on(start, recipe, name)
+            self._instructions = instructions_of(stage.sources, weights)
+            self._prompts = prompts_of(recipe, stage.sources, weights, self._instructions.by_task)
+            self._trained_on = trained_on(start, recipe, name)
         if recipe.export.adapters_only and accelerator.is_main_process:
             commit, rows = getattr(embedder.model.config, "_commit_hash", None), embedder.rows_of_base
             self._base = Base.of(start, commit, rows, recipe.model.path)
@@ -120,7 +129,7 @@ class CheckpointManager:
         path, done = found  # not necessarily the one checked in pre-flight
         rounding = check_same_recipe(done["recipe"], self.recipe, self.name, path)
         launch.check_resume(done["launch"], self.accelerator, path)
-        rounding += check_same_run(done, self.identity, path)
+        rounding += check_same_run(done["identity"], self.identity, path)
         check_not_past(done["step"], self.num_steps, self.name, path)
         history = list(done["identity"].get("resumed_with", []))
         if changed := changed_with(done["recipe"], self.recipe, self.name):
@@ -135,7 +144,8 @@ class CheckpointManager:
         if self._is_over():
             self.num_steps = self._saved
         # Figures of an earlier step are not those of the weights that are exported next.
-        self._validated = done["validated"] if self._saved == self.num_steps else None
+        if done["validated"] is not None and self._saved == self.num_steps:
+            self._validated = Validated.model_validate(done["validated"])
         self.states.announce(self.name, done["step"], path, rounding)
         return done["step"]
 
@@ -146,7 +156,7 @@ class CheckpointManager:
             if step + 1 == self.num_steps:
                 return
 
-    def validate(self, step: int) -> dict[str, Any]:
+    def validate(self, step: int) -> Measured:
         """Every `validation.every` steps, measure the held-out records, and keep the checkpoint if it is among the best.
 
         Returns the figures of `Validation.measure` and ``val_s``, the seconds that this took; otherwise nothing.
@@ -156,11 +166,8 @@ class CheckpointManager:
         began = time.perf_counter()
         with dist.whole_model(self.accelerator, self.model):
             figures = self.validation.measure(self.embedder)
-        self._validated = {
-            "metric": self.metric.removeprefix("val_"),
-            "sources": [source.title for source in self.recipe.validation.sources],
-            **figures,
-        }
+        titles = [source.title for source in self.recipe.validation.sources]
+        self._validated = Validated(metric=self.metric.removeprefix("val_"), sources=titles, figures=figures)
         self._keep_if_best(step, figures)
         self._stop_if_no_better(step, figures)
         return {**figures, "val_s": time.perf_counter() - began}
@@ -200,29 +207,30 @@ class CheckpointManager:
         meta = {
             "recipe": to_dict(self.recipe),
             "launch": launch.describe(self.accelerator),
-            "validated": self._validated,
+            "validated": self._validated and self._validated.content(),
             "best": self._best,
             "identity": self.identity,
         }
         self.states.save(step, meta)
         self._saved = step
 
-    def _value(self, figures: dict[str, Any]) -> float:
+    def _value(self, figures: Measured) -> float:
         """What decides which checkpoint is best; lower is better, and no number is worst."""
         by = self.recipe.validation.best_by
-        found = figures[self.metric]
-        if by is not None and f"{self.metric}_by_source" in figures:
+        found, by_source = figures[self.metric], figures.get(f"{self.metric}_by_source")
+        if by is not None and isinstance(by_source, dict):
             [place] = [
                 place for place, it in enumerate(self.recipe.validation.sources) if by in (it.name, it.label)
             ]
-            found = list(figures[f"{self.metric}_by_source"].values())[place]
+            found = list(by_source.values())[place]
+        assert isinstance(found, float)
         return math.inf if math.isnan(found) else -found if self.metric == "val_hit_at_1" else found
 
     def _is_over(self) -> bool:
         patience = self.recipe.validation.patience
         return 0 < patience <= self._best[1]
 
-    def _stop_if_no_better(self, step: int, figures: dict[str, Any]) -> None:
+    def _stop_if_no_better(self, step: int, figures: Measured) -> None:
         """End the stage after this step if the last `validation.patience` measurements were no better than the best before."""
         best, since = self._best
         value = self._value(figures)
@@ -234,19 +242,18 @@ class CheckpointManager:
                 "(validation.patience)"
             )
 
-    def _keep_if_best(self, step: int, figures: dict[str, Any]) -> None:
+    def _keep_if_best(self, step: int, figures: Measured) -> None:
         keep = self.recipe.validation.keep_best
         if keep == 0:
             return
         saved: dict[int, float] = {}
         best = (self.folder / "best").glob(f"step_*/{RGE_JSON}")
         for path in best if self.accelerator.is_main_process else ():
-            settings = json.loads(path.read_text())
+            settings = read_settings(path.parent)
+            measured = settings.validation.figures if settings.validation else {}
             # With other figures, it was measured in another way, by another version.
-            is_alike = settings["validation"].keys() >= figures.keys() and self._measured_alike(
-                settings, path.parent
-            )
-            saved[settings["step"]] = self._value(settings["validation"]) if is_alike else math.inf
+            is_alike = measured.keys() >= figures.keys() and self._measured_alike(settings, path.parent)
+            saved[settings.step] = self._value(measured) if is_alike else math.inf
         values = dist.from_main(saved) | {step: self._value(figures)}
         ranked = sorted(values, key=lambda at: (values[at], at))  # best first; of equals the earlier
         if step in ranked[:keep]:
@@ -255,43 +262,51 @@ class CheckpointManager:
             for old in ranked[keep:]:
                 discard(self.folder / "best" / step_name(old))
 
-    def _measured_alike(self, settings: dict[str, Any], path: Path) -> bool:
+    def _measured_alike(self, settings: CheckpointSettings, path: Path) -> bool:
         """Whether a best checkpoint is this run's, with figures of the same held-out records: others cannot be compared."""
+        made_with = settings.recipe.content()
         try:
-            check_same_recipe(settings["recipe"], self.recipe, self.name, path)
-            check_same_run(settings, self.identity, path)
+            check_same_recipe(made_with, self.recipe, self.name, path)
+            check_same_run(settings.identity or {}, self.identity, path)
         except CheckpointError:
             return False
-        return _held_out(settings["recipe"]) == _held_out(to_dict(self.recipe))
+        return _held_out(made_with) == _held_out(to_dict(self.recipe))
 
     def _export(self, path: Path, step: int) -> None:
-        recipe = self.recipe
-        settings = settings_of(
-            emb_id=self.embedder.emb_id,
-            profile=recipe.data.profile,
-            max_prompt_tokens=recipe.data.max_prompt_tokens,
-            min_pixels=recipe.model.min_pixels,
-            max_pixels=recipe.model.max_pixels,
-            max_new_tokens=recipe.rollout.max_new_tokens,
-            reasons="none" if self.name == "joint" and recipe.loss.anchor == "none" else "query",
-            recipe=to_dict(recipe),
-            stage=self.name,
-            step=step,
-        ) | {"identity": self.identity}
-        if self.name != "cold_start":
-            settings["dimensions"] = sorted(recipe.loss.matryoshka_dims)
-        if self._validated is not None:
-            settings["validation"] = self._validated
         weights = dist.full_weights(self.accelerator, self.model, self.embedder)
         if self.accelerator.is_main_process:
-            settings |= self._data
-            if recipe.export.adapters_only:
-                settings["base"] = self._base.as_recorded_in(path)
-            elif has_adapters(self.embedder.model):
+            if not self.recipe.export.adapters_only and has_adapters(self.embedder.model):
                 weights = dict(merge(self.embedder.model, weights))
-            export(self.embedder, path, settings, weights)
+            export(self.embedder, path, self._settings(path, step), weights)
         self.accelerator.wait_for_everyone()
 
+    def _settings(self, path: Path, step: int) -> CheckpointSettings:
+        recipe, (prompts, tasks) = self.recipe, self._prompts
+        unreasoned = self.name == "joint" and recipe.loss.anchor == "none"
+        settings = CheckpointSettings(
+            format=1,
+            emb_id=self.embedder.emb_id,
+            generation=Generation(
+                max_new_tokens=recipe.rollout.max_new_tokens, temperature=0.0, stop=EMB_TOKEN
+            ),
+            reasons="none" if unreasoned else "query",
+            instructions=self._instructions,
+            trained_on=self._trained_on,
+            recipe=RecordedRecipe.model_validate(to_dict(recipe)),
+            stage=self.name,
+            step=step,
+            identity=self.identity,
+            rge_version=rge.__version__,
+            git_commit=git_commit(),
+            **dict(prompts),
+        )
+        return settings.but(
+            tasks=tasks or None,
+            dimensions=sorted(recipe.loss.matryoshka_dims) if self.name != "cold_start" else None,
+            validation=self._validated,
+            base=self._base.as_recorded_in(path) if recipe.export.adapters_only else None,
+        )
 
-def _held_out(recipe: dict[str, Any]) -> dict[str, Any]:
+
+def _held_out(recipe: RecipeJson) -> RecipeJson:
     return {key: recipe["validation"].get(key) for key in ("sources", "max_records")}

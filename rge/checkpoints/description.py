@@ -1,9 +1,8 @@
 """Descriptions stored with a checkpoint: ``rge.json``, the model card, and files for other libraries."""
 
-import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from itertools import groupby
 from operator import itemgetter
@@ -12,7 +11,17 @@ from typing import Any
 
 import jinja2
 
-from rge.checkpoints.settings import EYES, RGE_JSON, CheckpointSettings, read_settings
+from rge.checkpoints.settings import (
+    EYES,
+    RGE_JSON,
+    CheckpointSettings,
+    Instructions,
+    Pixels,
+    Source,
+    TaskPrompts,
+    TrainedStage,
+    read_settings,
+)
 from rge.common.files import read_json
 from rge.common.schema import Record
 from rge.config import Recipe, to_dict
@@ -63,41 +72,37 @@ def seen_of(source: SourceConfig) -> list[Record]:
 
 def prompts_of(
     recipe: Recipe, sources: Sequence[SourceConfig], weights: Sequence[float], tasks: Iterable[str]
-) -> dict[str, Any]:
-    """Settings of the training prompts for ``rge.json``: those of most queries, and ``tasks`` with others.
+) -> tuple[TaskPrompts, dict[str, TaskPrompts]]:
+    """Settings of the training prompts: those of most queries, and what differs from them in `tasks`, named as in `instructions_of`."""
 
-    `tasks` are names as in `instructions_of`.
-    """
-
-    def settings(source: SourceConfig) -> dict[str, Any]:
+    def settings(source: SourceConfig) -> TaskPrompts:
         own = recipe.resolved(source)
-        return {
-            "profile": own.profile,
-            "max_prompt_tokens": own.max_prompt_tokens,
-            "pixels": {"min": own.min_pixels, "max": own.max_pixels},
-            "video": vars(own.video),
-        }
+        assert own.min_pixels is not None, "resolved"
+        assert own.max_pixels is not None, "resolved"
+        pixels = Pixels(min=own.min_pixels, max=own.max_pixels)
+        return TaskPrompts(
+            profile=own.profile, max_prompt_tokens=own.max_prompt_tokens, pixels=pixels, video=own.video
+        )
 
     every = [settings(source) for source in sources]
     share: defaultdict[str, float] = defaultdict(float)
     of_task: defaultdict[str, Counter[int]] = defaultdict(Counter)
+    written = [one.model_dump_json() for one in every]
     for number, (source, weight) in enumerate(zip(sources, weights, strict=True)):
-        share[json.dumps(every[number])] += weight
-        for record in seen_of(source) if len({*map(json.dumps, every)}) > 1 else ():
+        share[written[number]] += weight
+        for record in seen_of(source) if len({*written}) > 1 else ():
             of_task[record.source][number] += 1
             of_task[f"{record.source}/{record.category}"][number] += 1
-    usual = json.loads(max(share, key=share.__getitem__))
+    usual = every[written.index(max(share, key=share.__getitem__))]
     found = {}
     for name in tasks:
         own = every[of_task[name].most_common(1)[0][0]] if name in of_task else usual
-        if apart := {key: value for key, value in own.items() if value != usual[key]}:
-            found[name] = apart
-    return usual | ({"tasks": found} if found else {})
+        if apart := {key: value for key, value in own if value != getattr(usual, key)}:
+            found[name] = TaskPrompts(**apart)
+    return usual, found
 
 
-def instructions_of(
-    sources: Sequence[SourceConfig], weights: Sequence[float] | None = None
-) -> dict[str, Any]:
+def instructions_of(sources: Sequence[SourceConfig], weights: Sequence[float] | None = None) -> Instructions:
     """Instructions of the training queries: ``rge.json``'s ``instructions``.
 
     ``default``: the most frequent one, weighted like the sources in training (None if most queries had none); ``known``: up to
@@ -119,39 +124,24 @@ def instructions_of(
         chosen = {f"{name}/{category}": tasks[name, category].most_common(1)[0][0] for _, category in keys}
         agreed = set(chosen.values())
         by_task |= {name: agreed.pop()} if len(agreed) == 1 else chosen
-    return {
-        "default": ranked[0] if ranked else None,
-        "known": [instruction for instruction in ranked if instruction][:MOST_KNOWN],
-        "by_task": by_task,
-    }
+    return Instructions(
+        default=ranked[0] if ranked else None,
+        known=[instruction for instruction in ranked if instruction][:MOST_KNOWN],
+        by_task=by_task,
+    )
 
 
-def trained_on(start: str, recipe: Recipe, stage: str) -> list[dict[str, Any]]:
+def trained_on(start: str, recipe: Recipe, stage: str) -> list[TrainedStage]:
     """Stages of a checkpoint's training with their sources, oldest first: those of its start, and its own.
 
-    ``start``: what `stage` starts from. The first one may be ``naming``, which teaches a vision tower that is built from nothing.
+    ``start``: what `stage` starts from. The first one may be ``naming``, which teaches a small base's vision tower.
     """
+    own = TrainedStage(stage=stage, sources=to_dict(recipe)[stage]["sources"])
     if (Path(start) / RGE_JSON).is_file():
-        before = _trained_on(read_settings(Path(start)))
-    else:
-        before = _naming((read_json(Path(start) / EYES) or {}).get("records"))
-    return [*before, {"stage": stage, "sources": to_dict(recipe)[stage]["sources"]}]
-
-
-def _trained_on(settings: CheckpointSettings) -> list[dict[str, Any]]:
-    """What is recorded; of an older checkpoint all that its recipe names: better one file too many in an audit than one missed."""
-    if settings.trained_on is not None:
-        return settings.trained_on
-    recipe, stages = settings.recipe, ("cold_start", "joint", "rl")
-    found = _naming(((recipe.get("model") or {}).get("scratch") or {}).get("naming"))
-    for name in stages[: stages.index(settings.stage) + 1]:
-        if sources := (recipe.get(name) or {}).get("sources"):
-            found.append({"stage": name, "sources": sources})
-    return found
-
-
-def _naming(records: str | None) -> list[dict[str, Any]]:
-    return [{"stage": "naming", "sources": [{"path": records}]}] if records else []
+        return [*read_settings(Path(start)).trained_on, own]
+    if (eyes := read_json(Path(start) / EYES)) is None:
+        return [own]
+    return [TrainedStage(stage="naming", sources=[Source(path=eyes["records"])]), own]
 
 
 def model_card(settings: CheckpointSettings, name: str, licence: str | None = None) -> str:
@@ -160,36 +150,31 @@ def model_card(settings: CheckpointSettings, name: str, licence: str | None = No
     Its examples load a path that starts with ``./``: anyone could register a name such as ``a/b`` as a hub id, and the example
     sets `trust_remote_code`.
     """
-    base: str = (settings.recipe.get("model") or {}).get("path") or ""
-    hub_ids = [base] if is_hub_id(base) else [part["hub_id"] for part in settings.origins if "hub_id" in part]
-    figures = (settings.validation or {}).items()
+    base, measured = settings.recipe.model.path, settings.validation
+    hub_ids = [base] if is_hub_id(base) else [part.hub_id for part in settings.origins if part.hub_id]
+    figures = measured.figures.items() if measured else ()
     return jinja2.Template(CARD, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True).render(
         settings.content(),
         name=name,
         path=f"./{name.rsplit('/', 1)[-1]}",
         licence=licence,
         on_hub=hub_ids[0] if hub_ids else None,
-        parts=[f"{part['name']} ({part['part']}, {part['licence']})" for part in settings.origins],
+        parts=[f"{part.name} ({part.part}, {part.licence})" for part in settings.origins],
         base=_shown(base),
         base_sha256=settings.base and settings.base.sha256,
         adapted=settings.base and _shown(settings.base.path),
-        trained=[
-            f"{one['stage']} on {', '.join(map(_title, one['sources']))}" for one in _trained_on(settings)
-        ]
-        or ["not recorded"],
-        default=settings.instructions and settings.instructions.default,
+        trained=[f"{one.stage} on {', '.join(map(_title, one.sources))}" for one in settings.trained_on],
+        default=settings.instructions.default,
         range=" to ".join(dict.fromkeys((f"{settings.pixels.min:,}", f"{settings.pixels.max:,}"))),
-        measured=", ".join(settings.validation.get("sources", ["held-out records"]))
-        if settings.validation
-        else None,
+        measured=", ".join(measured.sources) if measured else None,
         figures=[f"{key.removeprefix('val_')} {it:.4g}" for key, it in figures if isinstance(it, float)],
     )
 
 
-def _title(source: Mapping[str, Any]) -> str:
+def _title(source: Source) -> str:
     """`SourceConfig.title` of a source, which a newer version may have given further keys."""
     known = {item.name for item in fields(SourceConfig)}
-    return SourceConfig(**{key: value for key, value in source.items() if key in known}).title
+    return SourceConfig(**{key: value for key, value in source.content().items() if key in known}).title
 
 
 def _shown(model: str) -> str:
@@ -253,9 +238,9 @@ Not verified yet: `rge verify {{ path }} card=true` compares all routes to an em
 ## Training
 
 * Base model: {% if parts %}{{ parts | join(" and ") }}; the rest was trained from scratch. Their licences also apply to \
-these weights{% elif not base %}none, trained from scratch{% else %}{{ base }}. Its licence also applies to \
+these weights{% else %}{{ base }}. Its licence also applies to \
 these weights{% endif %}.
-* Stage `{{ stage }}` of recipe `{{ recipe.get("recipe", "unknown") }}`, {{ step }} steps.
+* Stage `{{ stage }}` of recipe `{{ recipe.recipe }}`, {{ step }} steps.
 * Training data: {{ trained | join("; ") }}.
 * Instruction of most training queries: {{ default.__repr__() if default else "none" }}. `encode_query` prepends it to \
 queries by default.

@@ -11,7 +11,6 @@ import subprocess
 import zlib
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -35,13 +34,12 @@ WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)
 
 
 def export(
-    embedder: EmbeddingModel, folder: Path, settings: dict[str, Any], state_dict: dict | None = None
+    embedder: EmbeddingModel, folder: Path, settings: CheckpointSettings, state_dict: dict | None = None
 ) -> None:
     """Write a finished checkpoint of an unwrapped `embedder`: weights, config, processor, chat template, ``rge.json``, model card.
 
     It is written under a temporary name, flushed to the disk and renamed; its weights are read back and compared, and ``done.json``
-    lists its files with their checksums. `settings` are the content of ``rge.json`` (`settings_of`); with a ``base``, only adapters
-    are written. `state_dict` are gathered or merged weights instead of ``embedder.model``'s own. They are written in the dtype that
+    lists its files with their checksums. `settings` are the content of ``rge.json``; with a ``base``, only adapters are written. `state_dict` are gathered or merged weights instead of ``embedder.model``'s own. They are written in the dtype that
     the model was loaded in; for bfloat16 the trained ones are float32.
 
     CheckpointError: the weights' names differ from those that the model is loaded with, writing failed, or the written weights
@@ -52,7 +50,8 @@ def export(
     model, loaded = embedder.model, _dtype_loaded(embedder.model)
     if loaded is not None and {parameter.dtype for parameter in model.parameters()} != {loaded}:
         state_dict = model.state_dict(keep_vars=True) if state_dict is None else state_dict
-    if adapters_only := "base" in settings:
+    base = settings.base
+    if base is not None:
         weights = state_dict = adapter_weights(model, embedder.rows_of_base, state_dict)
     else:
         weights = dict(model.state_dict() if state_dict is None else state_dict)
@@ -61,8 +60,8 @@ def export(
         state_dict = weights = _cast(state_dict, loaded)
     try:
         temporary.mkdir(parents=True)
-        if adapters_only:
-            write_adapters(model, temporary, settings["base"], weights)
+        if base is not None:
+            write_adapters(model, temporary, base.content(), weights)
             model.config.save_pretrained(temporary)
         else:
             model.save_pretrained(temporary, state_dict=state_dict)
@@ -71,10 +70,9 @@ def export(
             model.config.dtype = loaded
             model.config.save_pretrained(temporary)
         embedder.processor.save_pretrained(temporary)
-        parts = getattr(model.config, "origins", None)
         # In the card ``demo/joint/final`` for ``/home/me/runs/demo/joint/final``.
         name = "/".join(folder.resolve().parts[-3:]).lstrip("/")
-        _describe(temporary, settings | ({"origins": parts} if parts else {}), name)
+        _describe(temporary, settings.but(origins=getattr(model.config, "origins", None)), name)
         same_mode(temporary, temporary / RGE_JSON)
         files = [*temporary.iterdir()]
         for path in files:
@@ -91,12 +89,10 @@ def export(
     flush(folder.parent)
 
 
-def _describe(folder: Path, settings: dict[str, Any], name: str) -> None:
-    (folder / RGE_JSON).write_text(json.dumps(settings, indent=2) + "\n")
-    checked = CheckpointSettings.model_validate(settings)
-    (folder / "README.md").write_text(model_card(checked, name), encoding="utf-8")
-    default = checked.instructions and checked.instructions.default
-    for file, content in sentence_transformers_files(default or None).items():
+def _describe(folder: Path, settings: CheckpointSettings, name: str) -> None:
+    (folder / RGE_JSON).write_text(json.dumps(settings.content(), indent=2) + "\n")
+    (folder / "README.md").write_text(model_card(settings, name), encoding="utf-8")
+    for file, content in sentence_transformers_files(settings.instructions.default).items():
         (folder / file).write_text(json.dumps(content, indent=2) + "\n")
 
 
@@ -146,30 +142,6 @@ def _cast(weights: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
         for value in weights.values()
     }
     return {name: cast[id(value)] for name, value in weights.items()}
-
-
-def settings_of(
-    *, emb_id: int, profile: str, max_prompt_tokens: int, min_pixels: int, max_pixels: int, max_new_tokens: int,
-    reasons: str, recipe: dict[str, Any], stage: str, step: int,
-) -> dict[str, Any]:  # fmt: skip
-    """Content of ``rge.json``: what an embedder needs and a model config does not hold.
-
-    `reasons` is the side that writes a rationale: ``query``, or ``none`` for a model trained without.
-    """
-    return {
-        "format": 1,
-        "emb_id": emb_id,
-        "profile": profile,
-        "max_prompt_tokens": max_prompt_tokens,
-        "pixels": {"min": min_pixels, "max": max_pixels},
-        "generation": {"max_new_tokens": max_new_tokens, "temperature": 0.0, "stop": "<emb>"},
-        "reasons": reasons,
-        "stage": stage,
-        "step": step,
-        "recipe": recipe,
-        "rge_version": rge.__version__,
-        "git_commit": git_commit(),
-    }
 
 
 def checkpoint_hash(checkpoint: Path) -> str:

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from accelerate import Accelerator
 
@@ -13,7 +12,7 @@ from rge.checkpoints.training_state import complete_states, newest_state
 from rge.common.errors import UserError
 from rge.common.files import find_shipped
 from rge.common.options import IN_COLD_START, MAY_DIFFER, ROUNDING, marked
-from rge.config import Recipe, to_dict, without_unused
+from rge.config import Recipe, RecipeJson, to_dict, without_unused
 from rge.data.sources import Records
 from rge.distributed import collectives as dist
 from rge.distributed import launch
@@ -43,11 +42,12 @@ def finished(folder: Path, recipe: Recipe, name: str) -> bool:
             "one continues from its last state"
         )
     settings = read_settings(final)
-    check_same_recipe(settings.recipe, recipe, name, final)
-    if changed_with(settings.recipe, recipe, name):
+    made_with = settings.recipe.content()
+    check_same_recipe(made_with, recipe, name, final)
+    if changed_with(made_with, recipe, name):
         return False  # it goes on from its last state
-    found = settings.content()
-    _check_same_records(_files_now(found), found, final)
+    records = (settings.identity or {}).get("records", {})
+    _check_same_records(_files_now(records), records, final)
     return True
 
 
@@ -76,7 +76,7 @@ def stage_identity(
     """Everything besides the recipe that a stage's result depends on; all processes call it."""
     found = None
     if accelerator.is_main_process:
-        content: dict[str, Any] = {"model": start, "commit": commit}
+        content: Identity = {"model": start, "commit": commit}
         if (folder := Path(start)).exists():
             base = read_settings(folder).base if is_adapter_checkpoint(folder) else None
             content = content_of(folder, but=ABOUT) | ({"base": base.sha256} if base else {})
@@ -92,7 +92,7 @@ ABOUT = ("README.md", RGE_JSON, "identity.json", "done.json", EYES)
 """Files about a checkpoint's origin, which have no influence on what starts from it."""
 
 
-def records_identity(recipe: Recipe, name: str, records: Mapping[str, Records]) -> dict[str, Any]:
+def records_identity(recipe: Recipe, name: str, records: Mapping[str, Records]) -> Identity:
     """Content of a stage's open sources and of its pool, for `rge.identity.run_identity`."""
     keys = [source.key for source in getattr(recipe, name).sources]
     found = {key: records[key].content for key in keys if key in records}
@@ -105,13 +105,15 @@ def check_records(folder: Path, recipe: Recipe, name: str, records: Mapping[str,
     """Raise CheckpointError if the records have changed since the stage's newest state."""
     if (newest := newest_state(folder / "state")) is not None:
         path, done = newest
-        _check_same_records(records_identity(recipe, name, records), done, path)
+        _check_same_records(
+            records_identity(recipe, name, records), (done.get("identity") or {}).get("records", {}), path
+        )
 
 
-def check_same_run(found: Mapping[str, Any], now: Identity, path: Path) -> list[str]:
+def check_same_run(found: Identity, now: Identity, path: Path) -> list[str]:
     """Refuse (CheckpointError) to continue with other records or from another start; returns other changes as text."""
-    then = {key: value for key, value in found.get("identity", {}).items() if key != "resumed_with"}
-    _check_same_records(now.get("records", {}), found, path)
+    then = {key: value for key, value in found.items() if key != "resumed_with"}
+    _check_same_records(now.get("records", {}), then.get("records", {}), path)
     apart = differences(then, now)
     if start := in_words({key: pair for key, pair in apart.items() if key.startswith("start.")}):
         raise CheckpointError(
@@ -121,8 +123,7 @@ def check_same_run(found: Mapping[str, Any], now: Identity, path: Path) -> list[
     return in_words(apart)
 
 
-def _check_same_records(now: Mapping[str, Any], found: Mapping[str, Any], path: Path) -> None:
-    then = (found.get("identity") or {}).get("records", {})
+def _check_same_records(now: Identity, then: Identity, path: Path) -> None:
     both = now.keys() & then.keys()
     if apart := differences(*({"records": {key: one[key] for key in both}} for one in (then, now))):
         raise CheckpointError(
@@ -131,10 +132,10 @@ def _check_same_records(now: Mapping[str, Any], found: Mapping[str, Any], path: 
         )
 
 
-def _files_now(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _files_now(records: Identity) -> Identity:
     """Content of those files of a finished stage's records that still exist."""
     contents = {}
-    for key, then in ((settings.get("identity") or {}).get("records") or {}).items():
+    for key, then in records.items():
         path = find_shipped(key)
         if "bytes" in then and path.exists():
             now = content_of(path)
@@ -160,14 +161,14 @@ def check_start(recipe: Recipe) -> None:
     for before in reversed(stages[: stages.index(recipe.stage)]):
         final = out / before / "final"
         if (final / RGE_JSON).is_file():
-            model = recipe.model.path or "model.scratch"
+            model = recipe.model.path
             raise CheckpointError(
                 f"{final} exists, but stage={recipe.stage} without init= starts from {model}: set init={final}, or use "
                 f"another out= to start from {model}"
             )
 
 
-def result_keys(recipe: dict[str, Any], name: str) -> dict[str, Any]:
+def result_keys(recipe: RecipeJson, name: str) -> RecipeJson:
     """The keys of a recipe that a stage's result depends on, at least by rounding: ``loss.temperature`` -> value."""
     ignored = tuple(f"{key}." for key in (*_MAY_DIFFER, *NOT_OF[name]))
     return {
@@ -185,7 +186,7 @@ def only_rounds(key: str) -> bool:
     return key in _ROUNDING
 
 
-def check_same_recipe(found: dict[str, Any], recipe: Recipe, name: str, path: Path) -> list[str]:
+def check_same_recipe(found: RecipeJson, recipe: Recipe, name: str, path: Path) -> list[str]:
     """Refuse to continue or reuse another recipe's result; CheckpointError names the differing keys.
 
     Returns those that affect only rounding (`only_rounds`), with both values.
@@ -209,7 +210,7 @@ def check_same_recipe(found: dict[str, Any], recipe: Recipe, name: str, path: Pa
     return rounding
 
 
-def changed_with(found: dict[str, Any], recipe: Recipe, name: str) -> dict[str, tuple[Any, Any]]:
+def changed_with(found: RecipeJson, recipe: Recipe, name: str) -> dict[str, tuple[object, object]]:
     """Keys of a stage that `Recipe.resume_with` names and that another recipe had other values of: then and now."""
     then, now = (result_keys(one, name) for one in (found, to_dict(recipe)))
     return {key: (then.get(key), now.get(key)) for key in recipe.resume_with if then.get(key) != now.get(key)}
@@ -223,7 +224,7 @@ def check_not_past(step: int, steps: int | None, name: str, path: Path) -> None:
         )
 
 
-def _start(recipe: dict[str, Any], name: str, out: str) -> str | None:
+def _start(recipe: RecipeJson, name: str, out: str) -> str | None:
     """A recipe's start of a stage: `init`, or the previous stage in its own folder, which is now `out`."""
     stages, init = list(NOT_OF), recipe["init"]
     if name == stages[0]:

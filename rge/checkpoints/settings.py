@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from rge.common.errors import UserError
 from rge.common.modes import DIRECT_ABOVE, Mode
 from rge.content.config import VideoConfig
+from rge.identity.run_identity import Identity
 
 RGE_JSON = "rge.json"
 EYES = "eyes.json"
@@ -56,6 +57,7 @@ class Generation(_Frozen):
     temperature: float = 0.0
     min_new_tokens: int = 0
     direct_above: float = DIRECT_ABOVE
+    stop: str | None = None  # the token that ends a rationale
 
 
 class Instructions(_Frozen):
@@ -85,14 +87,80 @@ class BaseOfAdapters(_Frozen):
     beside: str | None
 
 
+class Origin(_Frozen):
+    """A pretrained part of a small model, from a package, see `rge.small_models.build.origins`."""
+
+    part: str
+    name: str
+    licence: str
+    file: str
+    bytes: int
+    sha256: str
+    hub_id: str | None = None
+
+
+class Source(_Frozen):
+    """A source of training records as in the recipe, without the keys at their default: see `rge.data.config.SourceConfig`."""
+
+    path: str | None = None
+    dataset: str | None = None
+    type: str | None = None
+
+
+class TrainedStage(_Frozen):
+    """A stage of training, and the records that it read; ``naming`` is that of a small base's vision tower."""
+
+    stage: str
+    sources: list[Source]
+
+
+Measured = dict[str, float | dict[str, float]]
+"""Figures by name, such as ``val_loss``; those by source by its title."""
+
+
+class Validated(_Frozen):
+    """Figures on held-out records, see `rge.validation.Validation.measure`."""
+
+    metric: str
+    sources: list[str]  # titles
+    figures: Measured
+
+
+class RecordedModel(_Frozen):
+    """The recipe's ``model``."""
+
+    path: str
+    dtype: str
+
+
+class RecordedAdaptive(_Frozen):
+    """The recipe's ``loss.adaptive``."""
+
+    share: float
+
+
+class RecordedLoss(_Frozen):
+    """The recipe's ``loss``."""
+
+    temperature: float
+    adaptive: RecordedAdaptive
+
+
+class RecordedRecipe(_Frozen):
+    """The recipe of a checkpoint's last stage: what others than resuming read of it is typed, and the rest is kept."""
+
+    recipe: str
+    model: RecordedModel
+    loss: RecordedLoss
+
+
 class Settings(_Frozen):
     """Everything besides the weights that decides an embedder's embeddings, and caveats about its figures."""
 
     profile: str
     generation: Generation
-    recipe: dict[str, Any] = {}  # of its last stage's training; empty for other models
-    # All stages with their sources, see `rge.checkpoints.description.trained_on`; None if not recorded.
-    trained_on: list[dict[str, Any]] | None = None
+    recipe: RecordedRecipe | None = None  # of its last stage's training; None for other models
+    trained_on: list[TrainedStage] = []  # oldest first; unknown for other models
     reasons: Literal["query", "none"] | None = None  # the side that gets a rationale, if any
     max_prompt_tokens: int | None = None
     pixels: Pixels | None = None
@@ -168,8 +236,7 @@ class Settings(_Frozen):
     @property
     def decides_itself(self) -> bool:
         """Whether it was trained to answer some queries directly with ``<emb>``."""
-        loss = self.recipe.get("loss") or {}
-        return bool((loss.get("adaptive") or {}).get("share"))
+        return self.recipe is not None and self.recipe.loss.adaptive.share > 0
 
     @property
     def min_rationale_tokens(self) -> int:
@@ -196,14 +263,18 @@ class CheckpointSettings(Settings):
     emb_id: int
     max_prompt_tokens: int
     pixels: Pixels
-    recipe: dict[str, Any]
+    recipe: RecordedRecipe
     reasons: Literal["query", "none"]
     stage: str
     step: int
-    validation: dict[str, Any] | None = None
-    identity: dict[str, Any] | None = None
+    trained_on: list[TrainedStage]
+    instructions: Instructions
+    validation: Validated | None = None
+    identity: Identity | None = None
+    rge_version: str
+    git_commit: str | None
     base: BaseOfAdapters | None = None
-    origins: list[dict[str, Any]] = []
+    origins: list[Origin] = []
 
 
 def read_settings(checkpoint: Path) -> CheckpointSettings:

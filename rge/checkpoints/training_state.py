@@ -32,6 +32,11 @@ from rge.checkpoints.manifest import DONE, damage, discard, flush, write_manifes
 from rge.checkpoints.settings import CheckpointError
 from rge.distributed import collectives as dist
 
+Done = dict[str, Any]
+"""Content of a state's ``done.json``: its step, and what it was made with."""
+Snapshot = dict[str, Any]
+"""What a state holds, by file, in main memory."""
+
 WEIGHTS, OPTIMIZER, RANDOM = "model.safetensors", "optimizer.bin", "random_states.bin"
 REGISTERED = "registered.bin"
 """States of objects registered with the accelerator, such as what RL counts; equal on all processes. A ``state_dict()`` of
@@ -63,7 +68,7 @@ class States:
         self._failure: Exception | None = None
         self._damaged: set[Path] = set()
 
-    def save(self, step: int, meta: dict[str, Any]) -> None:
+    def save(self, step: int, meta: Done) -> None:
         """Save the state after `step` steps, then delete all but the newest `keep_last`. All processes call it.
 
         Returns once training may go on; `wait` returns once everything is on the disk. CheckpointError: this or the previous
@@ -108,7 +113,7 @@ class States:
         finally:
             self._registered().clear()
 
-    def _snapshot(self) -> dict[str, Any]:
+    def _snapshot(self) -> Snapshot:
         rngs = dist.gather_objects(_random_states(self.generators))
         if not self.accelerator.is_main_process:
             return {}
@@ -142,7 +147,7 @@ class States:
         return writes
 
     def _write(
-        self, writes: list[Callable[[], None]], step: int, temporary: Path, final: Path, meta: dict[str, Any]
+        self, writes: list[Callable[[], None]], step: int, temporary: Path, final: Path, meta: Done
     ) -> None:
         def write() -> None:
             while writes:
@@ -172,7 +177,7 @@ class States:
             for found in filter(None, dist.gather_objects(failure, self._group)):
                 raise OSError(found)
 
-    def _complete(self, step: int, temporary: Path, final: Path, meta: dict[str, Any]) -> None:
+    def _complete(self, step: int, temporary: Path, final: Path, meta: Done) -> None:
         # Other nodes wrote most of a sharded state: sizes are checked, contents are not read again.
         write_manifest(temporary, {"step": step, **meta}, checksums=self._group is None)
         discard(final)
@@ -185,7 +190,7 @@ class States:
         for old in {*sound[: -self.keep_last], *self._damaged.intersection(states)}:
             discard(old)
 
-    def latest(self) -> tuple[Path, dict[str, Any]] | None:
+    def latest(self) -> tuple[Path, Done] | None:
         """The newest intact state and its ``done.json``, or None; CheckpointError if all are damaged. All processes call it."""
         found, damaged = None, list[str]()
         if self.accelerator.is_main_process:
@@ -276,7 +281,7 @@ def _reason(error: Exception) -> str:
     return (isinstance(error, WRITE_ERRORS) and str(error)) or repr(error)
 
 
-def _write_snapshot(snapshot: dict[str, Any], folder: Path) -> None:
+def _write_snapshot(snapshot: Snapshot, folder: Path) -> None:
     _fresh(folder)
     save_file(snapshot[WEIGHTS], folder / WEIGHTS)
     for name in (OPTIMIZER, RANDOM, REGISTERED):
@@ -299,7 +304,7 @@ def complete_states(folder: Path) -> list[Path]:
     )
 
 
-def newest_state(folder: Path) -> tuple[Path, dict[str, Any]] | None:
+def newest_state(folder: Path) -> tuple[Path, Done] | None:
     """The newest state and its ``done.json``; None if there is none, or it cannot be read, which `States.latest` reports."""
     for path in complete_states(folder)[-1:]:
         with suppress(OSError, ValueError):

@@ -24,7 +24,7 @@ HOME = Path(__file__).resolve().parents[2]
 RECIPES = HOME / "rge" / "recipes" if (HOME / "rge" / "recipes").is_dir() else HOME / "recipes"
 """Inside `rge` in a wheel, next to it in a checkout."""
 DEMO_BASE = HOME / "rge" / "demo_base"
-"""Starting point of `make demo`: the recipe's backbone after its first stage, in bfloat16 (scripts/ship_demo.py)."""
+"""Starting point of `make demo`, of recipes/small_models/demo.yaml, in bfloat16 (scripts/ship_demo.py); ships as ``demo_base``."""
 DEMO_CHECKPOINT = HOME / "rge" / "demo_checkpoint"
 """Result of `make demo`, in bfloat16 (scripts/ship_demo.py); ships with the package as ``demo``."""
 
@@ -41,8 +41,9 @@ LEFT_OVER_S = 86_400
 
 
 def checkpoint_folder(named: Path) -> Path:
-    """The directory that ``checkpoint=`` names: ``demo`` is the shipped one, unless a folder ``demo`` exists."""
-    return DEMO_CHECKPOINT if named == Path("demo") and not named.exists() else named
+    """The directory that a path of a model names: ``demo`` and ``demo_base`` are the shipped ones, unless such a folder exists."""
+    shipped = {"demo": DEMO_CHECKPOINT, "demo_base": DEMO_BASE}
+    return named if named.exists() else shipped.get(str(named), named)
 
 
 def raise_descriptor_limit() -> None:

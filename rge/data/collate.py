@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -439,10 +438,6 @@ def problems(recipe: Recipe, stages: Sequence[str], num_processes: int) -> Itera
     if recipe.data.augment != "none" and recipe.data.augment not in AUGMENTATIONS:
         yield f"data.augment must be one of none, {', '.join(AUGMENTATIONS)}, got {recipe.data.augment!r}"
     sizes = {f"{name}.batch_size": getattr(recipe, name).batch_size for name in stages}
-    scratch = recipe.model.scratch
-    is_built = recipe.init is not None or Path(recipe.out, "backbone").exists()
-    if scratch is not None and scratch.naming and not is_built:
-        sizes["model.scratch.naming_batch_size"] = scratch.naming_batch_size
     for key, size in sizes.items():
         if size < num_processes:
             yield f"{key}={size} leaves some of the {num_processes} processes without a query; raise it, or launch fewer"
@@ -565,14 +560,14 @@ class PromptBuilders:
         )
 
 
-def mixture_of(recipe: Recipe, stage: StageConfig, files: Sequence[Records]) -> Mixture:
+def mixture_of(stage: StageConfig, files: Sequence[Records], seed: int) -> Mixture:
     """The draws of a stage from its open sources."""
     sizes = [file.size for file in files]
     return Mixture(
         sizes,
         stage.weights(sizes),
         stage.batch_size,
-        recipe.train.seed,
+        seed,
         groups=stage.groups,
         sub_batches=stage.sub_batches,
     )
@@ -583,7 +578,7 @@ def make_batches(
 ) -> StepBatches:
     """Sources of a stage, their mixture and this rank's share of every step; `needs` are the objective's."""
     files = [records[source.key] for source in stage.sources if source.key]
-    mixture, builders = mixture_of(recipe, stage, files), PromptBuilders(processor, recipe)
+    mixture, builders = mixture_of(stage, files, recipe.train.seed), PromptBuilders(processor, recipe)
     groups = [0] * len(files) if stage.compare_across else stage.groups
     sources = [
         builders.source(config, file, group)

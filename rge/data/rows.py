@@ -33,6 +33,7 @@ from rge.data.sources import (
     with_defaults,
     without_nulls,
 )
+from rge.tables.rows import Cells
 
 AT_ONCE = 1024
 """Rows checked together."""
@@ -58,14 +59,14 @@ class ArrowRows:
     def __getitem__(self, index: int) -> Mapping[str, Any]:
         return rows_of(self._dataset[index])[0]
 
-    def without_pictures(self, start: int, stop: int) -> list[dict[str, Any]]:
+    def without_pictures(self, start: int, stop: int) -> list[Cells]:
         """Rows with `PRESENT` in place of pictures' bytes."""
         return rows_of(drop_image_bytes(self._dataset[start:stop]))
 
 
-def rows_of(table: pa.Table) -> list[dict[str, Any]]:
+def rows_of(table: pa.Table) -> list[Cells]:
     """The rows of a table; JSON in them is parsed, since the library keeps objects with different fields as such."""
-    rows: list[dict[str, Any]] = table.to_pylist()
+    rows: list[Cells] = table.to_pylist()
     for column in table.schema:
         if _has_json(column.type):
             for row in rows:

@@ -49,7 +49,7 @@ def leakage(
         ``chance``, ``curves`` (kind -> loss_lm and loss_contrastive per step), ``gain`` (kind -> nats below chance over the
         last fifth), ``leak`` (the wrong query's gain as a share of the right one's) and a ``verdict``.
     """
-    temperature = read_settings(checkpoint).recipe["loss"]["temperature"]
+    temperature = read_settings(checkpoint).recipe.loss.temperature
     records = open_data(data, need_rationale=True)
     mixture = Mixture([len(records)], [1.0], batch_size, seed)
     config = DataConfig(max_negatives=0, sort_by_length=False)

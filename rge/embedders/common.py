@@ -60,7 +60,7 @@ T = TypeVar("T")
 def settings_of(facts: Facts, adapter: str, dtype: str, **own: Any) -> Settings:
     """Settings common to all third-party embedders, plus the given ones."""
     of_facts = {"model": facts.name, "revision": facts.revision}
-    return Settings.model_validate({"adapter": adapter, **of_facts, "dtype": dtype, "recipe": {}, **own})
+    return Settings.model_validate({"adapter": adapter, **of_facts, "dtype": dtype, **own})
 
 
 class ThirdParty:

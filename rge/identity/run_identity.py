@@ -63,7 +63,7 @@ def software(rooms: Sequence[str] = OURS, but: Sequence[str] = ()) -> dict[str, 
     }
 
 
-def plugins(*, figures: bool = True) -> dict[str, dict[str, Any]]:
+def plugins(*, figures: bool = True) -> dict[str, Identity]:
     """Plugin modules: their entries, and a hash of the loaded modules of their package.
 
     Without `figures`, omits those that registered only metrics and benchmarks, which do not affect embeddings.
@@ -76,12 +76,12 @@ def plugins(*, figures: bool = True) -> dict[str, dict[str, Any]]:
     return found
 
 
-def machine() -> dict[str, Any]:
+def machine() -> Identity:
     """CPU, its vector instructions, and torch's threads, which change a float32 score by about 1e-7."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    found: dict[str, Any] = {"cpu": next(names, platform.processor() or platform.machine())}
+    found: Identity = {"cpu": next(names, platform.processor() or platform.machine())}
     if (torch := sys.modules.get("torch")) is not None:
         found |= {
             "instructions": torch.backends.cpu.get_cpu_capability(),
@@ -138,7 +138,7 @@ def version_of(*modules: ModuleType) -> str:
     return digest([sorted((str(file.relative_to(HOME)), _code_of(file)) for file in files), packages])
 
 
-def content_of(path: Path, but: Sequence[str] = (), *, like: str = "*") -> dict[str, Any]:
+def content_of(path: Path, but: Sequence[str] = (), *, like: str = "*") -> Identity:
     """Size and hash of a file or of the files in a folder (`like` this pattern, `but` not these names), and what was read.
 
     Hidden files do not count: a Mac leaves ``.DS_Store`` and ``._*`` behind, and ``hf download`` the time of its last look.
@@ -176,7 +176,7 @@ def _sha256_of(path: Path, exact: bool) -> str:
         return sampled.hexdigest()
 
 
-def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+def differences(a: Identity, b: Identity) -> dict[str, tuple[Any, Any]]:
     """Differences of two identities: ``part.key`` -> (value in a, value in b).
 
     Omits parts that one of them does not record, see `unknown`, and modules and packages that only one of them loaded, since that
@@ -193,7 +193,7 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[A
     }
 
 
-def unknown(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+def unknown(a: Identity, b: Identity) -> list[str]:
     """Parts that only one of the two identities records."""
     named = dict.fromkeys([*a, *b, MODULES.rstrip("."), PACKAGES.rstrip(".")])
     return [part for part in named if (_part(a, part) is None) != (_part(b, part) is None)]
@@ -222,9 +222,9 @@ def in_words(apart: Mapping[str, tuple[Any, Any]]) -> list[str]:
     ]
 
 
-def flattened(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flattened(tree: Mapping[str, Any], prefix: str = "") -> Identity:
     """``{"a": {"b": 1}}`` as ``{"a.b": 1}``; lists stay whole."""
-    leaves: dict[str, Any] = {}
+    leaves: Identity = {}
     for key, value in tree.items():
         name = f"{prefix}{key}"
         leaves |= flattened(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
@@ -241,7 +241,7 @@ def _top(name: str) -> str:
     return name.partition(".")[0]
 
 
-def _part(identity: Mapping[str, Any], name: str) -> Any:
+def _part(identity: Identity, name: str) -> Any:
     outer, _, inner = name.partition(".")
     return (identity.get(outer) or {}).get(inner) if inner else identity.get(outer)
 

@@ -141,7 +141,7 @@ def register(
         similarity_fn_name=ScoringFunction.DOT_PRODUCT,
         use_instructions=True,
         training_datasets=None,
-        adapted_from=(settings.recipe.get("model") or {}).get("path"),
+        adapted_from=settings.recipe.model.path,
         modalities=["text", "image", *["video"] * _reads_clips(places)],
     )
     MODEL_REGISTRY[name] = meta

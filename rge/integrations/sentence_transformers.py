@@ -9,7 +9,6 @@ sentence-transformers requires the flag for modules from other packages, even fo
 `rge.embedder.Embedder`'s.
 """
 
-import json
 import os
 import tempfile
 import warnings
@@ -24,7 +23,7 @@ from sentence_transformers.base.modules import InputModule
 from torch import Tensor
 
 from rge.checkpoints.export import export
-from rge.checkpoints.settings import RGE_JSON
+from rge.checkpoints.settings import CheckpointSettings, read_settings
 from rge.common.errors import UserError, not_one_of
 from rge.common.parts import Content, ImagePart, Part, TextPart, VideoPart, parts_from_json
 from rge.common.schema import Item
@@ -90,8 +89,9 @@ class ReasoningEmbedder(InputModule):
         """
         if not safe_serialization:
             raise UserError("safe_serialization=False: weights of rge are written as safetensors")
-        settings = json.loads((self.embedder.checkpoint / RGE_JSON).read_text(encoding="utf-8"))
-        settings.pop("base", None)
+        recorded = read_settings(self.embedder.checkpoint).content()
+        recorded.pop("base", None)
+        settings = CheckpointSettings.model_validate(recorded)
         with tempfile.TemporaryDirectory(dir=output_path) as folder:
             export(self.embedder.model, Path(folder) / Path(output_path).resolve().name, settings)
             [written] = Path(folder).iterdir()

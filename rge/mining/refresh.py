@@ -31,6 +31,7 @@ from rge.common.files import read_json, write_json
 from rge.common.schema import Target
 from rge.config import Recipe
 from rge.data.collate import Batch, Named, Source, StepBatches, query_item, target_item
+from rge.data.config import DataConfig
 from rge.data.loader import Loader
 from rge.data.sources import Records
 from rge.distributed import collectives as dist
@@ -292,9 +293,9 @@ def _digest(*content: object) -> str:
     return hashlib.blake2b(repr(content).encode(), digest_size=16).hexdigest()
 
 
-def problems(recipe: Recipe, sources: Sequence[Records]) -> Iterator[str]:
+def problems(data: DataConfig, sources: Sequence[Records]) -> Iterator[str]:
     """Why a stage cannot mine negatives from its sources."""
-    mine = recipe.data.mine
+    mine = data.mine
     if not mine.every:
         return
     try:
@@ -303,7 +304,7 @@ def problems(recipe: Recipe, sources: Sequence[Records]) -> Iterator[str]:
         yield f"data.mine: {error}"
     if mine.num == 0:
         yield f"data.mine.every={mine.every} with data.mine.num=0 mines nothing"
-    if recipe.data.max_negatives == 0:
+    if data.max_negatives == 0:
         yield "data.mine needs data.max_negatives above 0: the number of negatives that a query gets in a step"
     for records in sources:
         if records.size is None:

@@ -28,6 +28,7 @@ from rge.model import fused
 from rge.model import vision_tower as vision
 from rge.model.adapter_files import CONFIG as ADAPTERS
 from rge.model.adapter_files import find_base, is_adapter_checkpoint, is_hub_id, merge_saved, rows_of_base
+from rge.model.config import ModelConfig
 from rge.model.families import FAMILIES, family_of
 from rge.model.hub_model import HubModel
 
@@ -60,7 +61,8 @@ def read_config(path: str | Path, revision: str | None = None) -> PretrainedConf
     """
     place = Path(path)
     if not place.exists() and not is_hub_id(str(path)):
-        raise BackboneError(f"no model can be loaded from {path}: there is no such directory")
+        makes = f" (rge small-model recipe={place.name} makes it)" if "small_models" in place.parts else ""
+        raise BackboneError(f"no model can be loaded from {path}: there is no such directory{makes}")
     if place.exists() and not (place / "config.json").is_file():
         if (place / ADAPTERS).is_file():
             raise BackboneError(
@@ -262,6 +264,15 @@ def load_processor(
 
 
 QUANTIZATIONS = ("8bit", "4bit")
+
+
+def processor_to_train(start: str, config: ModelConfig) -> Any:
+    """The processor with which a recipe trains from `start`, including ``<emb>``, without loading weights; errors of `load_processor`."""
+    revision = config.revision if start == config.path else None
+    processor = load_processor(start, read_config(start, revision), revision=revision, **config.pixels)
+    check_end_of_turn(start, processor.tokenizer)
+    name_tokens(processor.tokenizer, [EMB_TOKEN])
+    return processor
 
 
 def quantized(kind: str | None, config: PretrainedConfig, dtype: str, device: str) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from typing import Annotated, Literal, get_args
 from pydantic import Field
 
 from rge.common.options import ROUNDING, AtLeastOne, Positive
-from rge.scratch.config import ScratchConfig
 
 Part = Literal["vision", "merger", "text", "emb"]
 PARTS: tuple[str, ...] = get_args(Part)
@@ -44,12 +43,10 @@ class LoraConfig:
 class ModelConfig:
     """Which backbone, and how it is held in memory."""
 
-    path: str | None = None
-    """Hugging Face id or directory; null with `scratch`."""
+    path: str = ""
+    """Hugging Face id or directory; demo_base is the demo's, which comes with the package. `rge small-model` builds small ones."""
     revision: str | None = None
     """Commit or tag of a hub model; null: the newest."""
-    scratch: ScratchConfig | None = None
-    """Build a new model of these sizes instead of loading one; null with `path`."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Dtype of the computation and of frozen weights. Trained weights, their gradients summed over micro batches, the
     optimizer's state, embeddings and losses are always float32, on every back end."""
@@ -84,8 +81,8 @@ class ModelConfig:
 
     def problems(self) -> Iterator[str]:
         """What contradicts itself."""
-        if (self.path is None) == (self.scratch is None):
-            yield "give exactly one of model.path and model.scratch"
+        if not self.path:
+            yield "give model.path, a Hugging Face id or a directory"
         adapted = {"text", *(["vision"] if self.lora and self.lora.vision else [])}
         for part in sorted(adapted.intersection(self.freeze) if self.lora else ()):
             key = "lora" if part == "text" else "lora.vision"

@@ -537,7 +537,7 @@ class Idefics3(Tiles):
         return {"pixel_values": padded}
 
 
-FAMILIES: Registry[Family] = Registry("family of models", "rge.families", ["rge.towers.efficientnet"])
+FAMILIES: Registry[Family] = Registry("family of models", "rge.families", ["rge.small_models.efficientnet"])
 """By the `model_type` of a model's config."""
 
 

@@ -407,19 +407,6 @@ def mining_flops(shapes: Shapes, load: Load, setup: Setup) -> float:
     return sum(found.get(name, 0.0) for name in passes) + search
 
 
-def naming_flops(shapes: Shapes, *, pictures: int, name_tokens: int, train_text: bool) -> tuple[float, float]:
-    """FLOPs of a step of ``model.scratch.naming`` (`rge.scratch.pretrain_vision.teach`): choosing alone, and with saying.
-
-    Rows are padded to `name_tokens`. Without `train_text` the text model's weights get no gradient.
-    """
-    s, picture = shapes, shapes.picture
-    seeing = pictures * (picture.fixed + 3 * picture.products + 3.5 * picture.attention)
-    row = picture.placeholders + 2 + name_tokens
-    products = 2.0 * pictures * (s.layers * s.layer * row + s.hidden * s.vocabulary * name_tokens)
-    looks = 4.0 * pictures * s.attention * s.layers * row**2
-    return seeing, seeing + (3 if train_text else 2) * products + 3.5 * looks
-
-
 def memory(shapes: Shapes, load: Load, setup: Setup) -> dict[str, float]:
     """Estimated peak bytes on one GPU, by kind."""
     s, n = shapes, load

@@ -106,7 +106,7 @@ def banner(plans: Plans) -> Iterator[str]:
         stage: StageConfig = getattr(recipe, name)
         files = [plans.records[it.key] for it in stage.sources if it.key]
         yield from _trained_on(name, stage, steps, files)
-        mixture = mixture_of(recipe, stage, files)
+        mixture = mixture_of(stage, files, recipe.train.seed)
         yield from _passes(name, stage, mixture, steps)
         yield from _repeated(name, stage, mixture)
         figures = plans.found[name]

@@ -50,8 +50,6 @@ class PlanOptions:
     """Tokens of the chat template."""
     rationale_tokens: Count = 0
     """Tokens of a rationale; 0: rollout.max_new_tokens."""
-    name_tokens: AtLeastOne = 8
-    """Tokens of the longest name that model.scratch.naming teaches."""
 
     @property
     def reached(self) -> float:

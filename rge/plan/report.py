@@ -23,7 +23,6 @@ from rge.plan.known_models import outline
 from rge.plan.machine import cpu_speed, main_memory
 from rge.plan.options import PlanCommand, PlanOptions
 from rge.plan.search import Room, Way, decided, fastest, refused
-from rge.towers.smollm2 import is_smollm2
 
 LESS = (
     "with less memory: a smaller train.micro_batch_size or rollout.batch_size, model.gradient_checkpointing=true, "
@@ -55,15 +54,6 @@ class Plan(Way):
     fits: bool
 
 
-@dataclass(frozen=True)
-class NamingPlan:
-    """Steps, FLOPs and hours of ``model.scratch.naming``."""
-
-    steps: int
-    flops: float
-    hours: float
-
-
 def show(recipe: PlanCommand) -> int:
     """Print the plan of one stage or all, and where the output is no terminal a last line of JSON; 1 if it does not fit."""
     if recipe.cpu:
@@ -73,9 +63,7 @@ def show(recipe: PlanCommand) -> int:
     model, origin = outline(recipe.model, recipe.init)
     everything = recipe.for_ == "all"
     stages = recipe.stages() if everything else [recipe.for_]
-    plans: dict[str, Plan | NamingPlan] = {}
-    if everything and (naming := plan_naming(recipe, model)) is not None:
-        plans["naming"] = naming
+    plans: dict[str, Plan] = {}
     fit = True
     for name in stages:
         options = replace(recipe, for_=name)  # type: ignore[arg-type]  # one of them
@@ -89,23 +77,6 @@ def show(recipe: PlanCommand) -> int:
     if not sys.stdout.isatty():  # for programs; of no use on a screen
         print(json.dumps(plans if everything else plans[stages[0]], default=asdict))  # noqa: T201
     return int(not fit)
-
-
-def plan_naming(recipe: PlanCommand, model: HubModel) -> NamingPlan | None:
-    """The plan of ``model.scratch.naming``; None without it."""
-    scratch = recipe.model.scratch
-    if recipe.init is not None or scratch is None or scratch.naming is None:
-        return None
-    choosing, saying = costs.naming_flops(
-        shapes_of(model, recipe.model.max_pixels),
-        pictures=scratch.naming_batch_size,
-        name_tokens=recipe.name_tokens,
-        train_text=not is_smollm2(scratch.text),
-    )
-    only_chosen = round(scratch.naming_say_from * scratch.naming_steps)
-    count = only_chosen * choosing + (scratch.naming_steps - only_chosen) * saying
-    speed = recipe.peak_tflops * recipe.reached * 1e12 * recipe.num_gpus
-    return NamingPlan(scratch.naming_steps, count, count / speed / 3600)
 
 
 def plan(

@@ -34,6 +34,7 @@ from rge.tables.listing import Exclude, Skipped, files_below, is_hidden
 from rge.tables.rows import (
     AS_FOUND,
     TABLES,
+    Cells,
     TableFormat,
     is_text,
     json_object,
@@ -60,7 +61,7 @@ class Row:
 
     shard: str  # the file that contains it; for a folder of pictures, the folder
     number: int  # from 1, within the shard
-    cells: dict[str, Any]  # by column; a picture is bytes, a path or address, or a dict with one of them
+    cells: Cells  # by column; a picture is bytes, a path or address, or a dict with one of them
     # Changes when the picture may have changed; None if the cell only refers to a picture elsewhere.
     stamp: str | None = None
 
@@ -305,7 +306,7 @@ def _tar(files: Files, path: str, image: str, pictures: bool) -> Iterator[Row]:
             return content
 
         for key, members in groupby(_members(tar), key=lambda member: _key(member.name)):
-            cells: dict[str, Any] = {}
+            cells: Cells = {}
             found: list[tuple[str, bytes | None]] = []
             for member in members:
                 ending = member.name[len(key) + 1 :].lower()

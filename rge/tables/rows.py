@@ -30,6 +30,8 @@ from rge.common.options import Quoting
 from rge.tables.delimited import delimited_rows
 from rge.tables.errors import Broken, TableError, reading
 
+Cells = dict[str, Any]
+"""A row of a table, or an object of a file of JSON lines: values by column."""
 WORKBOOKS = (".xlsx", ".xlsm")
 SHEETS = (*WORKBOOKS, ".csv", ".tsv")
 """Tables whose cells have addresses."""
@@ -60,7 +62,7 @@ def table_rows(
     first: int = 0,
     fs: Any = None,
     form: TableFormat = AS_FOUND,
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Cells]:
     """The rows of a table (`path` ends in one of `TABLES`) from row `first` on, in order; `fs` is an fsspec file system.
 
     Of a Parquet file only these columns are read, as far as they exist; other tables are always read completely. A missing value is
@@ -77,7 +79,7 @@ def table_rows(
                 yield from parquet_rows(file, columns, first)
             return
         if f".{ending}" in SHEETS:
-            rows: Iterable[dict[str, Any]] = Grid(name, fs, form).plain_rows()
+            rows: Iterable[Cells] = Grid(name, fs, form).plain_rows()
         else:
             rows = map(_without_nan, (_json_list if ending == "json" else _json_lines)(name, fs))
         yield from islice(rows, first, None)
@@ -108,7 +110,7 @@ def _check_columns(path: str, names: Sequence[str]) -> None:
 
 def parquet_rows(
     file: pq.ParquetFile, columns: Sequence[str] | None = None, first: int = 0
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Cells]:
     """See `table_rows`; row groups before the first row are not read."""
     wanted = None
     if columns is not None:
@@ -145,7 +147,7 @@ def is_missing(cell: Any) -> bool:
     return cell is None or cell == b"" or (isinstance(cell, float) and cell != cell)
 
 
-def _without_nan(row: dict[str, Any]) -> dict[str, Any]:
+def _without_nan(row: Cells) -> Cells:
     return {
         name: None if isinstance(value, float) and value != value else value for name, value in row.items()
     }
@@ -167,14 +169,14 @@ def _text(path: str, fs: Any, encoding: str = "utf-8-sig") -> Iterator[TextIO]:
         yield TextIOWrapper(data, encoding=encoding, newline="")
 
 
-def _json_lines(path: str, fs: Any) -> Iterator[dict[str, Any]]:
+def _json_lines(path: str, fs: Any) -> Iterator[Cells]:
     with _text(path, fs) as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 yield json_object(f"{path}, line {number}", line)
 
 
-def _json_list(path: str, fs: Any) -> Iterator[dict[str, Any]]:
+def _json_list(path: str, fs: Any) -> Iterator[Cells]:
     with _text(path, fs) as text:
         try:
             content = json.load(text)
@@ -232,13 +234,13 @@ class Grid:
 
     def _below(
         self, names: list[str], lines: Iterable[tuple[int, Sequence[Any]]]
-    ) -> Iterator[tuple[int, dict[str, Any]]]:
+    ) -> Iterator[tuple[int, Cells]]:
         all_named = len(self.letters) == len(names)
         for number, cells in lines:
             if all_named and len(cells) == len(names):
                 yield number, dict(zip(names, cells, strict=True))
                 continue
-            row: dict[str, Any] = dict.fromkeys(self.letters)
+            row: Cells = dict.fromkeys(self.letters)
             for at, (name, cell) in enumerate(zip_longest(names, cells)):
                 if name:
                     row[name] = cell
@@ -247,7 +249,7 @@ class Grid:
                     row[""] = cell
             yield number, row
 
-    def plain_rows(self) -> Iterator[dict[str, Any]]:
+    def plain_rows(self) -> Iterator[Cells]:
         """The rows, for readers that do not list all problems; a `TableError` for the first one."""
         if self.repeated:
             raise TableError(f"{self.path}, {self.repeated[0]}: rename or delete one")
@@ -288,7 +290,7 @@ def _encoded(path: str, fs: Any) -> Callable[[], AbstractContextManager[TextIO]]
     return partial(_text, path, fs, "utf-16" if is_wide else "utf-8-sig")
 
 
-def json_object(where: str, text: str | bytes) -> dict[str, Any]:
+def json_object(where: str, text: str | bytes) -> Cells:
     """Parse a JSON object; error messages begin with `where`. Raises `TableError`: not a JSON object."""
     try:
         value = json.loads(text)

@@ -36,6 +36,7 @@ from rge.data.mixture import Mixture
 from rge.data.readers import open_records
 from rge.losses import info_nce, rationale_nll
 from rge.model.attention import EncodedParts
+from rge.model.backbone import load_backbone
 from rge.model.embedding_model import EmbeddingModel, Readout, eval_mode, normalise
 from rge.model.packing import Branch
 from rge.model.prompts import Prompt, PromptBuilder
@@ -101,12 +102,12 @@ class Setting:
 def demo_setting() -> Setting:
     """The demo recipe: its architecture, objective and the batch of its first joint step."""
     recipe = load_recipe(["recipe=demo"])
-    config, stage = recipe.model.scratch, recipe.joint
-    assert config is not None
-    texts = list(dict.fromkeys(text for source in stage.sources for text in open_records(source).texts()))
-    pixels = {"min_pixels": recipe.model.min_pixels, "max_pixels": recipe.model.max_pixels}
-    shape = {"vocab_size": config.vocab_size, "text": config.text, "vision": config.vision}
-    embedder = EmbeddingModel(random_backbone(texts, shape, **pixels)).eval()
+    stage = recipe.joint
+    embedder = EmbeddingModel(
+        load_backbone(
+            recipe.start, add_emb=True, min_pixels=recipe.model.min_pixels, max_pixels=recipe.model.max_pixels
+        )
+    ).eval()
     files = [open_records(source, need_rationale=True) for source in stage.sources]
     builder = PromptBuilder(embedder.processor, recipe.data.profile, recipe.data.max_prompt_tokens)
     sizes = [len(file) for file in files]
@@ -122,7 +123,7 @@ def demo_setting() -> Setting:
 def long_setting(options: Sizes, sizes: dict | None = None) -> Setting:
     """A picture and text of `prompt_tokens`, long rationales, and a language model large enough to dominate.
 
-    ``sizes``, as for `rge.scratch.build.build`, are those of another model than `options` describes.
+    ``sizes``, as for `rge.small_models.build.build`, are those of another model than `options` describes.
     """
     hidden = options.hidden
     vision = {
@@ -499,7 +500,7 @@ def _count_3b(
 
 
 def layer_sizes(known: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Sizes of text model and vision tower, as `rge.scratch.build` takes them, of a Qwen2.5-VL of the table of known models."""
+    """Sizes of text model and vision tower, as `rge.small_models.build` takes them, of a Qwen2.5-VL of the table of known models."""
     text, vision = dict(known["text_config"]), dict(known["vision_config"])
     del text["vocab_size"], vision["out_hidden_size"]
     return {"text": text | {"tie_word_embeddings": known["tie_word_embeddings"]}, "vision": vision}

@@ -113,9 +113,9 @@ def random_picture(chance: np.random.Generator, side_px: int) -> Image.Image:
 
 
 def random_backbone(texts: Sequence[str], sizes: Mapping[str, Any], **pixels: Any) -> "Backbone":
-    """A model with random weights whose tokenizer is learned from the texts; arguments as of `rge.scratch.build.build`."""
+    """A model with random weights whose tokenizer is learned from the texts; arguments as of `rge.small_models.build.build`."""
     from rge.model.backbone import load_backbone
-    from rge.scratch.build import build
+    from rge.small_models.build import build
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "backbone"

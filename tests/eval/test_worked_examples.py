@@ -7,9 +7,10 @@ import shlex
 
 import pytest
 from paths import ROOT
+from recorded import settings_of
 
 from eval.__main__ import main
-from rge.checkpoints.export import export, settings_of
+from rge.checkpoints.export import export
 
 CHECKPOINT = "runs/demo/joint/final"
 
@@ -26,7 +27,7 @@ def commands():
 def test_they_run(lively, tmp_path, monkeypatch, capsys):
     settings = settings_of(
         emb_id=lively.emb_id, profile="rge", max_prompt_tokens=512, min_pixels=28 * 28, max_pixels=56 * 56,
-        max_new_tokens=4, reasons="query", recipe={"model": {"dtype": "float32"}}, stage="joint", step=1,
+        max_new_tokens=4, reasons="query", stage="joint", step=1,
     )  # fmt: skip
     monkeypatch.chdir(tmp_path)
     (tmp_path / CHECKPOINT).parent.mkdir(parents=True)

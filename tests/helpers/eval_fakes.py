@@ -107,7 +107,7 @@ class FakeEncoder(ThirdParty):
             "dtype": "float32",
             "generation": {"max_new_tokens": 8, "temperature": 0.0},
         }
-        self.settings = Settings.model_validate(asked | {"recipe": {}} | settings)
+        self.settings = Settings.model_validate(asked | settings)
         self.calls: list[tuple[str, str, int]] = []
         self.seen: list[str] = []
 

@@ -28,9 +28,9 @@ from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from rge.model.families import FAMILIES, normalised, patch_grid
 from rge.objective import Objective
 from rge.rollout.writer import Rollout
-from rge.scratch import build as scratch
+from rge.small_models import build as scratch
+from rge.small_models import efficientnet
 from rge.step.training_step import TrainingStep
-from rge.towers import efficientnet
 
 TEXT = {
     "hidden_size": 32,
@@ -52,7 +52,7 @@ SCRATCH = {
     "qwen2_5_vl": VISION,
     "qwen2_5_vl_efficientnet": {"model_type": "efficientnet_lite0", "spatial_merge_size": 1},
 }
-"""Towers of the families that `rge.scratch.build` makes."""
+"""Towers of the families that `rge.small_models.build` makes."""
 
 TEXTS = [
     "Find the picture that answers the question.",

@@ -34,7 +34,6 @@ _CONTEXT.set_forkserver_preload(
         "rge.step.training_step",
         "rge.validation",
         "rge.checkpoints.checkpoint_manager",
-        "rge.scratch.starting_point",
         "rge.embedder",
         "data_prep.rmir.main",
         "eval.commands.run",

@@ -16,7 +16,7 @@ from rge.common import registry
 from rge.model.backbone import load_backbone
 from rge.model.embedding_model import EmbeddingModel
 from rge.model.prompts import PromptBuilder
-from rge.scratch import build as scratch
+from rge.small_models import build as scratch
 
 
 @pytest.fixture(scope="session", autouse=True)

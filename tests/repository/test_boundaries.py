@@ -28,7 +28,7 @@ WINGS = {
         "rge/optim/",
         "rge/rl/",
         "rge/plan/",
-        "rge/scratch/",
+        "rge/small_models/",
         "rge/checkpoints/checkpoint_manager.py",
         "rge/checkpoints/resume.py",
     ),
@@ -73,13 +73,13 @@ ONLY_IN = {
         "rge/model/backbone.py",
         "rge/model/families.py",
         "rge/plan/known_models.py",
-        "rge/scratch/build.py",
-        "rge/scratch/starting_point.py",
         "rge/model/attention.py",
         "rge/model/fused.py",
         "rge/model/vision_tower.py",
-        "rge/towers/efficientnet.py",
-        "rge/towers/smollm2.py",
+        "rge/small_models/build.py",
+        "rge/small_models/efficientnet.py",
+        "rge/small_models/make.py",
+        "rge/small_models/smollm2.py",
         "data_prep/rmir/pictures/hub_encoders.py",
         "rge/embedders/clip.py",
         "rge/embedders/own_code.py",
@@ -186,6 +186,14 @@ def test_no_wing_leans_on_the_other(name):
     modules = {file.removesuffix(".py").replace("/", "."): file for file in FILES if file.startswith("rge/")}
     wrong = [one for one in imports(name) if one in modules and wing(modules[one]) not in allowed]
     assert not wrong, f"{name} is of the wing {wing(name)} and may only import from {sorted(allowed)}"
+
+
+def test_small_models_are_no_part_of_the_trainer():
+    """They write a folder; training starts from any folder."""
+    outside = [name for name in FILES if not name.startswith("rge/small_models/")]
+    assert not [
+        name for name in outside if any(is_or_is_in(one, "rge.small_models") for one in imports(name))
+    ]
 
 
 @pytest.mark.parametrize("name", [*filter(is_section, FILES), "rge/loss_config.py"])

@@ -196,7 +196,7 @@ def test_a_wheel_without_the_checkout_trains_the_demo_from_an_empty_folder(tmp_p
 
     assert Path(rge("recipes", "accelerate/zero2").strip()).is_relative_to(target)
     rge(
-        "train", "recipe=demo", "model.scratch.naming_steps=2", "model.scratch.naming_batch_size=8", "train.micro_batch_size=4",
+        "train", "recipe=demo", "train.micro_batch_size=4",
         *(f"{stage}.{key}" for stage in ("cold_start", "joint") for key in ("steps=2", "batch_size=4", "warmup_steps=0")),
     )  # fmt: skip
     assert json.loads((home / "runs/demo/joint/final/rge.json").read_text())["recipe"]["joint"]["steps"] == 2
@@ -210,6 +210,8 @@ def test_a_wheel_without_the_checkout_trains_the_demo_from_an_empty_folder(tmp_p
     assert all((target / part / "py.typed").is_file() for part in PARTS)
     for shipped in (
         "demo_checkpoint/model.safetensors",
+        "demo_base/model.safetensors",
+        "recipes/small_models/demo.yaml",
         "explore/page/explore.js",
     ):
         assert (target / "rge" / shipped).is_file()

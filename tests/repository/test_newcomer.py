@@ -510,29 +510,24 @@ def test_demo_stops_at_a_failure_and_continues_there(demo, tmp_path, capfd):
     assert demo.main([]) == 0
 
 
-def test_the_demos_progress_counts_the_first_stage_where_it_is_trained(demo, tmp_path):
-    def trained(run: str) -> float:
-        return demo.Progress(run, [])._trained()
-
-    nothing, base = f"{demo.RUN}_from_nothing", demo.RUN
-    assert (trained(nothing), trained(base)) == (0.0, 0.0)
-    (tmp_path / nothing / "naming").mkdir(parents=True)
-    for step, share in ((1700, 0.3), (3400, 0.6)):
-        (tmp_path / nothing / "naming/metrics.jsonl").write_text(f'{{"step": {step}}}\n')
-        assert trained(nothing) == pytest.approx(share)
-    for run in (nothing, base):
-        (tmp_path / run / "cold_start").mkdir(parents=True)
-        (tmp_path / run / "cold_start/metrics.jsonl").write_text('{"step": 155}\n{"step": 310}\n')
-    assert (trained(nothing), trained(base)) == (pytest.approx(0.8), pytest.approx(0.5))
+def test_the_demos_progress_follows_the_logs_of_its_trainings(demo, tmp_path):
+    progress = demo.Progress(demo.RUN, [])
+    assert [progress._share_done(name) for name in ("base", "train", "eval")] == [0.0] * 3
+    (tmp_path / demo.RUN / "base_naming").mkdir(parents=True)
+    (tmp_path / demo.RUN / "base_naming/metrics.jsonl").write_text('{"step": 1700}\n')
+    (tmp_path / demo.RUN / "cold_start").mkdir(parents=True)
+    (tmp_path / demo.RUN / "cold_start/metrics.jsonl").write_text('{"step": 155}\n{"step": 310}\n')
+    assert [progress._share_done(name) for name in ("base", "train", "eval")] == [0.5, 0.5, 0.0]
 
 
+@pytest.mark.parametrize("run", ["runs/demo", "runs/demo_from_nothing"])
 @pytest.mark.parametrize("baseline", [False, True])
-def test_the_real_steps_read_files_that_exist_or_are_made_before(monkeypatch, baseline):
+def test_the_real_steps_read_files_that_exist_or_are_made_before(monkeypatch, baseline, run):
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     import demo
 
     made: set[str] = set()
-    for step in demo.steps(baseline):
+    for step in demo.steps(baseline, run):
         for needed in step.inputs:
             made_in = needed.startswith("runs/") and any(
                 needed.split("/")[1] == path.split("/")[1] for path in made

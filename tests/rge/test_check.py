@@ -19,9 +19,10 @@ import yaml
 from accelerate import Accelerator
 from faults import error_about
 from PIL import Image
+from recorded import settings_of
 
 from rge import check
-from rge.checkpoints.export import export, settings_of
+from rge.checkpoints.export import export
 from rge.checkpoints.manifest import DONE, write_manifest
 from rge.checkpoints.settings import RGE_JSON
 from rge.common.files import DEMO_CHECKPOINT, POINTER_NOTE, raise_descriptor_limit
@@ -32,20 +33,15 @@ from rge.data.mixture import Draw
 from rge.data.sources import RecordFile
 from rge.data.verdicts import Verdicts
 from rge.distributed import launch
-from rge.identity.run_identity import IDENTITY
 from rge.losses import CONTRASTIVE_LOSSES
 from rge.model.adapter_files import Base
+from rge.model.backbone import processor_to_train
 from rge.model.embedding_model import embedder_to_train
 from rge.plan import estimate, machine
 from rge.plan.search import Way
 from rge.rl.pool import read_pool
 from rge.rollout import vllm_writer
-from rge.scratch.starting_point import blueprint, processor_of, starting_point
 
-SIZES = (
-    "text: {hidden_size: 32, intermediate_size: 64, num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 1},"
-    "vision: {depth: 1, hidden_size: 32, intermediate_size: 64, num_heads: 2, patch_size: 14, window_size: 56}"
-)
 Usage = namedtuple("Usage", "total used free")
 
 
@@ -213,22 +209,6 @@ def test_pictures_are_decoded_when_asked_for(home, accelerator):
     assert f"{bad}: record 'a': picture {home}/cut.png cannot be decoded" in problem
 
 
-def test_texts_for_a_tokenizer_and_pictures_to_name_are_checked_too(home, accelerator, tiny_path):
-    scratch = ["model.path=null", f"model.scratch={{naming: gone.jsonl, {SIZES}}}", "stage=joint"]
-    cold = f"cold_start.sources=[{{path: {home}/nowhere.jsonl}}]"
-    found = "\n".join(problems_of(home, accelerator, *scratch, cold))
-    assert "training records gone.jsonl do not exist" in found
-    assert "model.scratch lacks 'hidden_size'" in problems_of(
-        home, accelerator, "model.path=null", "model.scratch={}"
-    )
-    assert "nowhere.jsonl do not exist" in found
-    shutil.copytree(tiny_path, home / "out/backbone")  # built before: they are not read again
-    recipe = recipe_of(home, *scratch, cold)
-    plan = blueprint(recipe, check.examine(recipe, accelerator)[1].records)
-    (home / "out/backbone" / IDENTITY).write_text(json.dumps(plan.identity()))
-    assert problems_of(home, accelerator, *scratch, cold) == []
-
-
 @pytest.mark.slow
 def test_a_disk_too_small_for_what_will_be_kept(home, accelerator, monkeypatch):
     recipe = recipe_of(home, "train.save_every=1")
@@ -286,7 +266,7 @@ def test_records_are_laid_out_as_training_will(home, accelerator, kind):
     [too_many] = problems_of(home, accelerator, *skip[:-1], "data.max_bad_share=0.2")
     assert "1 of 4 records of joint are bad, more than data.max_bad_share=0.2: " in too_many
 
-    builder = collate.PromptBuilders(processor_of(recipe, {}), recipe)()
+    builder = collate.PromptBuilders(processor_to_train(recipe.start, recipe.model), recipe)()
     records = RecordFile(path)
     collator = Collator([Source(records, builder, recipe.data)])
     collator.collate([Draw(0, 0, 0)])
@@ -309,7 +289,7 @@ def test_lengths_are_summed_up(home, accelerator):
     recipe = recipe_of(home, f"joint.sources=[{{path: {path}}}]", "stage=joint", "data.max_prompt_tokens=90")
     problems, found = check.examine(recipe, accelerator)
     assert problems == []
-    builder = collate.PromptBuilders(processor_of(recipe, {}), recipe)()
+    builder = collate.PromptBuilders(processor_to_train(recipe.start, recipe.model), recipe)()
     file = RecordFile(path)
     queries = [len(builder.build(query_item(file[index]), "query")) for index in range(4)]
     targets = [len(builder.build(target_item(file[index].positives[0]), "candidate")) for index in range(4)]
@@ -504,25 +484,6 @@ def test_passes_over_each_source_are_said(home, accelerator):
     assert "joint.epochs" not in text
 
 
-@pytest.mark.parametrize(
-    ("override", "said"),
-    [
-        ("text.num_hiden_layers=2", "unknown key model.scratch.text.num_hiden_layers; did you mean 'num_hidden_layers'?"),
-        ("vision.depht=2", "unknown key model.scratch.vision.depht; did you mean 'depth'?"),
-        ("text.model_type=llama", "model.scratch.text.model_type must be one of smollm2, got 'llama'"),
-        ("vision.model_type=siglip", "model.scratch.vision.model_type must be one of efficientnet_lite0, got 'siglip'"),
-        ("text.hidden_size=many", "model.scratch makes no model: "),
-        ("text.num_hidden_layers=0", "model.scratch.text.num_hidden_layers must be >= 1, got 0"),
-        ("text.hidden_size=33", "model.scratch makes no model: hidden_size must be divisible by num_heads"),
-    ],
-)  # fmt: skip
-def test_sizes_that_make_no_model_are_problems(home, accelerator, override, said):
-    [problem] = problems_of(
-        home, accelerator, "model.path=null", f"model.scratch={{{SIZES}}}", f"model.scratch.{override}"
-    )
-    assert problem.startswith(said)
-
-
 @pytest.mark.parametrize("key", ["targets", "modules_to_save"])
 def test_adapters_on_layers_that_do_not_exist_are_a_problem(home, accelerator, key):
     *_, problem = problems_of(home, accelerator, f"model.lora.{key}=[q_prj]", "loss.matryoshka_dims=[4096]")
@@ -555,7 +516,7 @@ def test_records_that_are_trained_on_do_not_validate(home, accelerator, name):
 
 def test_many_records_are_laid_out_by_several_processes(home, accelerator, monkeypatch):
     recipe = recipe_of(home)
-    builder = collate.PromptBuilders(processor_of(recipe, {}), recipe)()
+    builder = collate.PromptBuilders(processor_to_train(recipe.start, recipe.model), recipe)()
     file = RecordFile(home / "records.jsonl")
     here = layout.lay_out(Source(file, builder, recipe.data), need_oracle=True, need_candidates=True)
     monkeypatch.setattr(layout, "FEW", 2)
@@ -569,7 +530,7 @@ def test_lengths_that_take_too_long_are_those_of_a_sample(home, accelerator, mon
     rows = [record(f"r{number}", query={"text": "word " * (1 + number % 7)}) for number in range(40)]
     recipe = recipe_of(home, f"joint.sources=[{{path: {write(home / 'many.jsonl', *rows)}}}]", "stage=joint")
     builder, file = (
-        collate.PromptBuilders(processor_of(recipe, {}), recipe)(),
+        collate.PromptBuilders(processor_to_train(recipe.start, recipe.model), recipe)(),
         RecordFile(home / "many.jsonl"),
     )
     os.utime(file.name, (0, 0))  # what has just been written is not cached
@@ -607,7 +568,7 @@ def test_lengths_that_take_too_long_are_those_of_a_sample(home, accelerator, mon
 def test_the_longest_wording_of_a_query_counts(home, accelerator):
     path = home / "records.jsonl"
     recipe, rows = recipe_of(home), [json.loads(line) for line in path.read_text().splitlines()]
-    builder = collate.PromptBuilders(processor_of(recipe, {}), recipe)()
+    builder = collate.PromptBuilders(processor_to_train(recipe.start, recipe.model), recipe)()
     found = []
     for text, paraphrases in (("short", []), ("word " * 30, []), ("short", ["shorter", "word " * 30])):
         rows[1]["query"] |= {"text": text, "paraphrases": paraphrases}
@@ -622,7 +583,7 @@ def test_the_longest_wording_of_a_query_counts(home, accelerator):
 
 def test_an_estimate_that_fails_is_a_warning(home, accelerator, monkeypatch):
     monkeypatch.setattr(estimate, "plan", lambda *_, **__: {}["vision"])
-    monkeypatch.setattr(check, "processor_of", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(check, "processor_to_train", lambda *_, **__: 1 / 0)
     problems, found = check.examine(recipe_of(home), accelerator)
     assert problems == []
     text = "\n".join(found.summary)
@@ -656,15 +617,15 @@ def test_a_loss_that_was_dropped_needs_no_plugin(home, accelerator):
 def test_the_shipped_checkpoint_may_be_started_from(home, accelerator):
     recipe = recipe_of(home, "init=demo")
     assert check.examine(recipe, accelerator)[0] == []
-    assert starting_point(recipe, {}, accelerator) == str(DEMO_CHECKPOINT)
+    assert recipe.start == str(DEMO_CHECKPOINT)
     assert recipe.init == "demo"
 
 
-def settings(recipe, stage: str) -> dict:
+def recorded(recipe, stage: str) -> dict:
     return settings_of(
         emb_id=1, profile="rge", max_prompt_tokens=1, min_pixels=1, max_pixels=1, max_new_tokens=1, reasons="query",
         recipe=to_dict(recipe), stage=stage, step=4,
-    )  # fmt: skip
+    ).content()  # fmt: skip
 
 
 def test_what_another_recipe_left_in_the_folder_is_found(home, accelerator):
@@ -675,7 +636,7 @@ def test_what_another_recipe_left_in_the_folder_is_found(home, accelerator):
     assert "joint.lr (there 0.5, now 2e-05)" in problems_of(home, accelerator)[0]
     cold = recipe_of(home, "cold_start.lr=0.5")
     for folder, file, content in [
-        ("final", RGE_JSON, settings(cold, "cold_start")),
+        ("final", RGE_JSON, recorded(cold, "cold_start")),
         ("state/step_00000004", DONE, {"step": 4, "recipe": to_dict(cold)}),  # of the same stage: named once
     ]:
         path = home / "out/cold_start" / folder
@@ -688,7 +649,7 @@ def test_a_cold_start_that_the_joint_stage_alone_would_pass_by_is_found(home, ac
     assert problems_of(home, accelerator, "stage=joint") == []
     final = home / "out/cold_start/final"
     final.mkdir(parents=True)
-    (final / RGE_JSON).write_text(json.dumps(settings(recipe_of(home), "cold_start")))
+    (final / RGE_JSON).write_text(json.dumps(recorded(recipe_of(home), "cold_start")))
     write_manifest(final, {})
     [problem] = problems_of(home, accelerator, "stage=joint")
     assert f"{final} exists, but stage=joint without init= starts from" in problem
@@ -698,7 +659,7 @@ def test_a_cold_start_that_the_joint_stage_alone_would_pass_by_is_found(home, ac
 def test_a_finished_run_says_so_whatever_has_gone_since(home, accelerator):
     for stage in ("cold_start", "joint"):
         (home / "out" / stage / "final").mkdir(parents=True)
-        (home / "out" / stage / "final" / RGE_JSON).write_text(json.dumps(settings(recipe_of(home), stage)))
+        (home / "out" / stage / "final" / RGE_JSON).write_text(json.dumps(recorded(recipe_of(home), stage)))
         write_manifest(home / "out" / stage / "final", {})
         (home / "records.jsonl").unlink(missing_ok=True)
     problems, found = check.examine(recipe_of(home), accelerator)
@@ -712,7 +673,7 @@ def test_a_finished_run_says_so_whatever_has_gone_since(home, accelerator):
 def test_a_stage_that_was_deleted_after_a_later_one_had_finished_is_not_trained_again(home, accelerator):
     final = home / "out" / "joint" / "final"
     final.mkdir(parents=True)
-    (final / RGE_JSON).write_text(json.dumps(settings(recipe_of(home), "joint")))
+    (final / RGE_JSON).write_text(json.dumps(recorded(recipe_of(home), "joint")))
     write_manifest(final, {})
     problems, found = check.examine(recipe_of(home), accelerator)
     assert (problems, found.stages) == ([], [])
@@ -907,7 +868,7 @@ def test_adapters_that_cannot_be_continued_are_found_before_any_weights_are_load
         emb_id=embedder.emb_id, profile="rge", max_prompt_tokens=2048, min_pixels=784, max_pixels=3136, max_new_tokens=12,
         reasons="query", recipe=to_dict(recipe_of(home, *asked)), stage="cold_start", step=1,
     )  # fmt: skip
-    export(embedder, home / "adapters", settings | {"base": base})
+    export(embedder, home / "adapters", settings.but(base=base))
     asked += ["stage=joint", f"init={home / 'adapters'}"]
     assert problems_of(home, accelerator, *asked) == []
     found = problems_of(home, accelerator, *asked, "model.lora.rank=4", "model.lora.targets=[]")

@@ -121,10 +121,6 @@ def test_later_overrides_win(load):
         ("joint.num_train_epochs=2", ("unknown", "joint.num_train_epochs", ("joint.epochs",))),
         ("train.log_evry=1", ("unknown", "train.log_evry", ("train.log_every",))),
         ("jiont.lr=1", ("unknown", "jiont", ("joint",))),
-        (
-            "model.scratch.vocab=3",
-            ("unknown", "model.scratch.vocab", ("model.scratch.vocab_size",)),
-        ),
         ("joint.sources=[{pth: x}]", ("unknown", "joint.sources[0].pth", ("joint.sources[0].path",))),
         ("model.lora={rnk: 3}", ("unknown", "model.lora.rnk", ("model.lora.rank",))),
         ("zzz=1", ("unknown", "zzz")),
@@ -275,8 +271,6 @@ def test_a_value_of_the_wrong_type_names_its_key(load, override, message):
             "model.min_pixels=900000",
             r"model.min_pixels \(900000\) must not exceed model.max_pixels \(802816\)",
         ),
-        ("model.path=null", "give exactly one of model.path and model.scratch"),
-        ("model.scratch={}", "give exactly one of model.path and model.scratch"),
     ],
 )
 def test_a_value_out_of_range_names_key_value_and_limits(load, override, message):
@@ -354,7 +348,7 @@ def test_loss_weights_that_do_not_add_up(load, overrides, named):
             r"is not valid YAML: found the key 'ratio' twice\n.*line 3",
         ),
         (b"\xff\xfe", "cannot be read"),
-        ("", "give exactly one of model.path and model.scratch"),
+        ("", "give model.path"),
         (MINIMAL + "losss: {ratio: none}\n", ("unknown", "losss", ("loss",))),
     ],
 )
@@ -478,7 +472,7 @@ def test_the_longest_rationale_follows_from_what_the_model_may_write(load):
 
 def test_keys_that_do_not_go_together_are_all_said_at_once(load):
     with pytest.raises(RecipeError) as caught:
-        load("rollout.num_rationales=2", "joint.sources=[]", "model.path=null")
+        load("rollout.num_rationales=2", "joint.sources=[]", "model.min_pixels=900000")
     assert len(str(caught.value).splitlines()) == 3
 
 
@@ -532,7 +526,6 @@ def test_what_vllm_cannot_do_is_said_before_anything_is_loaded(load):
             ("validation.sources=[{path: v.jsonl}]", "validation.metric=loss", "rl.alpha_lm=0", "rl.alpha_con=0"),
             "validation.metric=loss has no value in the stage rl, where",
         ),
-        (("init=null",), "stage=rl continues from a model that writes rationales, and model.scratch is untrained"),
     ],
 )  # fmt: skip
 def test_rl_settings_that_cannot_be(overrides, message):

@@ -25,8 +25,9 @@ from forwards import counted_forwards
 from hub import hub
 from huggingface_hub.errors import HfHubHTTPError
 from paths import ROOT
+from recorded import settings_of
 
-from rge.checkpoints.export import export, settings_of
+from rge.checkpoints.export import export
 from rge.checkpoints.settings import CheckpointError
 from rge.common.errors import UserError
 from rge.common.images import ImageError
@@ -43,7 +44,7 @@ from rge.model.packing import Branch
 def encoder(lively, tmp_path):
     settings = settings_of(
         emb_id=lively.emb_id, profile="rge", max_prompt_tokens=2048, min_pixels=784, max_pixels=7056, max_new_tokens=12,
-        reasons="query", recipe={"model": {"dtype": "float32"}}, stage="joint", step=7,
+        reasons="query", stage="joint", step=7,
     )  # fmt: skip
     export(lively, tmp_path / "final", settings)
     return Embedder.from_pretrained(tmp_path / "final")
@@ -335,14 +336,6 @@ def test_a_query_is_asked_as_in_training(described):
     assert np.array_equal(found, rows("other"))
     with error_about(ValueError, "nameing"):
         described.encode_query("a", task="nameing")
-
-
-def test_an_older_export_that_knows_no_instruction_says_so(encoder):
-    with pytest.warns(UserWarning, match="does not say with which instructions it was trained"):
-        found = encoder.encode_query("a")
-    assert np.array_equal(
-        found, encoder.encode([Item("0", content_of("a"))], side="query", mode="reasoning").embeddings[0]
-    )
 
 
 def test_pictures_in_every_form_are_one_picture(described, picture, tmp_path):

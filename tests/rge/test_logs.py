@@ -70,7 +70,7 @@ def test_a_stage_that_mostly_saves_is_told_so(accelerator, tmp_path, capsys, mon
     logs.close()
     shown = capsys.readouterr().out
     assert f"10.0% of the time waiting for data, and {seconds / (1 + seconds):.1%} for states" in shown
-    assert ("a larger train.save_every" in shown) == advice
+    assert ("a larger save_every" in shown) == advice
 
 
 def lines_until(folder, step):

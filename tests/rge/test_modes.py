@@ -1,6 +1,8 @@
 """One step that trains both states of a query, and which queries it teaches to answer directly."""
 
+import json
 import math
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -329,11 +331,15 @@ def test_a_decision_holds_for_samples_too_and_counts_as_close_near_the_threshold
         assert 0 <= one.margin <= abs(probability - threshold) + 1e-5
 
 
-def test_a_checkpoint_that_was_not_trained_to_decide_is_not_asked_to():
+def test_a_checkpoint_that_was_not_trained_to_decide_is_not_asked_to(tmp_path):
     embedder = Embedder.from_pretrained("demo")
     with error_about(UserError, "mode=auto"):
         embedder.encode_query("What opens this?", mode="auto")
-    embedder.settings.recipe["loss"]["adaptive"] = {"share": 0.5}
+    shutil.copytree(embedder.checkpoint, tmp_path / "decides")
+    recorded = json.loads((tmp_path / "decides/rge.json").read_text())
+    recorded["recipe"]["loss"]["adaptive"] = {"share": 0.5}
+    (tmp_path / "decides/rge.json").write_text(json.dumps(recorded))
+    embedder = Embedder.from_pretrained(tmp_path / "decides")
     _, words = embedder.encode_query("What opens a lock?", mode="reasoning", return_rationales=True)
     assert words  # asked for words, it writes some
     item = Item("0", content_of("What opens a lock?"), instruction=embedder.default_instruction)

@@ -28,7 +28,6 @@ import yaml
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
-from family_models import TEXT, VISION
 from faults import error_about, raises
 
 from rge import check, train
@@ -59,7 +58,6 @@ from rge.rollout import vllm_writer
 from rge.rollout.generate import Rationale
 from rge.rollout.micro_batches import Kept
 from rge.rollout.writer import make_writer
-from rge.scratch.starting_point import starting_point, tokenizer_sources
 from rge.validation import make_validation
 
 WORDS = ["what", "egg", "key", "opens", "this", "turns", "into", "a", "locked", "chick", "over", "time"]
@@ -258,19 +256,6 @@ ENTRIES: dict[str, Changes | Refused] = {
     "log.project": Changes("log.project=another", "files", BOARD),
     "rollout.backend": Refused("rollout.backend=vllm", "rollout.backend=vllm needs vLLM, which is not installed"),
 }  # fmt: skip
-
-SCRATCH = {
-    "vocab_size": 330,
-    "text": {**TEXT, "intermediate_size": 32},
-    "vision": {**VISION, "intermediate_size": 32},
-    "naming": None,
-    "naming_steps": 3,
-    "naming_batch_size": 3,
-    "naming_lr": 0.1,
-    "naming_style": 1.0,
-    "naming_say_from": 0.5,
-}
-"""Other values than the fixture's, each of which must build another backbone."""
 
 
 def keys(cls: type = Recipe, prefix: str = "") -> list[str]:
@@ -509,35 +494,6 @@ def test_recipe_names_the_run(home):
 def test_out_is_where_everything_goes(home, runs):
     runs()
     assert (home / "runs/0/joint/metrics.jsonl").is_file()
-
-
-@pytest.fixture(scope="module")
-def built(home, tmp_path_factory):
-    """Checksum of the backbone that a recipe with `model.scratch` builds."""
-    values = {"vocab_size": 300, "text": TEXT, "vision": VISION, "naming": str(home / "naming.jsonl")}
-    values |= {"naming_steps": 2, "naming_batch_size": 2, "naming_lr": 1e-3}
-    values |= {"naming_style": 0.0, "naming_say_from": 0.0}
-    records = [json.loads(line) for line in (home / "records.jsonl").read_text().splitlines()]
-    lines = [json.dumps(record) + "\n" for record in records if record["query"]["images"]]
-    (home / "naming.jsonl").write_text("".join(lines))
-
-    def build(**changes: Any) -> str:
-        recipe = yaml.safe_load((home / "tiny.yaml").read_text())
-        recipe["model"] |= {"path": None, "max_pixels": 784, "scratch": {**values, **changes}}
-        folder = tmp_path_factory.mktemp("scratch")
-        (folder / "scratch.yaml").write_text(yaml.safe_dump(recipe))
-        recipe = load_recipe([f"recipe={folder / 'scratch.yaml'}", f"out={folder / 'out'}"])
-        opened = {source.key: RecordFile(source.path) for source in tokenizer_sources(recipe)}
-        path = starting_point(recipe, opened, Accelerator(cpu=True))
-        files = sorted(it for it in Path(path).iterdir() if it.suffix in (".json", ".safetensors"))
-        return hashlib.sha256(b"".join(it.read_bytes() for it in files if it.name != "eyes.json")).hexdigest()
-
-    return functools.cache(lambda name=None: build(**({} if name is None else {name: SCRATCH[name]})))
-
-
-@pytest.mark.parametrize("name", SCRATCH)
-def test_another_value_builds_another_backbone(name, built):
-    assert built(name) != built()
 
 
 def test_revision_chooses_among_a_hubs_commits(tmp_path, tiny_path, lively_path, monkeypatch):
@@ -1001,7 +957,6 @@ ELSEWHERE = {
     "rollout.vllm_memory": test_vllm_memory_is_the_engines_and_the_plans,
     "rollout.vllm_sleep": test_vllm_sleep_is_the_engines_and_the_plans,
     "train.deterministic": test_deterministic_is_torchs,
-    **{f"model.scratch.{name}": test_another_value_builds_another_backbone for name in SCRATCH},
 }
 """Keys that a run of two steps cannot show, and the test that does."""
 

@@ -26,6 +26,7 @@ from rge.checkpoints.settings import read_settings
 from rge.common.parts import content_of
 from rge.common.schema import Item
 from rge.embedder import Embedder
+from rge.small_models.build import build
 
 TRAIN = str(ROOT / "rge" / "train.py")
 WORDS = ["what", "egg", "key", "opens", "this", "turns", "into", "a", "locked", "chick", "over", "time"]
@@ -66,20 +67,20 @@ def home(tmp_path_factory, picture_module):
         "warmup_steps": 2,
         "sources": [{"path": str(folder / "records.jsonl")}],
     }
+    build(
+        folder / "backbone", [*WORDS, rationale], seed=0, vocab_size=300, min_pixels=784, max_pixels=3136,
+        text={
+            "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+        },
+        vision={
+            "depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 14, "window_size": 56,
+            "fullatt_block_indexes": [1],
+        },
+    )  # fmt: skip
     recipe = {
         "model": {
-            "scratch": {
-                "vocab_size": 300,
-                "text": {
-                    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-                    "num_attention_heads": 2, "num_key_value_heads": 1,
-                },
-                "vision": {
-                    "depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 14,
-                    "window_size": 56, "fullatt_block_indexes": [1],
-                },
-            },
-            "dtype": "float32", "gradient_checkpointing": False, "min_pixels": 784, "max_pixels": 3136,
+            "path": str(folder / "backbone"), "dtype": "float32", "gradient_checkpointing": False, "min_pixels": 784, "max_pixels": 3136,
         },
         "data": {"profile": "plain", "num_workers": 1, "augment": "drawing"},
         "loss": {"ratio": "1:10", "temperature": 0.05},
@@ -262,9 +263,9 @@ def test_the_best_checkpoints_by_validation_are_kept(whole):
         assert [path.name for path in kept] == [f"step_{step:08d}" for step in sorted(best)]
         for path in kept:
             settings = read_settings(path)
-            assert settings.validation[metric] == found[settings.step]
+            assert settings.validation.figures[metric] == found[settings.step]
             Embedder.from_pretrained(path)
-        last = read_settings(whole / stage / "final").validation
+        last = read_settings(whole / stage / "final").validation.figures
         assert last[metric] == found[max(found)]
 
 
@@ -279,7 +280,7 @@ def test_a_stage_that_gets_no_better_ends_at_the_same_step_after_a_resume(whole,
     trained(run(home, out, *words))
     final = read_settings(out / "joint/final")
     assert final.step == 3
-    assert final.validation["val_hit_at_1"] == metrics(out / "joint")[-1]["val_hit_at_1"]
+    assert final.validation.figures["val_hit_at_1"] == metrics(out / "joint")[-1]["val_hit_at_1"]
     for last in (3, 2):  # stopped before the export, and one step earlier
         shutil.rmtree(out / "joint/final")
         for step in range(last + 1, 4):
@@ -327,7 +328,7 @@ def test_figures_of_other_records_or_weights_are_not_taken_for_this_runs(whole, 
         shutil.rmtree(out / "joint/state/step_00000007")
         for file in (out / "joint/best").glob("*/rge.json"):
             settings = json.loads(file.read_text())
-            settings["validation"]["val_loss"] = -1.0
+            settings["validation"]["figures"]["val_loss"] = -1.0
             settings["recipe"]["validation"]["max_records"] = 1
             file.write_text(json.dumps(settings))
         trained(run(home, out, *validation))
@@ -665,7 +666,7 @@ def test_adapters_alone_go_from_stage_to_stage_on_one_base(home, tmp_path):
     cold, joint = (tmp_path / stage / "final" for stage in ("cold_start", "joint"))
     one, other = read_settings(cold).base, read_settings(joint).base
     assert one == other
-    assert (one.path, one.beside) == (str(tmp_path / "backbone"), "../../backbone")
+    assert (one.path, one.beside) == (str(home / "backbone"), os.path.relpath(home / "backbone", joint))
     weights = [load_file(path / "adapter_model.safetensors") for path in (cold, joint)]
     assert weights[0].keys() == weights[1].keys()
     assert not any(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])

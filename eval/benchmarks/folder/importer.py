@@ -20,7 +20,7 @@ from rge.common.options import Quoting
 from rge.common.registry import PluginOptions
 from rge.common.schema import safe_id
 from rge.tables.errors import Broken
-from rge.tables.rows import TABLES, TableFormat
+from rge.tables.rows import TABLES, Cells, TableFormat
 
 ALIASES = {
     "id": ("id", "query_id"),
@@ -139,7 +139,7 @@ class _Rows:
         self.columns = match_columns(self.table.path, kept, ALIASES, field_map, needed=["right"])
         need_columns(self.table.path, self.table.names, report_by)
 
-    def add(self, number: int, row: dict[str, Any]) -> None:
+    def add(self, number: int, row: Cells) -> None:
         """Read one row."""
         where = {
             key: self.table.address(number, self.columns[key]) if key in self.columns else f"row {number}"

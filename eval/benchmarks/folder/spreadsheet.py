@@ -10,7 +10,7 @@ from typing import Any
 
 from eval.benchmarks.release_files import ReleaseError
 from rge.tables.errors import Broken
-from rge.tables.rows import SHEETS, TABLES, Grid, TableFormat, is_missing, table_rows
+from rge.tables.rows import SHEETS, TABLES, Cells, Grid, TableFormat, is_missing, table_rows
 
 
 class Table:
@@ -42,7 +42,7 @@ class Table:
         if not self.rows and not self.problems:
             raise ReleaseError(f"{path} has no rows")
 
-    def _of_sheet(self, grid: Grid) -> list[tuple[int, dict[str, Any]]]:
+    def _of_sheet(self, grid: Grid) -> list[tuple[int, Cells]]:
         rows = list(grid.rows)
         self._letters = grid.letters
         self.problems += grid.repeated

@@ -9,13 +9,13 @@ from clips import clip
 from eval_fakes import tables as small_tables
 from eval_fakes import write_tables
 from paths import ROOT
+from recorded import settings_of
 
 from eval.commands.export import ExportOptions, export
 from eval.commands.run import RunOptions, run
 from eval.sets.retrieval_set import load_set
 from eval.sets.write_set import Candidate, Query, write_set
 from rge.checkpoints.export import export as export_checkpoint
-from rge.checkpoints.export import settings_of
 from rge.common.errors import UserError
 from rge.common.images import load_image
 from rge.common.parts import TextPart, VideoPart
@@ -42,9 +42,10 @@ def data_sets_in(tmp_path, monkeypatch):
 def checkpoint(lively, tmp_path):
     settings = settings_of(
         emb_id=lively.emb_id, profile="rge", max_prompt_tokens=512, min_pixels=784, max_pixels=7056, max_new_tokens=8,
-        reasons="query", recipe={"model": {"dtype": "float32"}}, stage="joint", step=7,
+        reasons="query", stage="joint", step=7,
     )  # fmt: skip
-    settings["instructions"] = {"default": "find it", "known": ["find it"], "by_task": {}}
+    known = {"default": "find it", "known": ["find it"], "by_task": {}}
+    settings = settings.but(instructions=known)
     export_checkpoint(lively, tmp_path / "mine" / "final", settings)
     return tmp_path / "mine" / "final"
 

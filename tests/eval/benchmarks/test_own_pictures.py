@@ -15,6 +15,7 @@ from eval_fakes import FakeEncoder, loader, picture, tables, write_set, write_ta
 from faults import error_about
 from paths import ROOT
 from PIL import Image
+from recorded import settings_of
 
 from eval.__main__ import main
 from eval.benchmarks.folder.importer import FolderOptions, import_folder
@@ -23,7 +24,7 @@ from eval.commands import run as run_module
 from eval.commands.check import check_set
 from eval.sets.retrieval_set import load_set
 from eval.sets.tables import SetError
-from rge.checkpoints.export import export, settings_of
+from rge.checkpoints.export import export
 from rge.common import files
 from rge.common.errors import UserError
 
@@ -55,7 +56,7 @@ def options(photos, **more):
 def test_the_page_runs_as_it_stands(photos, lively, tmp_path, monkeypatch, capsys):
     settings = settings_of(
         emb_id=lively.emb_id, profile="rge", max_prompt_tokens=512, min_pixels=28 * 28, max_pixels=56 * 56,
-        max_new_tokens=4, reasons="query", recipe={"model": {"dtype": "float32"}}, stage="joint", step=1,
+        max_new_tokens=4, reasons="query", stage="joint", step=1,
     )  # fmt: skip
     monkeypatch.chdir(tmp_path)
     photos.rename(tmp_path / "photos")

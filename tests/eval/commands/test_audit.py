@@ -9,6 +9,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from eval_fakes import FakeEncoder, loader, picture, tables, write_set, write_tables
+from recorded import RECIPE
 
 from eval.__main__ import main
 from eval.benchmarks.published_tables import TRAINED
@@ -99,7 +100,7 @@ def test_a_reencoded_picture_is_known_by_its_id_if_that_is_long_enough(tmp_path,
 @pytest.mark.slow
 def test_a_run_warns_in_results_and_on_stderr(set_dir, tmp_path, capsys):
     path = train_file(tmp_path / "train" / "a.jsonl", image=picture(1000), text="x", target=picture(1))
-    encoder = FakeEncoder(recipe={"joint": {"sources": [{"path": str(path)}]}}, reasons="none")
+    encoder = FakeEncoder(trained_on=[{"stage": "joint", "sources": [{"path": str(path)}]}], reasons="none")
     given = RunOptions(
         checkpoint="x", set=set_dir, out=tmp_path / "o", report=False, query_mode=("reasoning", "direct")
     )
@@ -121,7 +122,8 @@ def test_a_file_that_training_read_is_audited(set_dir, tmp_path):
     path = train_file(tmp_path / "train" / "a.jsonl", image=picture(1000), text="x", target=picture(9999))
     records = path.read_bytes()
     path.write_bytes(b"\xef\xbb\xbf" + records)
-    settings, wanted = known(recipe={"joint": {"sources": [{"path": str(path)}]}}), load_set(set_dir)
+    stages = [{"stage": "joint", "sources": [{"path": str(path)}]}]
+    settings, wanted = known(trained_on=stages), load_set(set_dir)
     assert shared(audit_run(wanted, ("auto",), settings))["query_images"] == 2
     path.write_bytes(b'{"id": "caf\xe9"}\n{cut\n{"query": {"images": 5}, "positives": ["p"]}\n' + records)
     audit = audit_run(wanted, ("auto",), settings)
@@ -138,16 +140,13 @@ def test_files_of_all_stages_are_audited_and_no_others(set_dir, tmp_path):
     """The recipe of a later stage also names sources of a stage that it did not run."""
     read = train_file(tmp_path / "a.jsonl", image=picture(1000), text="x", target=picture(9999))
     unread = train_file(tmp_path / "b.jsonl", image=picture(1001), text="x", target=picture(9999))
-    recipe = {"cold_start": {"sources": [{"path": str(unread)}]}, "joint": {"sources": [{"path": "hub/id"}]}}
+    recipe = RECIPE | {"cold_start": {"sources": [{"path": str(unread)}]}}
     stages = [{"stage": "cold_start", "sources": [{"path": str(read)}]}, {"stage": "joint", "sources": []}]
     wanted = load_set(set_dir)
     audit = audit_run(wanted, ("auto",), known(recipe=recipe, trained_on=stages))
     assert audit is not None
     assert audit.content["train"] == [str(read)]
-    older = audit_run(wanted, ("auto",), known(recipe=recipe))
-    assert older is not None
-    assert older.content["train"] == [str(unread), "hub/id"]
-    assert older.content["not_searched"].keys() == {"hub/id"}
+    assert audit_run(wanted, ("auto",), known(recipe=RECIPE)) is None
 
 
 def test_no_training_files_no_audit(set_dir, tmp_path):
@@ -203,10 +202,9 @@ def test_what_stayed_elsewhere_is_one_warning(set_dir, tmp_path):
     assert sum("could not be searched" in line for line in audit.warnings) == 1
 
 
-def test_sources_of_a_recipe():
-    recipe = {"joint": {"sources": [{"path": "a", "weight": 2}]}, "validation": {"sources": [{"path": "v"}]}}
-    assert [*recorded(None, recipe)] == [RecordsConfig(path="a")]
-    assert [*recorded([], recipe)] == []
+def test_sources_of_a_checkpoint():
+    stages = known(trained_on=[{"stage": "joint", "sources": [{"path": "a", "weight": 2}]}]).trained_on
+    assert [*recorded(stages)] == [RecordsConfig(path="a")]
 
 
 def test_the_command(set_dir, tmp_path, capsys):
@@ -231,8 +229,8 @@ def test_pictures_are_seen_in_every_form_that_training_reads(set_dir, tmp_path, 
     (tmp_path / "a b.png").write_bytes(picture(1000))
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"query": {"text": "x", "images": cell}, "positives": [{"text": "y"}]}) + "\n")
-    recipe = {"joint": {"sources": [{"path": str(path)}]}}
-    assert shared(audit_run(load_set(set_dir), ("auto",), known(recipe=recipe)))["query_images"] == 2
+    stages = [{"stage": "joint", "sources": [{"path": str(path)}]}]
+    assert shared(audit_run(load_set(set_dir), ("auto",), known(trained_on=stages)))["query_images"] == 2
 
 
 @pytest.mark.parametrize("positives", ["a", ["a", "b"], None, {"id": "a"}])

@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 from eval_fakes import NUM_QUERIES, FakeEncoder, loader, write_set
 from faults import error_about
+from recorded import DECIDES
 
 from eval.__main__ import main, usage
 from eval.commands import export as exporting
@@ -24,7 +25,7 @@ def set_dir(tmp_path_factory):
 @pytest.fixture(scope="module")
 def done(set_dir, tmp_path_factory):
     out = tmp_path_factory.mktemp("out") / "budget"
-    encoder = FakeEncoder(recipe={"loss": {"adaptive": {"share": 0.5}}})
+    encoder = FakeEncoder(recipe=DECIDES)
     encoder.direct_probabilities = lambda items: np.linspace(0, 1, NUM_QUERIES)[: len(list(items))]
     options = BudgetOptions(checkpoint="fake", set=set_dir, out=out, auto=(0.25, 0.5), metric="mrr")
     assert budget(options, loader(encoder)) == out
@@ -107,7 +108,7 @@ def test_a_card_and_a_comparison_show_the_curve(done, set_dir, tmp_path, monkeyp
 @pytest.mark.slow
 def test_thresholds_of_a_checkpoint_that_was_trained_to_decide(set_dir, tmp_path):
     """Below the threshold a query reasons; every share is held against as many queries chosen at random."""
-    encoder = FakeEncoder(recipe={"loss": {"adaptive": {"share": 0.5}}})
+    encoder = FakeEncoder(recipe=DECIDES)
     likely = np.linspace(0, 1, NUM_QUERIES)
     encoder.direct_probabilities = lambda items: likely[: len(list(items))]
     options = BudgetOptions(

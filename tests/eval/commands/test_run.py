@@ -24,6 +24,7 @@ from eval_fakes import (
     write_tables,
 )
 from faults import error_about
+from recorded import DECIDES, RECIPE
 
 from eval.__main__ import COMMANDS, main, usage
 from eval.commands.compare import CompareOptions, compare
@@ -470,7 +471,7 @@ def test_candidates_may_reason_too(set_dir, tmp_path):
 def test_no_checkpoint_is_trained_for_candidates_that_reason(set_dir, tmp_path, capsys):
     for mode in ("reasoning", "direct"):
         asked = options(set_dir, tmp_path / mode, query_mode=("direct",), candidate_mode=mode)
-        run(asked, loader(FakeEncoder(recipe={"stage": "joint"})))
+        run(asked, loader(FakeEncoder(recipe=RECIPE)))
         warned = "candidate_mode=reasoning, but training embeds candidates without a rationale"
         assert (warned in capsys.readouterr().err) == (mode == "reasoning")
         assert any(warned in one for one in results_of(tmp_path / mode)["warnings"]) == (mode == "reasoning")
@@ -515,7 +516,7 @@ def test_sampled_rationales_take_their_seed_from_the_options(set_dir, tmp_path, 
     values = []
     for seed in (0, 0, 1):
         out = tmp_path / str(len(values))
-        encoder = FakeEncoder(recipe={"loss": {"adaptive": {"share": 0.5}}})
+        encoder = FakeEncoder(recipe=DECIDES)
         asked = options(set_dir, out, temperature=0.7, seed=seed, query_mode=(mode,))
         run(asked, loader(encoder, temperature=0.7))
         values.append(results_of(out)["micro"]["mrr"]["value"])

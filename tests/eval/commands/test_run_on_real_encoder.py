@@ -7,12 +7,13 @@ import numpy as np
 import pandas as pd
 import pytest
 from eval_fakes import FakeEncoder, tables, write_set, write_tables
+from recorded import settings_of
 
 from eval.__main__ import main
 from eval.commands.run import RunOptions, run
 from eval.scoring.identity import differences
 from eval.scoring.results import Results
-from rge.checkpoints.export import export, settings_of
+from rge.checkpoints.export import export
 from rge.common.parts import content_of
 from rge.common.schema import Item
 from rge.embedder import Embedder
@@ -24,7 +25,7 @@ from rge.vectors.fill_cache import Embeds
 def checkpoint(lively, tmp_path):
     settings = settings_of(
         emb_id=lively.emb_id, profile="rge", max_prompt_tokens=256, min_pixels=28 * 28, max_pixels=84 * 84,
-        max_new_tokens=6, reasons="query", recipe={"model": {"dtype": "float32"}}, stage="joint", step=1,
+        max_new_tokens=6, reasons="query", stage="joint", step=1,
     )  # fmt: skip
     export(lively, tmp_path / "checkpoint", settings)
     return tmp_path / "checkpoint"

@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 from eval_fakes import FakeEncoder, loader, tables, write_tables
 from faults import error_about
+from recorded import DECIDES
 
 from eval.benchmarks.suite import write_suite
 from eval.commands.bm25 import Bm25Options, bm25, rank
@@ -65,7 +66,7 @@ def mean_of_members(path, metric):
 @pytest.fixture(scope="module")
 def curves(suite, tmp_path_factory):
     out = tmp_path_factory.mktemp("budget") / "out"
-    loads, encoder = [], FakeEncoder(recipe={"loss": {"adaptive": {"share": 0.5}}})
+    loads, encoder = [], FakeEncoder(recipe=DECIDES)
     encoder.direct_probabilities = lambda items: np.resize([0.4, 0.6], len(list(items)))
 
     def load():

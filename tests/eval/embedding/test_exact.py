@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from eval_fakes import write_set
 from eval_processes import launch
+from recorded import settings_of
 
 from eval.commands.run import RunOptions, run
-from rge.checkpoints.export import export, settings_of
+from rge.checkpoints.export import export
 from rge.common.parts import content_of
 from rge.common.schema import Item
 from rge.embedder import Embedder
@@ -24,7 +25,7 @@ def checkpoint(tmp_path_factory, lively_paths, backbone_of):
     model = EmbeddingModel(backbone_of(lively_paths("qwen2_5_vl")))
     settings = settings_of(
         emb_id=model.emb_id, profile="rge", max_prompt_tokens=256, min_pixels=28 * 28, max_pixels=84 * 84,
-        max_new_tokens=8, reasons="query", recipe={"model": {"dtype": "float32"}}, stage="joint", step=1,
+        max_new_tokens=8, reasons="query", stage="joint", step=1,
     )  # fmt: skip
     path = tmp_path_factory.mktemp("exact") / "own"
     export(model, path, settings)

@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from eval_fakes import FakeEncoder, loader, picture, tables, write_set, write_tables
 from faults import error_about
+from recorded import settings_of
 
 from eval.__main__ import main
 from eval.commands.compare import CompareOptions, compare
@@ -22,7 +23,6 @@ from eval.scoring.results import Results
 from eval.sets.contents import with_content
 from eval.sets.retrieval_set import load_set
 from rge.checkpoints.export import export as write_checkpoint
-from rge.checkpoints.export import settings_of
 from rge.common import registry
 from rge.common.errors import UserError
 from rge.common.options import parse_options
@@ -140,7 +140,7 @@ def edit(monkeypatch):
     ("what", "kept", "named"),
     [
         ("rge/model/prompts.py", False, "software.modules.rge.model.prompts"),
-        ("rge/towers/efficientnet.py", False, "software.modules.rge.towers.efficientnet"),
+        ("rge/small_models/efficientnet.py", False, "software.modules.rge.small_models.efficientnet"),
         ("eval_fakes.py", False, "software.modules.eval_fakes"),  # where the encoder is from
         ("torch", False, "software.packages.torch"),
         ("eval/scoring/measurement.py", True, "software.modules.eval.scoring.measurement"),
@@ -151,7 +151,7 @@ def edit(monkeypatch):
 def test_embeddings_are_kept_until_what_they_depend_on_changes(
     data, tmp_path, edit, capsys, what, kept, named
 ):
-    for module in ("rge.towers.efficientnet", "rge.model.prompts", "eval.pages.examples"):
+    for module in ("rge.small_models.efficientnet", "rge.model.prompts", "eval.pages.examples"):
         importlib.import_module(module)
 
     def again(name):
@@ -197,7 +197,7 @@ def test_picture_code_of_a_plugin_s_family_is_part_of_what_it_makes(lively, tmp_
     monkeypatch.setattr(FAMILIES, "_entries", dict(FAMILIES._entries))
     settings = settings_of(
         emb_id=lively.emb_id, profile="rge", max_prompt_tokens=256, min_pixels=28 * 28, max_pixels=84 * 84,
-        max_new_tokens=6, reasons="query", recipe={"model": {"dtype": "float32"}}, stage="joint", step=1,
+        max_new_tokens=6, reasons="query", stage="joint", step=1,
     )  # fmt: skip
     write_checkpoint(lively, tmp_path / "checkpoint", settings)
     data = write_set(tmp_path / "set", num_queries=3, num_candidates=6)
@@ -233,9 +233,11 @@ def test_picture_code_of_a_plugin_s_family_is_part_of_what_it_makes(lively, tmp_
         for path in cache.glob("candidate-*/about.json")
         if str(one["plugins"]["plugin_eyes"]["code"]) in path.read_text()
     }
-    assert {"rge.towers.efficientnet", "rge.model.vision_tower", "rge.vectors.fill_cache"} <= json.loads(
-        about
-    )["made_with"]["software"]["modules"].keys()
+    assert {
+        "rge.small_models.efficientnet",
+        "rge.model.vision_tower",
+        "rge.vectors.fill_cache",
+    } <= json.loads(about)["made_with"]["software"]["modules"].keys()
     capsys.readouterr()
     assert compare_runs.main([str(tmp_path / "one"), str(tmp_path / "two")]) == 1
     assert "plugins: plugin_eyes.code " in capsys.readouterr().out
@@ -345,7 +347,7 @@ def test_warnings_stand_at_the_top_of_the_page_of_a_run(data, tmp_path):
 def test_a_checkpoint_that_lost_its_rge_json_is_no_other_model(lively, data, tmp_path, capsys):
     settings = settings_of(
         emb_id=lively.emb_id, profile="rge", max_prompt_tokens=256, min_pixels=28 * 28, max_pixels=84 * 84,
-        max_new_tokens=6, reasons="query", recipe={"model": {"dtype": "float32"}}, stage="joint", step=1,
+        max_new_tokens=6, reasons="query", stage="joint", step=1,
     )  # fmt: skip
     write_checkpoint(lively, tmp_path / "own", settings)
     (tmp_path / "own" / "rge.json").unlink()

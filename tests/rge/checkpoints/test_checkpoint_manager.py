@@ -10,6 +10,7 @@ import torch
 from accelerate import Accelerator
 from family_models import PHOTOS, every_family
 from qwen_vl_utils import process_vision_info
+from recorded import settings_of
 from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
 
 from rge.checkpoints.checkpoint_manager import CheckpointManager
@@ -17,11 +18,19 @@ from rge.checkpoints.description import instructions_of, model_card, prompts_of,
 from rge.checkpoints.export import (
     checkpoint_hash,
     export,
-    git_commit,
-    settings_of,
 )
 from rge.checkpoints.resume import check_same_recipe, check_start, finished
-from rge.checkpoints.settings import CheckpointError, CheckpointSettings, read_settings
+from rge.checkpoints.settings import (
+    CheckpointError,
+    Instructions,
+    Origin,
+    Pixels,
+    Source,
+    TaskPrompts,
+    TrainedStage,
+    Validated,
+    read_settings,
+)
 from rge.common.parts import content_of
 from rge.common.schema import Item
 from rge.config import Recipe, load_recipe, to_dict
@@ -35,7 +44,7 @@ from rge.rollout.generate import generate
 def settings(lively):
     return settings_of(
         emb_id=lively.emb_id, profile="rge", max_prompt_tokens=2048, min_pixels=784, max_pixels=7056, max_new_tokens=12,
-        reasons="query", recipe={"model": {"dtype": "float32"}}, stage="joint", step=7,
+        reasons="query", stage="joint", step=7,
     )  # fmt: skip
 
 
@@ -61,8 +70,12 @@ def test_only_the_best_checkpoints_are_left(tmp_path, monkeypatch, keep, step, l
     def kept(number: int, value: float) -> None:
         folder = tmp_path / "best" / f"step_{number:08d}"
         folder.mkdir(parents=True, exist_ok=True)
-        content = {"step": number, "validation": {"val_loss": value}}
-        (folder / "rge.json").write_text(json.dumps(content))
+        measured = Validated(metric="loss", sources=["held out"], figures={"val_loss": value})
+        settings = settings_of(
+            emb_id=1, profile="plain", max_prompt_tokens=9, max_new_tokens=1, reasons="query", stage="joint", step=number,
+            validation=measured,
+        )  # fmt: skip
+        (folder / "rge.json").write_text(json.dumps(settings.content()))
 
     for number, value in ((2, 0.4), (4, 0.6), (6, 0.2)):
         kept(number, value)
@@ -73,7 +86,7 @@ def test_only_the_best_checkpoints_are_left(tmp_path, monkeypatch, keep, step, l
     monkeypatch.setattr(manager, "_export", lambda path, number: kept(number, loss))
     manager._keep_if_best(step, {"val_loss": loss})
     found = [json.loads(path.read_text()) for path in (tmp_path / "best").glob("*/rge.json")]
-    assert {one["step"]: one["validation"]["val_loss"] for one in found} == left
+    assert {one["step"]: one["validation"]["figures"]["val_loss"] for one in found} == left
 
 
 def test_the_best_may_be_chosen_by_one_source_and_a_stage_ends_when_nothing_gets_better():
@@ -110,7 +123,12 @@ def test_a_best_checkpoint_that_was_measured_otherwise_is_replaced(tmp_path, mon
     """Of an older version with `loss.anchor=oracle`, whose queries were embedded after the oracle's rationales."""
     folder = tmp_path / "best" / "step_00000002"
     folder.mkdir(parents=True)
-    (folder / "rge.json").write_text(json.dumps({"step": 2, "validation": {"val_hit_at_1": 1.0}}))
+    measured = Validated(metric="hit_at_1", sources=["held out"], figures={"val_hit_at_1": 1.0})
+    settings = settings_of(
+        emb_id=1, profile="plain", max_prompt_tokens=9, max_new_tokens=1, reasons="query", stage="joint", step=2,
+        validation=measured,
+    )  # fmt: skip
+    (folder / "rge.json").write_text(json.dumps(settings.content()))
     manager = CheckpointManager.__new__(CheckpointManager)
     manager.folder, manager.metric, manager.accelerator = tmp_path, "val_hit_at_1", Accelerator()
     manager.recipe = load_recipe(["recipe=demo", "validation.keep_best=1"])
@@ -132,7 +150,7 @@ def test_a_full_disk_leaves_an_earlier_checkpoint(lively, settings, tmp_path, li
         files_of_at_most(limit),
         pytest.raises(CheckpointError, match=r"checkpoint .*final could not be written: .*free some space"),
     ):
-        export(lively, final, {**settings, "step": 8})
+        export(lively, final, settings.but(step=8))
     assert [path.name for path in tmp_path.iterdir()] == ["final"]
     assert checkpoint_hash(final) == before
 
@@ -179,12 +197,11 @@ def test_plain_transformers_loads_the_checkpoint(lively, settings, items, tmp_pa
 def test_settings_hold_what_an_embedder_needs(lively, settings, tmp_path):
     export(lively, tmp_path / "final", settings)
     read = read_settings(tmp_path / "final").content()
-    assert read == json.loads((tmp_path / "final/rge.json").read_text()) == json.loads(json.dumps(settings))
+    assert read == json.loads((tmp_path / "final/rge.json").read_text()) == settings.content()
     assert read["emb_id"] == lively.emb_id
     assert read["generation"] == {"max_new_tokens": 12, "temperature": 0.0, "stop": "<emb>"}
     assert read["pixels"] == {"min": 784, "max": 7056}
     assert (read["profile"], read["reasons"], read["stage"], read["step"]) == ("rge", "query", "joint", 7)
-    assert read["git_commit"] == git_commit()
 
 
 def test_the_hash_sees_weights_and_settings_and_nothing_else(lively, settings, tmp_path):
@@ -193,7 +210,7 @@ def test_the_hash_sees_weights_and_settings_and_nothing_else(lively, settings, t
     (tmp_path / "b/notes.md").write_text("not part of it")
     (tmp_path / "b/._model.safetensors").write_bytes(b"a Mac's")
     assert checkpoint_hash(tmp_path / "a") == checkpoint_hash(tmp_path / "b")
-    export(lively, tmp_path / "b", {**settings, "profile": "plain"})
+    export(lively, tmp_path / "b", settings.but(profile="plain"))
     assert checkpoint_hash(tmp_path / "a") != checkpoint_hash(tmp_path / "b")
     with torch.no_grad():
         lively.model.model.language_model.norm.weight[0] += 1e-3
@@ -207,10 +224,12 @@ def test_what_is_not_a_checkpoint_is_named(tiny_path, lively, settings, tmp_path
     with pytest.raises(CheckpointError, match=r"tiny has no rge\.json, so it is not a checkpoint of rge"):
         Embedder.from_pretrained(tiny_path)
     export(lively, tmp_path / "final", settings)
-    (tmp_path / "final/rge.json").write_text(json.dumps({**settings, "format": 2}))
+    (tmp_path / "final/rge.json").write_text(json.dumps({**settings.content(), "format": 2}))
     with pytest.raises(CheckpointError, match="has format 2, this version reads format 1"):
         Embedder.from_pretrained(tmp_path / "final")
-    broken = {key: value for key, value in settings.items() if key != "profile"} | {"reasons": "both"}
+    broken = {key: value for key, value in settings.content().items() if key != "profile"} | {
+        "reasons": "both"
+    }
     (tmp_path / "final/rge.json").write_text(json.dumps(broken))
     message = r"final/rge\.json is damaged \(profile: Field required; reasons: Input should be 'query' or 'none'\): copy it"
     with pytest.raises(CheckpointError, match=message):
@@ -320,7 +339,7 @@ def test_a_state_with_the_unused_settings_of_its_sources_is_resumed(recipe, tmp_
 
 def test_a_finished_stage_is_recognised(lively, settings, recipe, tmp_path):
     assert not finished(tmp_path, recipe(), "joint")
-    export(lively, tmp_path / "final", {**settings, "recipe": to_dict(recipe())})
+    export(lively, tmp_path / "final", settings.but(recipe=to_dict(recipe())))
     assert finished(tmp_path, recipe(), "joint")
     with pytest.raises(CheckpointError, match=r"joint\.lr"):
         finished(tmp_path, recipe("joint.lr=1"), "joint")
@@ -330,7 +349,7 @@ def test_a_finished_stage_is_recognised(lively, settings, recipe, tmp_path):
 
 
 def test_a_checkpoint_that_was_cut_does_not_count_as_finished(lively, settings, recipe, tmp_path):
-    export(lively, tmp_path / "final", {**settings, "recipe": to_dict(recipe())})
+    export(lively, tmp_path / "final", settings.but(recipe=to_dict(recipe())))
     (tmp_path / "final/README.md").write_text("a card may be edited")
     assert finished(tmp_path, recipe(), "joint")
     [weights] = (tmp_path / "final").glob("*.safetensors")
@@ -417,30 +436,30 @@ def test_instructions_are_counted_by_weight_and_task(tmp_path):
     found = instructions_of(
         [SourceConfig(path=str(first), weight=0.8), SourceConfig(path=str(second), weight=0.2)]
     )
-    assert found == {
-        "default": "Find it.",
-        "known": ["Find it.", "Name it."],
-        "by_task": {"other": None, "s/c": "Find it.", "s/n": "Name it."},
-    }
+    assert found == Instructions(
+        default="Find it.",
+        known=["Find it.", "Name it."],
+        by_task={"other": None, "s/c": "Find it.", "s/n": "Name it."},
+    )
     heavier = instructions_of(
         [SourceConfig(path=str(first), weight=0.3), SourceConfig(path=str(second), weight=0.7)]
     )
-    assert heavier["default"] is None
+    assert heavier.default is None
     by_size = [SourceConfig(path=str(path), weight="size") for path in (first, second)]
-    assert instructions_of(by_size, [3, 1])["default"] == "Find it."
-    assert instructions_of(by_size, [1, 3])["default"] is None
+    assert instructions_of(by_size, [3, 1]).default == "Find it."
+    assert instructions_of(by_size, [1, 3]).default is None
 
 
 def test_a_checkpoint_names_the_sources_of_all_its_stages(tmp_path):
     """Not those that its recipe names for stages that trained on others, or not at all."""
     recipe = load_recipe(["recipe=demo", "cold_start.sources=[{path: a.jsonl}]"])
-    assert trained_on("Qwen/Qwen2-VL-2B-Instruct", recipe, "cold_start")[0]["stage"] == "cold_start"
+    assert trained_on("Qwen/Qwen2-VL-2B-Instruct", recipe, "cold_start")[0].stage == "cold_start"
     first = trained_on("rge/demo_base", recipe, "cold_start")
-    naming = {"stage": "naming", "sources": [{"path": "data_prep/demo/data/train/naming.jsonl"}]}
-    assert first == [naming, {"stage": "cold_start", "sources": [{"path": "a.jsonl", "weight": 1.0}]}]
+    naming = TrainedStage(stage="naming", sources=[Source(path="data_prep/demo/data/train/naming.jsonl")])
+    assert first == [naming, TrainedStage(stage="cold_start", sources=[Source(path="a.jsonl", weight=1.0)])]
 
     (tmp_path / "eyes.json").write_text('{"records": "c.jsonl"}')  # not those that this run would teach
-    assert trained_on(str(tmp_path), recipe, "cold_start")[0]["sources"] == [{"path": "c.jsonl"}]
+    assert trained_on(str(tmp_path), recipe, "cold_start")[0].sources == [Source(path="c.jsonl")]
 
     start = tmp_path / "cold_start"
     start.mkdir()
@@ -449,12 +468,11 @@ def test_a_checkpoint_names_the_sources_of_all_its_stages(tmp_path):
         recipe=to_dict(recipe), stage="cold_start", step=1,
     )  # fmt: skip
     words = ["recipe=demo", "stage=joint", "joint.sources=[{path: b.jsonl}]", f"init={start}"]
-    joint = {"stage": "joint", "sources": [{"path": "b.jsonl", "weight": 1.0}]}
-    for known in ({"trained_on": first}, {}):  # an older checkpoint has its recipe only
-        (start / "rge.json").write_text(json.dumps(settings | known))
-        assert trained_on(str(start), load_recipe(words), "joint") == [*first, joint]
-    newer = {"stage": "joint", "sources": [{"path": "b.jsonl", "a_newer_key": 1}]}
-    card = model_card(CheckpointSettings.model_validate(settings | {"trained_on": [*first, newer]}), "x")
+    joint = TrainedStage(stage="joint", sources=[Source(path="b.jsonl", weight=1.0)])
+    (start / "rge.json").write_text(json.dumps(settings.but(trained_on=first).content()))
+    assert trained_on(str(start), load_recipe(words), "joint") == [*first, joint]
+    newer = TrainedStage(stage="joint", sources=[Source(path="b.jsonl", a_newer_key=1)])
+    card = model_card(settings.but(trained_on=[*first, newer]), "x")
     assert "* Training data: naming on naming.jsonl; cold_start on a.jsonl; joint on b.jsonl.\n" in card
 
 
@@ -467,16 +485,16 @@ def test_a_checkpoint_names_the_sources_of_all_its_stages(tmp_path):
             True,
         ),
         ("HERE/a model", "a model. Its licence also applies to these weights.", False),
-        (None, "none, trained from scratch.", False),
+        ("demo_base", "demo_base. Its licence also applies to these weights.", False),
     ],
 )
 def test_the_card_names_the_base_and_no_folder_of_a_machine(tmp_path, base, said, front):
-    path = base and base.replace("HERE", str(tmp_path))
+    path = base.replace("HERE", str(tmp_path))
     settings = settings_of(
         emb_id=1, profile="rge", max_prompt_tokens=64, min_pixels=784, max_pixels=7056, max_new_tokens=8,
-        reasons="query", recipe={"model": {"path": path}}, stage="joint", step=1,
+        reasons="query", recipe={"model": {"path": path, "dtype": "float32"}}, stage="joint", step=1,
     )  # fmt: skip
-    card = model_card(CheckpointSettings.model_validate(settings), "mine/joint/final")
+    card = model_card(settings, "mine/joint/final")
     assert f"* Base model: {said}\n" in card
     assert ("base_model: " in card) == front
     assert str(tmp_path) not in card
@@ -485,13 +503,12 @@ def test_the_card_names_the_base_and_no_folder_of_a_machine(tmp_path, base, said
 def test_the_card_names_pretrained_parts(tmp_path):
     settings = settings_of(
         emb_id=1, profile="rge", max_prompt_tokens=64, min_pixels=784, max_pixels=7056, max_new_tokens=8,
-        reasons="query", recipe={"model": {"path": None}}, stage="joint", step=1,
+        reasons="query", stage="joint", step=1,
     )  # fmt: skip
-    eyes = {"part": "vision tower", "name": "Eyes", "licence": "MIT"}
-    words = {"part": "text model", "name": "Words", "licence": "Apache-2.0", "hub_id": "somebody/words"}
-    card = model_card(
-        CheckpointSettings.model_validate(settings | {"origins": [words, eyes]}), "mine/joint/final"
-    )
+    file = {"file": "a.bin", "bytes": 1, "sha256": "0"}
+    eyes = Origin(part="vision tower", name="Eyes", licence="MIT", **file)
+    words = Origin(part="text model", name="Words", licence="Apache-2.0", hub_id="somebody/words", **file)
+    card = model_card(settings.but(origins=[words, eyes]), "mine/joint/final")
     assert (
         "* Base model: Words (text model, Apache-2.0) and Eyes (vision tower, MIT); the rest was trained"
         in card
@@ -519,17 +536,16 @@ def test_prompts_are_described_by_task(tmp_path):
     ]
     recipe = Recipe(recipe="tiny")
     instructions = instructions_of(sources)
-    assert instructions["default"] == "Read it."
-    assert instructions["by_task"] == {"pages": "Read it.", "s": "Find it.", "same": None}
-    large = {"min": recipe.model.min_pixels, "max": 10**6}
-    usual = {"min": recipe.model.min_pixels, "max": recipe.model.max_pixels}
-    found = prompts_of(recipe, sources, [1, 4, 1], instructions["by_task"])
-    other = {"profile": "rge", "pixels": usual}
-    assert found == {
-        "profile": "plain", "pixels": large, "max_prompt_tokens": 2048, "tasks": {"s": other, "same": other},
-        "video": vars(recipe.data.video),
-    }  # fmt: skip
-    found = prompts_of(recipe, sources, [4, 1, 1], instructions["by_task"])
-    assert found["profile"] == "rge"
-    assert found["tasks"] == {"pages": {"profile": "plain", "pixels": large}}
-    assert "tasks" not in prompts_of(recipe, sources[::2], [1, 1], ["s", "same"])
+    assert instructions.default == "Read it."
+    assert instructions.by_task == {"pages": "Read it.", "s": "Find it.", "same": None}
+    large = Pixels(min=recipe.model.min_pixels, max=10**6)
+    usual = Pixels(min=recipe.model.min_pixels, max=recipe.model.max_pixels)
+    most, tasks = prompts_of(recipe, sources, [1, 4, 1], instructions.by_task)
+    other = TaskPrompts(profile="rge", pixels=usual)
+    assert most == TaskPrompts(profile="plain", pixels=large, max_prompt_tokens=2048, video=recipe.data.video)
+    assert tasks == {"s": other, "same": other}
+    assert tasks["s"].content() == {"profile": "rge", "pixels": usual.content()}
+    most, tasks = prompts_of(recipe, sources, [4, 1, 1], instructions.by_task)
+    assert most.profile == "rge"
+    assert tasks == {"pages": TaskPrompts(profile="plain", pixels=large)}
+    assert prompts_of(recipe, sources[::2], [1, 1], ["s", "same"])[1] == {}

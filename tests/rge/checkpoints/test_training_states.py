@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from recorded import settings_of
 
 from rge.checkpoints import checkpoint_manager
 from rge.checkpoints import training_state as module
 from rge.checkpoints.manifest import damage
-from rge.checkpoints.settings import CheckpointError
+from rge.checkpoints.settings import CheckpointError, Validated
 from rge.checkpoints.training_state import States, trained_tensors
 from rge.common.errors import UserError
 from rge.config import load_recipe, to_dict
@@ -350,7 +351,7 @@ def test_an_export_that_fails_costs_no_step(tmp_path, monkeypatch):
 
     exported = []
     first = manager()
-    first._validated = {"metric": "loss", "val_loss": 2.0}
+    first._validated = measured = Validated(metric="loss", sources=["held out"], figures={"val_loss": 2.0})
     monkeypatch.setattr(checkpoint_manager.CheckpointManager, "_export", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         first.finish()
@@ -362,7 +363,7 @@ def test_an_export_that_fails_costs_no_step(tmp_path, monkeypatch):
     again = manager()
     assert again.resume() == 9
     again.finish()
-    assert exported == [(tmp_path / "joint/final", 9, {"metric": "loss", "val_loss": 2.0})]
+    assert exported == [(tmp_path / "joint/final", 9, measured)]
 
 
 @pytest.mark.slow
@@ -392,9 +393,12 @@ def test_only_this_runs_best_checkpoints_compete(tmp_path, monkeypatch, earlier)
     best, trained = tmp_path / "joint/best", Trained(tmp_path / "unused")
 
     def export(manager, path, step):
-        settings = {"recipe": to_dict(manager.recipe), "identity": manager.identity, "step": step}
+        settings = settings_of(
+            emb_id=1, profile="plain", max_prompt_tokens=9, max_new_tokens=1, reasons="query", stage="joint", step=step,
+            recipe=to_dict(manager.recipe), identity=manager.identity, validation=manager._validated,
+        )  # fmt: skip
         path.mkdir(parents=True)
-        (path / "rge.json").write_text(json.dumps(settings | {"validation": manager._validated}))
+        (path / "rge.json").write_text(json.dumps(settings.content()))
 
     monkeypatch.setattr(checkpoint_manager.CheckpointManager, "_export", export)
 
@@ -469,5 +473,5 @@ def test_sources_that_are_gone_when_a_stage_ends_do_not_cost_its_checkpoint(tmp_
     manager.finish()
     [(_, path, settings, _)] = written
     assert path == tmp_path / "joint" / "final"
-    assert settings["instructions"]["default"] == "Find it."
-    assert settings["trained_on"][-1]["sources"][0]["path"] == str(records)
+    assert settings.instructions.default == "Find it."
+    assert settings.trained_on[-1].sources[0].path == str(records)

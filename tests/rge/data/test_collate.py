@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 from faults import error_about
+from recorded import settings_of
 
-from rge.checkpoints.export import export, settings_of
+from rge.checkpoints.export import export
 from rge.common.errors import UserError
 from rge.common.parts import with_pictures
 from rge.common.schema import Record
-from rge.config import Recipe, load_recipe
+from rge.config import Recipe
 from rge.data import collate
 from rge.data.augment import AUGMENTATIONS
 from rge.data.collate import (
@@ -253,17 +254,6 @@ def test_a_batch_with_less_than_a_query_a_process_is_a_problem():
     assert "joint.batch_size=6 leaves some of the 7 processes without a query; raise it" in problem
 
 
-def test_fewer_naming_pictures_than_processes_are_refused(tmp_path):
-    recipe = load_recipe(["recipe=demo", "model.scratch.naming_batch_size=2", f"out={tmp_path}"])
-    [problem] = problems(recipe, ["joint"], 3)
-    assert (
-        "model.scratch.naming_batch_size=2 leaves some of the 3 processes without a query; raise it"
-        in problem
-    )
-    (tmp_path / "backbone").mkdir()
-    assert list(problems(recipe, ["joint"], 3)) == []
-
-
 def test_a_record_that_cannot_be_used_is_named(batches, records):
     (records[0].path.parent / "images/4.png").unlink()
     with error_about(ValueError, "images/4.png"):
@@ -294,7 +284,7 @@ def test_training_and_evaluation_see_the_same_tokens_and_states(lively, records,
     batch = StepBatches(sources, mixture, rank=0, world_size=1)[0]
     settings = settings_of(
         emb_id=lively.emb_id, profile="rge", max_prompt_tokens=150, min_pixels=784, max_pixels=7056, max_new_tokens=9,
-        reasons="query", recipe={"model": {"dtype": "float32"}}, stage="joint", step=1,
+        reasons="query", stage="joint", step=1,
     )  # fmt: skip
     export(lively, tmp_path / "final", settings)
     encoder = Embedder.from_pretrained(tmp_path / "final")

@@ -834,8 +834,6 @@ def test_a_stream_refuses_what_needs_its_length(recipe, home):
     assert loaded(recipe, given).joint.sources[0].streaming
     with error_about(RecipeError, "joint.epochs", "joint.steps"):
         loaded(recipe, given, "joint.steps=null")
-    with error_about(RecipeError, "model.scratch"):
-        loaded(recipe, given, "model.path=null", "model.scratch={vocab_size: 300}")
 
 
 def test_keys_tell_sources_apart():

@@ -210,7 +210,7 @@ def test_a_byte_order_mark_is_no_part_of_the_first_record(tmp_path):
     }  # as a finished stage compares it
     (tmp_path / "plain.jsonl").write_bytes(path.read_bytes().removeprefix(codecs.BOM_UTF8))
     assert file.content["sha256"] == RecordFile(tmp_path / "plain.jsonl").content["sha256"]
-    assert instructions_of([SourceConfig(path=str(path))])["by_task"]
+    assert instructions_of([SourceConfig(path=str(path))]).by_task
     path.write_bytes(codecs.BOM_UTF8 + b"\n" + json.dumps(record("a")).encode())
     assert [one.id for one in map(RecordFile(path).__getitem__, range(1))] == ["a"]
     path.write_bytes(codecs.BOM_UTF8 + 2 * (json.dumps(record("a")).encode() + b"\n"))

@@ -10,8 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from faults import error_about, raises
+from recorded import settings_of
 
-from rge.checkpoints.export import export, settings_of
+from rge.checkpoints.export import export
 from rge.common.errors import UserError
 from rge.common.parts import content_of
 from rge.common.schema import Item

@@ -15,11 +15,12 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from paths import ROOT, WORKERS
 from ports import free_port
+from recorded import settings_of
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from rge import train
-from rge.checkpoints.export import export, settings_of
+from rge.checkpoints.export import export
 from rge.checkpoints.manifest import DONE
 from rge.checkpoints.settings import read_settings
 from rge.config import Recipe, load_recipe, to_dict

@@ -11,10 +11,8 @@ from accelerate.utils import DistributedType
 from faults import error_about
 from paths import ROOT
 
-from rge.config import load_recipe
 from rge.distributed import collectives, launch
 from rge.distributed.config import TrainConfig
-from rge.scratch.starting_point import starting_point
 
 CONFIGS = ROOT / "recipes" / "accelerate"
 
@@ -312,25 +310,6 @@ def test_a_launcher_that_divides_gradients(monkeypatch):
     message = "the launch has gradient_accumulation_steps=8, .* remove it: .* train.micro_batch_size"
     with pytest.raises(launch.LaunchError, match=message):
         launch.make_accelerator(TrainConfig())
-
-
-@pytest.mark.parametrize(
-    ("running", "naming", "named"),
-    [
-        (
-            Running(2, "DEEPSPEED", 3),
-            "null",
-            ("model.scratch", "ZeRO-3"),
-        ),
-        (Running(2, "DEEPSPEED", 2), "names.jsonl", ("ZeRO-2",)),
-        (Running(2, "FSDP"), "names.jsonl", ("FSDP2",)),
-    ],
-)
-def test_a_backbone_that_this_launch_cannot_build(tmp_path, running, naming, named):
-    recipe = load_recipe(["recipe=demo", f"out={tmp_path}", f"model.scratch.naming={naming}"])
-    with error_about(launch.LaunchError, *named):
-        starting_point(recipe, {}, running)
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ import forked
 import pytest
 import torch
 from paths import WORKERS
+from recorded import settings_of
 from safetensors.torch import load_file
 
-from rge.checkpoints.export import settings_of
 from rge.config import load_recipe, to_dict
 from rge.model.prompts import PromptBuilder
 from rge.objective import Objective

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 import rge  # noqa: F401  # makes torchvision importable before transformers is
-from rge.scratch import build as scratch
+from rge.small_models import build as scratch
 
 TEXTS = [
     "Find the picture that answers the question.",

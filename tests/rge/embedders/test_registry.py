@@ -6,9 +6,10 @@ import shutil
 import numpy as np
 import pytest
 from faults import error_about
+from recorded import settings_of
 
 from eval.__main__ import main
-from rge.checkpoints.export import export, settings_of
+from rge.checkpoints.export import export
 from rge.common.errors import UserError
 from rge.common.parts import content_of
 from rge.common.schema import Item
@@ -21,7 +22,7 @@ from rge.embedders.registry import adapters, facts_of, load_model
 def own(lively, tmp_path):
     settings = settings_of(
         emb_id=lively.emb_id, profile="rge", max_prompt_tokens=256, min_pixels=28 * 28, max_pixels=84 * 84,
-        max_new_tokens=6, reasons="query", recipe={"model": {"dtype": "float32"}}, stage="joint", step=1,
+        max_new_tokens=6, reasons="query", stage="joint", step=1,
     )  # fmt: skip
     export(lively, tmp_path / "own", settings)
     return tmp_path / "own"

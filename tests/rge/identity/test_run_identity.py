@@ -20,6 +20,7 @@ from rge.checkpoints.settings import RGE_JSON, CheckpointError
 from rge.config import load_recipe
 from rge.identity import compare_runs, run_identity
 from rge.identity.run_identity import content_of, differences, in_words
+from rge.small_models.build import build
 
 TRAIN = str(Path(check.__file__).parent / "train.py")
 TEXT = {
@@ -52,11 +53,13 @@ def trained(tmp_path_factory):
     Image.new("RGB", (40, 30), "red").save(home / "egg.png")
     write(home / "records.jsonl", RECORDS)
     stage = {"lr": RATE, "steps": 4, "batch_size": 2, "sources": [{"path": str(home / "records.jsonl")}]}
+    texts, pixels = ["what is this", "it is an egg"], {"min_pixels": 784, "max_pixels": 3136}
+    build(home / "backbone", texts, seed=0, vocab_size=300, text=TEXT, vision=VISION, **pixels)
     recipe = {
         "stage": "cold_start",
         "model": {
-            "scratch": {"vocab_size": 300, "text": TEXT, "vision": VISION}, "dtype": "float32", "min_pixels": 784,
-            "max_pixels": 3136, "gradient_checkpointing": False,
+            "path": str(home / "backbone"), "dtype": "float32", "min_pixels": 784, "max_pixels": 3136,
+            "gradient_checkpointing": False,
         },
         "data": {"num_workers": 0, "on_bad": "skip", "max_bad_share": 0.5},
         "cold_start": stage,
@@ -93,39 +96,6 @@ def run(home: Path, *overrides: str):
 
 def problems(home: Path, *overrides: str) -> str:
     return "\n".join(check.examine(load_recipe(words(home, *overrides)), Accelerator(cpu=True))[0])
-
-
-@pytest.mark.parametrize(
-    ("override", "said"),
-    [
-        ("model.scratch.text.hidden_size=48", "backbone: text.hidden_size 32 and 48"),
-        ("train.seed=5", "backbone: seed 0 and 5"),
-        ("model.max_pixels=6272", "backbone: max_pixels 3136 and 6272"),
-    ],
-)
-def test_a_backbone_of_another_recipe_is_not_trained(stopped, override, said):
-    """Killed after the backbone was written and before there was a state."""
-    shutil.rmtree(stopped / "out/cold_start")
-    assert f"{stopped}/out/backbone was made from other inputs than this run's" in problems(stopped, override)
-    assert said in problems(stopped, override)
-    assert problems(stopped) == ""
-
-
-def test_a_run_refuses_another_backbone_and_leaves_it_alone(stopped):
-    shutil.rmtree(stopped / "out/cold_start")
-    before = content_of(stopped / "out/backbone")
-    done = run(stopped, "model.scratch.text.hidden_size=48")
-    assert done.returncode == 2
-    assert "text.hidden_size 32 and 48" in done.stderr
-    assert content_of(stopped / "out/backbone") == before
-
-
-def test_a_backbone_of_other_texts_or_of_unknown_ones_is_refused(stopped):
-    shutil.rmtree(stopped / "out/cold_start")
-    write(stopped / "records.jsonl", [record(0, "something else"), *RECORDS[1:]])
-    assert f"records of {stopped}/records.jsonl: bytes" in problems(stopped)
-    (stopped / "out/backbone/identity.json").unlink()
-    assert "backbone does not record what it was made from" in problems(stopped)
 
 
 EDITS = {
@@ -171,27 +141,27 @@ def test_another_start_is_refused_and_what_an_older_version_did_not_record_is_sa
     recipe = load_recipe(words(stopped))
     [state] = (stopped / "out/cold_start/state").iterdir()
     done = json.loads((state / "done.json").read_text())
-    accelerator, start = Accelerator(cpu=True), stopped / "out/backbone"
+    accelerator, start = Accelerator(cpu=True), stopped / "backbone"
     records = check.examine(recipe, accelerator)[1].records
 
     def now():
         return stage_identity(recipe, "cold_start", records, str(start), None, accelerator)
 
-    same = check_same_run(done, now(), state)
+    same = check_same_run(done["identity"], now(), state)
     assert not [line for line in same if line.startswith(("start", "records", "launch"))]
-    assert check_same_run({"recipe": done["recipe"]}, now(), state) == []
+    assert check_same_run({}, now(), state) == []
     older = json.loads(json.dumps(done))
     older["identity"]["software"]["modules"]["rge.losses"] = "another"
     older["identity"]["software"]["packages"]["torch"] = "1.0"
-    told = "; ".join(check_same_run(older, now(), state))
+    told = "; ".join(check_same_run(older["identity"], now(), state))
     assert "code of rge.losses" in told
     assert 'versions: torch "1.0" and' in told
     (start / "README.md").write_text("what it is")  # nothing that training reads
-    assert check_same_run(done, now(), state) == same
+    assert check_same_run(done["identity"], now(), state) == same
     with (start / "model.safetensors").open("ab") as weights:
         weights.write(b"\0")
     with pytest.raises(CheckpointError, match="the weights from which .* started have changed"):
-        check_same_run(done, now(), state)
+        check_same_run(done["identity"], now(), state)
 
 
 def test_compare_runs_says_which_file_key_and_module(stopped, trained, capsys):
@@ -222,7 +192,6 @@ def test_compare_runs_says_which_file_key_and_module(stopped, trained, capsys):
     assert f"unknown: records, which {other}/rge.json does not record" in capsys.readouterr().out
     # a run, one of its stages and a state may be named too
     assert compare_runs.main([str(stopped / "out"), str(stopped / "out/cold_start")]) == 0
-    assert compare_runs.main([str(stopped / "out/backbone"), str(trained / "out/backbone")]) == 1
     # of an interrupted run, the stage that it was in
     shutil.copytree(stopped / "out/cold_start/state", stopped / "out/joint/state")
     shutil.copytree(final, stopped / "out/cold_start/final")

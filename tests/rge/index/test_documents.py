@@ -9,10 +9,11 @@ import pytest
 from clips import clip, number
 from pdfs import BLUE, GREEN, PASSWORD_NEEDED, RED, page, pdf
 from PIL import Image
+from recorded import settings_of
 
 pytest.importorskip("lancedb", exc_type=ImportError)
 
-from rge.checkpoints.export import export, settings_of
+from rge.checkpoints.export import export
 from rge.common.parts import PdfPart, VideoPart
 from rge.content.preview import preview
 from rge.content.references import Named, named, page_reference
@@ -197,7 +198,7 @@ def reader(lively_path, tmp_path_factory):
     model = EmbeddingModel(load_backbone(lively_path)).eval()
     settings = settings_of(
         emb_id=model.emb_id, profile="rge", max_prompt_tokens=256, min_pixels=784, max_pixels=7056, max_new_tokens=4,
-        reasons="query", recipe={"model": {"dtype": "float32"}}, stage="joint", step=1,
+        reasons="query", stage="joint", step=1,
     )  # fmt: skip
     folder = tmp_path_factory.mktemp("reader") / "model"
     export(model, folder, settings)

@@ -11,13 +11,14 @@ import torch
 from family_models import every_family
 from faults import error_about
 from peft import PeftModel
+from recorded import settings_of
 from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModelForImageTextToText
 
 from eval.verify.__main__ import VerifyOptions, verify
 from eval.verify.routes import RouteError
-from rge.checkpoints.export import checkpoint_hash, export, settings_of
+from rge.checkpoints.export import checkpoint_hash, export
 from rge.checkpoints.settings import CheckpointError, read_settings
 from rge.common.errors import UserError
 from rge.common.parts import content_of
@@ -40,8 +41,8 @@ ITEMS = [
 def settings(embedder, **more):
     return settings_of(
         emb_id=embedder.emb_id, profile="rge", max_prompt_tokens=2048, min_pixels=784, max_pixels=7056, max_new_tokens=12,
-        reasons="query", recipe={"model": {"dtype": "float32"}}, stage="joint", step=7,
-    ) | more  # fmt: skip
+        reasons="query", stage="joint", step=7,
+    ).but(**more)  # fmt: skip
 
 
 def adapt(embedder, **changes):
@@ -265,7 +266,7 @@ def test_a_full_disk_leaves_an_earlier_checkpoint(lively, written, limit, files_
         files_of_at_most(limit),
         pytest.raises(CheckpointError, match="could not be written: .*free some space"),
     ):
-        export(lively, adapters, read_settings(adapters).content() | {"step": 8})
+        export(lively, adapters, read_settings(adapters).but(step=8))
     assert checkpoint_hash(adapters) == before
     assert sorted(path.name for path in adapters.parent.iterdir()) == ["adapters", "merged"]
 

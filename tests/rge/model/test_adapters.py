@@ -4,10 +4,11 @@ import pytest
 import torch
 from accelerate import Accelerator
 from faults import error_about
+from recorded import settings_of
 from safetensors.torch import load_file
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from rge.checkpoints.export import export, settings_of
+from rge.checkpoints.export import export
 from rge.checkpoints.training_state import States
 from rge.common.parts import content_of
 from rge.common.schema import Item
@@ -115,7 +116,7 @@ def test_a_merged_checkpoint_is_plain_and_the_same_model(lively, untied, picture
     before = {name: value.clone() for name, value in embedder.state_dict().items()}
     settings = settings_of(
         emb_id=embedder.emb_id, profile="rge", max_prompt_tokens=2048, min_pixels=784, max_pixels=7056,
-        max_new_tokens=12, reasons="query", recipe={"model": {"dtype": "float32"}}, stage="joint", step=7,
+        max_new_tokens=12, reasons="query", stage="joint", step=7,
     )  # fmt: skip
     export(embedder, tmp_path / "final", settings, dict(merge(embedder.model)))
     assert all(torch.equal(before[name], value) for name, value in embedder.state_dict().items())

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 from family_models import PLUGINS, every_family, train
+from recorded import settings_of
 from stock import state_at_end, stock_forward
 
-from rge.checkpoints.export import export, settings_of
+from rge.checkpoints.export import export
 from rge.common.parts import content_of
 from rge.common.schema import Item
 from rge.config import load_recipe
@@ -177,16 +178,14 @@ def test_every_tile_counts(lively, picture):
 @pytest.mark.parametrize("lively_path", PLUGINS, indirect=True)
 def test_a_plugins_checkpoint_is_planned_embedded_and_evaluated(lively_path, lively, picture, tmp_path):
     """From a recipe's plan to an embedding that is the one of transformers alone."""
-    recipe = load_recipe(
-        ["recipe=demo", "model.scratch=null", f"model.path={lively_path}", "joint.batch_size=8"]
-    )
+    recipe = load_recipe(["recipe=demo", f"model.path={lively_path}", "joint.batch_size=8"])
     model, _ = outline(recipe.model)
     planned = plan(recipe, model, PlanOptions(num_gpus=2))
     assert planned.shapes.parameters == sum(parameter.numel() for parameter in lively.model.parameters())
     assert all(vars(planned.shapes.picture).values()) or planned.shapes.picture.fixed == 0
     settings = settings_of(
         emb_id=lively.emb_id, profile="rge", max_prompt_tokens=256, min_pixels=28 * 28, max_pixels=84 * 84,
-        max_new_tokens=6, reasons="query", recipe={"model": {"dtype": "float32"}}, stage="joint", step=1,
+        max_new_tokens=6, reasons="query", stage="joint", step=1,
     )  # fmt: skip
     export(lively, tmp_path / "own", settings)
     items = [

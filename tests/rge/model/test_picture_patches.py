@@ -1,13 +1,14 @@
 """Pictures for the vision tower: patches cut on tensors equal the processor's own."""
 
+from pathlib import Path
+
 import numpy as np
 import torch
 from accelerate import Accelerator
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from rge.distributed.config import TrainConfig
-from rge.scratch.config import ScratchConfig
-from rge.scratch.pretrain_vision import augment, named, patches, restyle, teach
+from rge.small_models.config import Naming
+from rge.small_models.naming import augment, named, patches, restyle, teach
 
 
 def test_patches_equal_the_processors(embedder, picture):
@@ -78,9 +79,9 @@ def test_pictures_are_chosen_for_before_names_are_written(tiny_path, picture, tm
     for say_from in (1.0, 0.5):
         model = AutoModelForImageTextToText.from_pretrained(tiny_path)
         before = {key: weight.clone() for key, weight in model.state_dict().items()}
-        config = ScratchConfig(naming_steps=8, naming_batch_size=8, naming_lr=1e-3, naming_say_from=say_from)
+        config = Naming(Path("names.jsonl"), steps=8, batch_size=8, lr=1e-3, say_from=say_from)
         folder = tmp_path / str(say_from)
-        teach(model, Accelerator(cpu=True), processor, pictures, labels, names, folder, config, TrainConfig())
+        teach(model, Accelerator(cpu=True), processor, pictures, labels, names, folder, config)
         found[say_from] = {
             key for key, weight in model.state_dict().items() if not torch.equal(weight, before[key])
         }
@@ -97,7 +98,7 @@ def test_naming_is_counted_over_all_pictures(tiny_path, tmp_path):
     names, labels = ["skis", "key"], torch.arange(70) % 2  # more than one batch
     pictures = labels[:, None, None, None].float().expand(-1, 3, 28, 28).contiguous()
     assert not named(model, processor, pictures, labels, names).all()
-    config = ScratchConfig(naming_steps=40, naming_batch_size=8, naming_lr=3e-2)
-    teach(model, Accelerator(cpu=True), processor, pictures, labels, names, tmp_path, config, TrainConfig())
+    config = Naming(Path("names.jsonl"), steps=40, batch_size=8, lr=3e-2)
+    teach(model, Accelerator(cpu=True), processor, pictures, labels, names, tmp_path, config)
     assert named(model, processor, pictures, labels, names).tolist() == [True] * 70
     assert named(model, processor, pictures, 1 - labels, names).tolist() == [False] * 70

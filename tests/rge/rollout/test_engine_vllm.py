@@ -14,9 +14,10 @@ import torch
 from family_models import build
 from own_engine import OwnEngine
 from paths import ROOT
+from recorded import settings_of
 
 from eval.commands.run import RunOptions, run
-from rge.checkpoints.export import export, settings_of
+from rge.checkpoints.export import export
 from rge.common.errors import UserError
 from rge.common.parts import content_of
 from rge.common.schema import Item
@@ -34,9 +35,10 @@ def exported(path, backbone_path):
     model = EmbeddingModel(load_backbone(backbone_path)).eval()
     settings = settings_of(
         emb_id=model.emb_id, profile="rge", max_prompt_tokens=512, min_pixels=784, max_pixels=7056, max_new_tokens=CAP,
-        reasons="query", recipe={"model": {"dtype": "float32"}}, stage="joint", step=7,
+        reasons="query", stage="joint", step=7,
     )  # fmt: skip
-    settings["instructions"] = {"default": "find it", "known": ["find it"], "by_task": {}}
+    known = {"default": "find it", "known": ["find it"], "by_task": {}}
+    settings = settings.but(instructions=known)
     export(model, path, settings)
     return path
 

@@ -38,9 +38,10 @@ from paths import ROOT
 from pdfs import BLUE, GREEN, PASSWORD_NEEDED, RED, pdf
 from pdfs import page as pdf_page
 from PIL import Image
+from recorded import settings_of
 from served import running
 
-from rge.checkpoints.export import export, settings_of
+from rge.checkpoints.export import export
 from rge.common.errors import UserError
 from rge.common.images import ImageError, load_image
 from rge.common.parts import ImagePart, TextPart, VideoPart
@@ -77,10 +78,10 @@ def checkpoint(lively_path, tmp_path_factory):
     model = EmbeddingModel(load_backbone(lively_path)).eval()
     settings = settings_of(
         emb_id=model.emb_id, profile="rge", max_prompt_tokens=256, min_pixels=784, max_pixels=7056, max_new_tokens=12,
-        reasons="query", recipe={"model": {"dtype": "float32"}}, stage="joint", step=7,
+        reasons="query", stage="joint", step=7,
     )  # fmt: skip
-    settings["instructions"] = {"default": "find it", "known": ["find it", "name it"], "by_task": {}}
-    settings["dimensions"] = [8, 16]
+    known = {"default": "find it", "known": ["find it", "name it"], "by_task": {}}
+    settings = settings.but(instructions=known, dimensions=[8, 16])
     folder = tmp_path_factory.mktemp("serving") / "a model"
     export(model, folder, settings)
     return folder

@@ -9,9 +9,10 @@ import pyarrow.parquet as pq
 import pytest
 from eval_fakes import FakeEncoder, write_set
 from eval_processes import start
+from recorded import settings_of
 
 from eval.commands.rerank import RerankOptions, rerank_command
-from rge.checkpoints.export import export, settings_of
+from rge.checkpoints.export import export
 from rge.common.parts import content_of
 from rge.common.schema import Item
 from rge.vectors import fill_cache
@@ -31,7 +32,7 @@ def shards(out: Path) -> dict[str, pd.DataFrame]:
 def test_two_processes_write_the_files_and_numbers_of_one(lively, tmp_path):
     settings = settings_of(
         emb_id=lively.emb_id, profile="rge", max_prompt_tokens=256, min_pixels=28 * 28, max_pixels=84 * 84,
-        max_new_tokens=5, reasons="query", recipe={"model": {"dtype": "float32"}}, stage="joint", step=1,
+        max_new_tokens=5, reasons="query", stage="joint", step=1,
     )  # fmt: skip
     export(lively, tmp_path / "checkpoint", settings)
     data = write_set(tmp_path / "set", num_queries=12, num_candidates=20)

@@ -13,9 +13,8 @@ from accelerate import Accelerator
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from rge.distributed import collectives as dist
-from rge.distributed.config import TrainConfig
-from rge.scratch import pretrain_vision
-from rge.scratch.config import ScratchConfig
+from rge.small_models import naming
+from rge.small_models.config import Naming
 
 path, folder = sys.argv[1], Path(sys.argv[2])
 torch.set_num_threads(1)
@@ -23,7 +22,7 @@ accelerator = Accelerator(cpu=True)
 processor = AutoProcessor.from_pretrained(path)
 pictures = torch.rand(4, 3, 28, 28, generator=torch.Generator().manual_seed(0))
 names, labels = ["This is a key.", "This is a door."], torch.tensor([0, 1, 0, 1])
-augment = pretrain_vision.augment
+augment = naming.augment
 
 
 def teach(name: str, steps: int) -> dict[str, torch.Tensor]:
@@ -36,12 +35,11 @@ def teach(name: str, steps: int) -> dict[str, torch.Tensor]:
         shown.append(picture)
         return augment(picture, generator)
 
-    pretrain_vision.augment = counted
+    naming.augment = counted
     try:
-        pretrain_vision.teach(
+        naming.teach(
             model, accelerator, processor, pictures, labels, names, folder / name,
-            ScratchConfig(naming_steps=8, naming_batch_size=8, naming_lr=1e-2, naming_say_from=0.5),
-            TrainConfig(save_every=3, background_save=False),
+            Naming(folder / "names.jsonl", steps=8, batch_size=8, lr=1e-2, say_from=0.5, save_every=3),
         )  # fmt: skip
     except KeyboardInterrupt:
         accelerator.free_memory()

@@ -1,6 +1,6 @@
 """Pretraining of a small backbone's vision tower and merger: naming what a picture shows.
 
-The vision tower of a backbone built by `rge.scratch.build` is untrained, its text model cannot read the features, and the joint
+The vision tower of a backbone built by `rge.small_models.build` is untrained, its text model cannot read the features, and the joint
 objective teaches both only slowly. This stage has two losses over augmented pictures:
 
 * choosing: among all names, the right one's summed token embeddings must have the largest inner product with the features,
@@ -9,8 +9,7 @@ objective teaches both only slowly. This stage has two losses over augmented pic
 """
 
 import time
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,51 +21,40 @@ from accelerate import Accelerator
 from PIL import Image
 from torch import Tensor, nn
 
-from rge.checkpoints.settings import CheckpointError
 from rge.checkpoints.training_state import States
-from rge.common.images import ImageError, load_image
+from rge.common.images import load_image
 from rge.data.sources import RecordError, RecordFile
 from rge.distributed import collectives as dist
-from rge.distributed.config import TrainConfig
 from rge.distributed.stop_signals import exit_after, received_by_any
-from rge.identity.run_identity import differences, in_words
+from rge.identity.run_identity import Identity, differences, in_words
 from rge.logs import Logs
 from rge.model.backbone import vision_parameters
 from rge.model.families import family_of
 from rge.model.hub_model import HubModel
 from rge.optim.config import OptimConfig, StageConfig
 from rge.optim.optimizers import learning_rate, make_optimizer, set_learning_rate
-from rge.scratch.config import ScratchConfig
-from rge.towers.smollm2 import is_smollm2
+from rge.small_models.config import Naming
 
 
-def naming_pictures(path: str | Path, side_px: int, on_bad: str = "stop") -> tuple[Tensor, Tensor, list[str]]:
+def naming_pictures(path: str | Path, side_px: int) -> tuple[Tensor, Tensor, list[str]]:
     """The distinct query pictures of a record file, whose oracle rationales name them ("This is a padlock.").
 
     Returns:
         (N, 3, side, side) float pictures in [0, 1], resized to `side_px`; (N,) int64 labels; and the labels' names.
     """
-    records = RecordFile(path, need_rationale=True, on_bad=on_bad)
+    records = RecordFile(path, need_rationale=True)
     named: dict[str, str] = {}
     for record in map(records.__getitem__, range(len(records))):
         for image in record.query.pictures:
             named.setdefault(str(image), record.positives[0].rationale or "")
-    arrays: dict[str, np.ndarray] = {}
-    for image in named:
-        try:
-            shown = load_image(image).resize((side_px, side_px), Image.Resampling.BICUBIC)
-        except ImageError as error:
-            if on_bad == "stop":
-                raise
-            warnings.warn(f"left out of model.scratch.naming (data.on_bad=skip): {error}", stacklevel=2)
-            continue
-        arrays[image] = np.asarray(shown)
-    if not arrays:
-        raise RecordError(f"model.scratch.naming: no query of {path} shows a picture")
-    names = sorted({named[image] for image in arrays})
+    if not named:
+        raise RecordError(f"naming.records: no query of {path} shows a picture")
+    side = (side_px, side_px)
+    arrays = [np.asarray(load_image(image).resize(side, Image.Resampling.BICUBIC)) for image in named]
+    names = sorted({*named.values()})
     label = {name: number for number, name in enumerate(names)}
-    stacked = torch.from_numpy(np.stack(list(arrays.values()))).permute(0, 3, 1, 2).float() / 255
-    return stacked, torch.tensor([label[named[image]] for image in arrays]), names
+    stacked = torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2).float() / 255
+    return stacked, torch.tensor([label[name] for name in named.values()]), names
 
 
 def augment(picture_B3HW: Tensor, generator: torch.Generator) -> Tensor:
@@ -226,31 +214,22 @@ class _Progress:
     namer: _Namer
     generator: torch.Generator
     folder: Path
-    num_steps: int
-    train: TrainConfig
-    identity: Mapping[str, Any] | None
+    config: Naming
+    identity: Identity | None
 
     def __post_init__(self) -> None:
-        train = self.train
         self.states = States(
-            self.accelerator, self.namer, None, self.folder / "state", keep_last=train.keep_last,
-            background=train.background_save, generators=[self.generator],
+            self.accelerator, self.namer, None, self.folder / "state", keep_last=2, background=False,
+            generators=[self.generator],
         )  # fmt: skip
         self.first_step = self.correct = self.counted = 0
         if (found := self.states.latest()) is not None:
             self._path, done = found
             self.first_step, self.correct, self.counted = done["step"], done["correct"], done["counted"]
-            then, now = done["mixed_precision"], self.accelerator.mixed_precision
-            if then != now:
-                raise CheckpointError(
-                    f"{self._path} was computed in mixed precision {then!r}, and this run has {now!r}: set model.dtype as "
-                    f"before, or delete {self.states.folder} to start this stage again"
-                )
             changed = in_words(differences(done["identity"] or {}, self.identity or {}))
             self.states.announce("naming", self.first_step, self._path, changed)
-        self.logs = Logs(
-            self.accelerator, self.folder, "naming", self.first_step, self.num_steps, train.log_every
-        )
+        steps, every = self.config.steps, self.config.log_every
+        self.logs = Logs(self.accelerator, self.folder, "naming", self.first_step, steps, every)
 
     def begin(self, phase: range, optimizer: torch.optim.Optimizer) -> range:
         """The phase's unfinished steps, of which there is at least one."""
@@ -263,7 +242,7 @@ class _Progress:
 
     def after_step(self, step: int, chosen_B: Tensor, report: dict[str, float]) -> None:
         """Count and log a step, counted from one; save every so often, and exit after a signal."""
-        if step > self.num_steps - max(1, self.num_steps // 10):
+        if step > self.config.steps - max(1, self.config.steps // 10):
             self.correct += int(chosen_B.sum())
             self.counted += len(chosen_B)
         self.logs.step(step, report)
@@ -274,14 +253,13 @@ class _Progress:
         self.states.check()
         received = received_by_any(self.accelerator.device)
         # A phase ends without a state: its optimizer is not the next one's.
-        if step == self._last_step or not (received or step % self.train.save_every == 0):
+        if step == self._last_step or not (received or step % self.config.save_every == 0):
             return
         counts = {"correct": self.correct, "counted": self.counted}
-        made_with = {"identity": self.identity, "mixed_precision": self.accelerator.mixed_precision}
-        self.states.save(step, counts | made_with)
+        self.states.save(step, counts | {"identity": self.identity})
         if received:
             self.states.wait()
-            exit_after(received, self.accelerator, "naming", step, self.num_steps, self.states.folder)
+            exit_after(received, self.accelerator, "naming", step, self.config.steps, self.states.folder)
 
 
 def teach(
@@ -292,16 +270,17 @@ def teach(
     labels: Tensor,
     names: Sequence[str],
     folder: Path,
-    config: ScratchConfig,
-    train: TrainConfig,
+    config: Naming,
     *,
-    identity: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    train_text: bool = True,
+    identity: Identity | None = None,
 ) -> float:
     """Train a backbone in place to name pictures, with Muon, which needs a third of AdamW's steps here, and a cosine schedule.
 
     Writes ``metrics.jsonl`` and ``state/`` into `folder`. Called again after an interruption, with the same arguments and as many
-    processes, it resumes; on one process, the result is that of an uninterrupted run, bit for bit. A pretrained text model is
-    frozen, and the merger learns its representation. `pictures`, `labels` and `names` are those of `naming_pictures`; `identity`
+    processes, it resumes; on one process, the result is that of an uninterrupted run, bit for bit. Without `train_text`, the
+    text model is frozen, and the merger learns its representation. `pictures`, `labels` and `names` are those of `naming_pictures`; `identity`
     is kept with each state.
 
     Returns:
@@ -311,16 +290,16 @@ def teach(
         CheckpointError: a state could not be written or read, or another number of processes saved it.
         SystemExit: a signal has been received (`stop_after_this_step_at_signals`) and a state is saved.
     """
-    generator = torch.Generator().manual_seed(train.seed * 1000 + dist.rank())
+    generator = torch.Generator().manual_seed(seed * 1000 + dist.rank())
     namer, grid = _namer(model, processor, names, pictures.shape[-1])
-    steps, lr = config.naming_steps, config.naming_lr
-    progress = _Progress(accelerator, namer, generator, folder, steps, train, identity)
+    steps, lr = config.steps, config.lr
+    progress = _Progress(accelerator, namer, generator, folder, config, identity)
     schedule = StageConfig(lr=lr, warmup_steps=50)
     settings = OptimConfig(name="muon", betas=(0.9, 0.98), weight_decay=0.05)
-    share = config.naming_batch_size // dist.world_size()
+    share = config.batch_size // dist.world_size()
     grid = grid.repeat(share, 1)
-    first_write = round(config.naming_say_from * steps)
-    decoder, train_text = family_of(model).decoder(model), not is_smollm2(config.text)
+    first_write = round(config.say_from * steps)
+    decoder = family_of(model).decoder(model)
     for write, phase in ((False, range(first_write)), (True, range(first_write, steps))):
         if phase.stop <= max(progress.first_step, phase.start):
             continue
@@ -342,8 +321,8 @@ def teach(
             set_learning_rate(optimizer, learning_rate(step - began, num_steps, schedule))
             rows = torch.randint(len(pictures), (share,), generator=generator)
             shown = augment(pictures[rows], generator)
-            if config.naming_style:
-                shown = restyle(shown, config.naming_style, generator)
+            if config.style:
+                shown = restyle(shown, config.style, generator)
             values = patches(shown, processor.image_processor).to(accelerator.device)
             label = labels[rows].to(accelerator.device)
             times.append(time.perf_counter())

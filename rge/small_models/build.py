@@ -23,8 +23,10 @@ from transformers import (
 )
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
+from rge.checkpoints.settings import Origin
 from rge.common.errors import UserError, did_you_mean, not_one_of
-from rge.towers import efficientnet, smollm2
+from rge.small_models import efficientnet, smollm2
+from rge.small_models.config import Sizes
 
 SPECIAL_TOKENS = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>",
@@ -71,7 +73,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Qwen2Tokenizer:
     )
 
 
-def make_tokenizer(texts: Iterable[str], vocab_size: int, text: dict[str, Any]) -> PreTrainedTokenizerBase:
+def make_tokenizer(texts: Iterable[str], vocab_size: int, text: Sizes) -> PreTrainedTokenizerBase:
     """The tokenizer of a backbone: trained on texts, or that of the pretrained text model in ``text``."""
     if not smollm2.is_smollm2(text):
         return train_tokenizer(texts, vocab_size)
@@ -88,8 +90,8 @@ def make_processor(
     *,
     min_pixels: int,
     max_pixels: int,
-    vision: dict[str, Any],
-    text: dict[str, Any],
+    vision: Sizes,
+    text: Sizes,
 ) -> Qwen2_5_VLProcessor:
     """Qwen2.5-VL's processor around a tokenizer, with its published chat template (shipped in trl).
 
@@ -111,33 +113,40 @@ def make_processor(
 
 
 def make_model(
-    tokenizer: PreTrainedTokenizerBase, text: dict[str, Any], vision: dict[str, Any]
+    tokenizer: PreTrainedTokenizerBase, text: Sizes, vision: Sizes
 ) -> Qwen2_5_VLForConditionalGeneration:
     """A Qwen2.5-VL, float32, with random weights (seed torch before) except for pretrained parts; TowerError without their package.
 
     `text` has overrides of the text config: sizes, ``tie_word_embeddings``; or ``model_type: smollm2`` alone. `vision` has those of the
-    vision config; its ``model_type`` may be a tower of `rge.towers`.
+    vision config; its ``model_type`` may be a tower of `rge.small_models`.
     """
     ids: Any = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS}
-    config = make_config(num_rows(len(tokenizer)), ids, text, vision)
     model: Qwen2_5_VLForConditionalGeneration
-    if isinstance(config, efficientnet.EfficientNetQwenConfig):
-        model = efficientnet.EfficientNetQwen(config)
+    try:
+        config = make_config(num_rows(len(tokenizer)), ids, text, vision)
+        if isinstance(config, efficientnet.EfficientNetQwenConfig):
+            model = efficientnet.EfficientNetQwen(config)
+        else:
+            model = Qwen2_5_VLForConditionalGeneration(config)
+    except UserError:
+        raise
+    except Exception as error:  # of any type: transformers and the checks of its configs raise many for sizes
+        why = f"lack {error}" if isinstance(error, KeyError) else f"make no model: {error}"
+        raise UserError(f"the sizes of text and vision {why}") from error
+    if isinstance(model.model.visual, efficientnet.EfficientNetTower):
         model.model.visual.load_pretrained()
-    else:
-        model = Qwen2_5_VLForConditionalGeneration(config)
     if smollm2.is_smollm2(text):
         smollm2.load_pretrained(model.model.language_model)
     return model
 
 
-def origins(text: dict[str, Any], vision: dict[str, Any]) -> list[dict[str, Any]]:
-    """Pretrained parts of a backbone: name, licence, and source file with its hash; UserError if a package is missing."""
+def origins(text: Sizes, vision: Sizes) -> list[Origin]:
+    """Pretrained parts of a backbone; UserError if a package is missing."""
     found = [smollm2.origin()] if smollm2.is_smollm2(text) else []
     return [*found, efficientnet.origin()] if efficientnet.is_efficientnet(vision) else found
 
 
-def vocabulary(vocab_size: int, text: dict[str, Any]) -> int:
+def vocabulary(vocab_size: int, text: Sizes) -> int:
     """Number of tokens of `make_tokenizer`, special ones included."""
     if smollm2.is_smollm2(text):
         return smollm2.VOCABULARY + len(set(SPECIAL_TOKENS) - smollm2.SPECIAL_TOKENS)
@@ -149,9 +158,7 @@ def num_rows(vocabulary: int) -> int:
     return -(-(vocabulary + 1) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
-def make_config(
-    rows: int, ids: Mapping[str, int], text: dict[str, Any], vision: dict[str, Any]
-) -> Qwen2_5_VLConfig:
+def make_config(rows: int, ids: Mapping[str, int], text: Sizes, vision: Sizes) -> Qwen2_5_VLConfig:
     """Config of a Qwen2.5-VL with these sizes and rows in its embedding matrix, see `make_model`; UserError for unknown sizes."""
     text = dict(smollm2.TEXT if smollm2.is_smollm2(text) else text)
     tie = text.pop("tie_word_embeddings", True)
@@ -183,17 +190,17 @@ def make_config(
     _check_keys("text", text, type(config.text_config), smollm2.MODEL_TYPE)
     _check_keys("vision", vision, type(config.vision_config), efficientnet.EfficientNetConfig.model_type)
     if (layers := config.get_text_config().num_hidden_layers) < 1:
-        raise UserError(f"model.scratch.text.num_hidden_layers must be >= 1, got {layers}")
+        raise UserError(f"text.num_hidden_layers must be >= 1, got {layers}")
     return config
 
 
-def _check_keys(part: str, sizes: Mapping[str, Any], kind: type[Any], pretrained: str) -> None:
+def _check_keys(part: str, sizes: Sizes, kind: type[Any], pretrained: str) -> None:
     known = kind().to_dict()  # transformers accepts other keys, and ignores them
     for name in sizes:
         if name not in known:
-            raise UserError(f"unknown key model.scratch.{part}.{name}{did_you_mean(name, known)}")
+            raise UserError(f"unknown key {part}.{name}{did_you_mean(name, known)}")
     if (given := sizes.get("model_type", kind.model_type)) != kind.model_type:
-        raise UserError(not_one_of(f"model.scratch.{part}.model_type", given, [pretrained]))
+        raise UserError(not_one_of(f"{part}.model_type", given, [pretrained]))
 
 
 def build(
@@ -202,8 +209,8 @@ def build(
     *,
     seed: int,
     vocab_size: int,
-    text: dict[str, Any],
-    vision: dict[str, Any],
+    text: Sizes,
+    vision: Sizes,
     min_pixels: int,
     max_pixels: int,
 ) -> None:
@@ -220,6 +227,6 @@ def build(
         torch.manual_seed(seed)
         model = make_model(tokenizer, text, vision)
     if parts := origins(text, vision):
-        model.config.origins = parts
+        model.config.origins = [part.content() for part in parts]
     model.save_pretrained(out)
     processor.save_pretrained(out)

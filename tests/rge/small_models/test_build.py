@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from rge.scratch import build as scratch
+from rge.small_models import build as scratch
 
 TEXTS = ["Which key opens this padlock?", "It's 3 o'clock; l'œuf éclot.", "鸡蛋 孵化 🐣"] * 3
 

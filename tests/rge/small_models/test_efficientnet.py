@@ -11,25 +11,24 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from family_models import PHOTOS, SCRATCH, TEXT, TEXTS, build, needs_tower, train
+from recorded import settings_of
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from rge.checkpoints.export import export, settings_of
+from rge.checkpoints.export import export
 from rge.common.parts import content_of
 from rge.common.schema import Item
-from rge.config import load_recipe
-from rge.distributed.config import TrainConfig
 from rge.model.backbone import BackboneError, load_backbone, vision_parameters
 from rge.model.embedding_model import EmbeddingModel
 from rge.model.families import family_of, normalised
 from rge.model.prompts import PromptBuilder
 from rge.plan.costs import cost_of_picture
-from rge.plan.known_models import outline
-from rge.scratch import build as scratch
-from rge.scratch.config import ScratchConfig
-from rge.scratch.pretrain_vision import teach
-from rge.scratch.starting_point import starting_point
-from rge.towers.efficientnet import NETWORK, WEIGHTS, TowerError, _weights_file
+from rge.small_models import build as scratch
+from rge.small_models.__main__ import read_options
+from rge.small_models.config import Naming
+from rge.small_models.efficientnet import NETWORK, WEIGHTS, TowerError, _weights_file
+from rge.small_models.make import make as make_whole
+from rge.small_models.naming import teach
 
 SIZES = {"min_pixels": 64 * 64, "max_pixels": 256 * 256}
 
@@ -105,8 +104,8 @@ def test_the_first_stage_teaches_the_merger_and_leaves_the_network(eyes, tmp_pat
     names, labels = ["This is a key.", "This is an egg."], torch.arange(4) % 2
     pictures = labels[:, None, None, None].float().expand(-1, 3, 64, 64).contiguous()
     before = {name: it.clone() for name, it in model.state_dict().items()}
-    config = ScratchConfig(naming_steps=3, naming_batch_size=4, naming_lr=1e-2)
-    teach(model, Accelerator(cpu=True), processor, pictures, labels, names, tmp_path, config, TrainConfig())
+    config = Naming(Path("names.jsonl"), steps=3, batch_size=4, lr=1e-2)
+    teach(model, Accelerator(cpu=True), processor, pictures, labels, names, tmp_path, config)
     moved = {name for name, it in model.state_dict().items() if not torch.equal(it, before[name])}
     assert {f"model.visual.merger.{layer}.weight" for layer in ("norm", "narrow", "mix")} <= moved
     assert not any(".network." in name for name in moved)
@@ -135,12 +134,6 @@ def test_a_missing_package_is_named_with_what_to_install(tmp_path, monkeypatch, 
         make(tmp_path / "new")
 
 
-def test_the_check_before_training_says_so_too(monkeypatch):
-    monkeypatch.setitem(sys.modules, NETWORK, None)
-    with pytest.raises(TowerError, match=r"pip install -e '\.\[photos\]'"):
-        outline(load_recipe(["recipe=photos"]).model)
-
-
 @needs_tower
 def test_a_checkpoint_cannot_be_loaded_without_the_network(eyes, monkeypatch):
     monkeypatch.setitem(sys.modules, WEIGHTS, None)
@@ -158,13 +151,9 @@ def test_sizes_that_it_cannot_have_are_refused(tmp_path):
 @pytest.mark.slow
 @needs_tower
 def test_a_backbone_and_its_checkpoints_say_what_they_are_made_of(tmp_path, capsys):
-    overrides = [
-        f"model.scratch.text={json.dumps(TEXT)}",
-        "model.scratch.naming=null",
-        "model.scratch.vocab_size=320",
-    ]
-    recipe = load_recipe(["recipe=photos", f"out={tmp_path}", *overrides])
-    backbone = Path(starting_point(recipe, {}, Accelerator(cpu=True)))
+    backbone = tmp_path / "base"
+    sizes = [f"text={json.dumps(TEXT)}", "naming=null", "vocab_size=320"]
+    make_whole(read_options(["recipe=photos", f"out={backbone}", *sizes]), Accelerator(cpu=True))
     (part,) = json.loads((backbone / "config.json").read_text())["origins"]
     assert part["sha256"] == hashlib.sha256(_weights_file().read_bytes()).hexdigest()
     said = f"vision tower: EfficientNet-Lite0, Apache-2.0, {part['bytes'] / 1e6:.1f} MB ({part['file']}, sha256 {part['sha256']})"
@@ -172,7 +161,7 @@ def test_a_backbone_and_its_checkpoints_say_what_they_are_made_of(tmp_path, caps
     assert len({path.stat().st_mode for path in backbone.iterdir()}) == 1  # safetensors' own file was private
     settings = settings_of(
         emb_id=1, profile="rge", max_prompt_tokens=64, min_pixels=4096, max_pixels=4096, max_new_tokens=8,
-        reasons="query", recipe={"model": {"path": None}}, stage="joint", step=1,
+        reasons="query", stage="joint", step=1,
     )  # fmt: skip
     export(EmbeddingModel(load_backbone(backbone, add_emb=True)), tmp_path / "final", settings)
     assert json.loads((tmp_path / "final" / "rge.json").read_text())["origins"] == [part]

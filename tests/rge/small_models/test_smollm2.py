@@ -12,28 +12,27 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
+from family_models import VISION
+from recorded import settings_of
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rge import train
-from rge.checkpoints.export import export, settings_of
+from rge.checkpoints.export import export
 from rge.common.errors import UserError
 from rge.common.parts import content_of
 from rge.common.schema import Item
-from rge.config import load_recipe
 from rge.embedder import Embedder
 from rge.model.adapter_files import WEIGHTS, Base
 from rge.model.adapters import add_adapters
-from rge.model.backbone import add_tokens, load_backbone, name_tokens
+from rge.model.backbone import add_tokens, load_backbone, name_tokens, skeleton
 from rge.model.config import LoraConfig
 from rge.model.embedding_model import EmbeddingModel, normalise
 from rge.model.packing import Branch
 from rge.model.prompts import PromptBuilder
-from rge.plan.known_models import outline
 from rge.rollout.generate import generate
-from rge.scratch import build
-from rge.scratch.starting_point import processor_of
-from rge.towers import efficientnet, smollm2
+from rge.small_models import build, efficientnet, smollm2
+from rge.small_models.__main__ import read_options
 
 TEXT = {"model_type": "smollm2"}
 NEEDED = "gguf", smollm2.PACKAGE, efficientnet.NETWORK, efficientnet.WEIGHTS
@@ -81,9 +80,10 @@ def test_another_file_is_refused_with_both_hashes(monkeypatch, tmp_path):
         smollm2.folder()
 
 
-def test_the_plan_knows_its_size_without_the_package():
-    model, origin = outline(load_recipe(["recipe=smol"]).model, None)
-    assert origin == "model.scratch"
+def test_its_size_is_known_without_the_package():
+    rows = build.num_rows(build.vocabulary(0, TEXT))
+    ids = dict.fromkeys(build.SPECIAL_TOKENS, 0)
+    model = skeleton(build.make_config(rows, ids, TEXT, VISION))
     words = model.get_input_embeddings()
     assert (
         words.num_embeddings == 49_216
@@ -116,15 +116,13 @@ def theirs():
 def folder(theirs, tmp_path_factory):
     """The recipe's backbone before naming."""
     out = tmp_path_factory.mktemp("smol") / "base"
-    recipe = load_recipe(["recipe=smol", f"out={out.parent}"])
-    processor_of(recipe, {})  # as the pre-flight of a training does
-    model, sizes = recipe.model, recipe.model.scratch
+    sizes = read_options(["recipe=smol"])
     with pytest.MonkeyPatch.context() as patch:
         # Undoing the quantization takes longer than all of these tests.
         patch.setattr(smollm2.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: theirs)
         build.build(
             out, [], seed=0, vocab_size=sizes.vocab_size, text=sizes.text, vision=sizes.vision,
-            min_pixels=model.min_pixels, max_pixels=model.max_pixels,
+            min_pixels=sizes.min_pixels, max_pixels=sizes.max_pixels,
         )  # fmt: skip
     return out
 
@@ -285,10 +283,10 @@ def test_adapters_with_the_merger_and_their_real_base_are_the_model(folder, prom
                 parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
     settings = settings_of(
         emb_id=trained.emb_id, profile="rge", max_prompt_tokens=2048, min_pixels=784, max_pixels=7056, max_new_tokens=12,
-        reasons="query", recipe={"model": {"dtype": "float32"}}, stage="joint", step=7,
+        reasons="query", stage="joint", step=7,
     )  # fmt: skip
     base = dataclasses.replace(Base.of(str(folder), None, trained.rows_of_base), path="elsewhere/backbone")
-    export(trained, tmp_path / "adapters", settings | {"base": base.as_recorded_in(tmp_path / "adapters")})
+    export(trained, tmp_path / "adapters", settings.but(base=base.as_recorded_in(tmp_path / "adapters")))
     size = sum(path.stat().st_size for path in (tmp_path / "adapters").glob("*.safetensors"))
     assert size < 7e6
     again = Embedder.from_pretrained(tmp_path / "adapters", base=folder)

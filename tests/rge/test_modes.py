@@ -293,7 +293,7 @@ def likely_direct(embedder, prompts):
 
 def test_probabilities_of_a_direct_answer_are_those_of_a_stock_pass(lively, make_batch):
     prompts = make_batch(builder := PromptBuilder(lively.processor)).queries
-    found = Inference(lively, builder).direct_probabilities(prompts, 2)
+    found = Inference(lively, builder).direct_probabilities(prompts, (2, None))
     torch.testing.assert_close(torch.from_numpy(found), likely_direct(lively, prompts), rtol=1e-4, atol=1e-6)
 
 

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import tarfile
+import time
 import zipfile
 
 import pandas as pd
@@ -91,6 +92,7 @@ def test_ctrl_c_ends_files_that_are_under_way_and_they_go_on(held, tmp_path, mon
     def interrupting(method, path, body, address):
         if method == "GET" and path.endswith(large):
             os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)  # the main thread has seen it before the first byte is there
         return whole(method, path, body, address)
 
     held.answer = interrupting

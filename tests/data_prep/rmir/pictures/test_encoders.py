@@ -170,14 +170,14 @@ def test_weights_trained_anew_at_the_same_path_restart_the_seed_stage(
     checkpoint, lively, pictures, tmp_path, tmp_path_factory
 ):
     folder = tmp_path_factory.mktemp("trained") / "final"
-    export(lively, folder, read_settings(Path(checkpoint)).content())
+    export(lively, folder, read_settings(Path(checkpoint)))
     words = f"image_encoder={{kind: checkpoint, path: {folder}}}", "seed.per_cluster=9"
     run = library_run(tmp_path, pictures, *words)
     run.run("seed", stages.seed)
     first = np.load(run.path("seed", "images.npy"))
     with torch.no_grad():
         lively.model.get_input_embeddings().weight.mul_(-1)
-    export(lively, folder, read_settings(Path(checkpoint)).content())
+    export(lively, folder, read_settings(Path(checkpoint)))
     assert run.done("seed"), "a run holds to the weights that it began with"
     run.close()
     run = library_run(tmp_path, pictures, *words)

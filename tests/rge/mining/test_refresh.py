@@ -150,5 +150,5 @@ def test_a_batch_draws_from_what_was_mined(recipe, lively):
 @pytest.mark.parametrize("word", ["data.mine.num=0", "data.max_negatives=0", "data.mine.range=[2,3]"])
 def test_what_mines_nothing_is_refused(recipe, word):
     assert len(list(problems(recipe(word).data, []))) == 1
-    assert list(problems(recipe(), [])) == []
+    assert list(problems(recipe().data, [])) == []
     assert list(problems(recipe(word, "data.mine.every=0"), [])) == []

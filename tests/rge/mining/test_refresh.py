@@ -151,4 +151,4 @@ def test_a_batch_draws_from_what_was_mined(recipe, lively):
 def test_what_mines_nothing_is_refused(recipe, word):
     assert len(list(problems(recipe(word).data, []))) == 1
     assert list(problems(recipe().data, [])) == []
-    assert list(problems(recipe(word, "data.mine.every=0"), [])) == []
+    assert list(problems(recipe(word, "data.mine.every=0").data, [])) == []

@@ -62,6 +62,8 @@ def tree() -> str:
             shared = folder.name in ("rge", "common")  # there, these names hold more than one room's
             left_out = SPEAKING[: 2 if shared else None]
             files = sorted(path for path in folder.glob("*.py") if path.stem not in left_out)
+            if folder.name == "benches":  # `python scripts/bench.py` lists them
+                files = []
             package = folder / "__init__.py"
             says = [first_sentence(package), ""] if package.exists() else []
             if not files and not any(says):

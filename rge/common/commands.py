@@ -6,8 +6,10 @@ import os
 import select
 import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn, TextIO, TypeVar
@@ -27,6 +29,20 @@ USER_FIXABLE = {
 """Errors of files that the user can fix: permissions, a full disk, a wrong place or name."""
 LINE_S = 10.0
 """Seconds between two lines of progress in a log file."""
+
+
+def in_thread(call: Callable[[], T]) -> "Future[T]":
+    """Call something that may never return; whoever waits for it, as by ``exception(timeout)``, may go on and end without it."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - it is the future's
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
 
 
 def start(main: Callable[[list[str]], int | None]) -> NoReturn:

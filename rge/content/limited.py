@@ -110,7 +110,8 @@ class Decoder:
 
     def __exit__(self, *_: object) -> None:
         if self._process is not None:
-            self._process.pipe.send(None)  # forget the files
+            with suppress(OSError):  # it has ended, which `_started` sees
+                self._process.pipe.send(None)  # forget the files
             _IDLE.setdefault(self.megabytes, []).append(self._process)
             self._process = None
 

@@ -11,13 +11,13 @@ finish, and load their models again.
 import logging
 import os
 import pickle
-import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain, islice
-from queue import Empty, Queue
 from typing import Any
 
+from rge.common.commands import in_thread
 from rge.common.errors import UserError, portable
 from rge.common.registry import load_plugins, plugins_loaded
 
@@ -135,11 +135,10 @@ def _connected(address: str | None) -> Any:
 def _within_time(batches: Iterator[Any]) -> Iterator[Any]:
     """Batches, at most `WAIT_S` apart."""
     while True:
-        found: Queue[tuple[BaseException | None, Any]] = Queue(1)
-        threading.Thread(target=_put_next, args=(batches, found), daemon=True).start()
+        batch = in_thread(partial(next, batches))
         try:
-            error, batch = found.get(timeout=WAIT_S)
-        except Empty:
+            error = batch.exception(WAIT_S)
+        except TimeoutError:
             raise RayError(
                 f"no block was finished for {WAIT_S:.0f} s: `ray status` tells whether machines or devices are missing; "
                 "the same command continues"
@@ -148,11 +147,4 @@ def _within_time(batches: Iterator[Any]) -> Iterator[Any]:
             return
         if error is not None:
             raise RayError(f"Ray could not finish a block: {' '.join(str(error).split())}") from error
-        yield batch
-
-
-def _put_next(batches: Iterator[Any], found: "Queue[tuple[BaseException | None, Any]]") -> None:
-    try:
-        found.put((None, next(batches)))
-    except BaseException as error:  # noqa: BLE001 - raised where it is waited for
-        found.put((error, None))
+        yield batch.result()

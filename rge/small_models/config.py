@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from rge.common.options import AtLeastOne, Positive, Share
+from rge.common.options import MAY_DIFFER, AtLeastOne, Positive, Share
 
 Sizes = dict[str, Any]
 """Sizes of a part of a model, as its Hugging Face config calls them."""
@@ -17,7 +17,7 @@ Sizes = dict[str, Any]
 class Naming:
     """Pretraining of the vision tower, which learns to name what pictures show."""
 
-    records: Path
+    records: Annotated[Path, MAY_DIFFER]  # what counts is their content
     """Records whose query pictures are named; their oracle rationales are the names."""
     steps: AtLeastOne = 1000
     """Optimizer steps."""
@@ -30,9 +30,9 @@ class Naming:
     the tower from recognising objects by the style of a drawing."""
     say_from: Share = 0.0
     """Share of the steps that only choose among names, at half the cost; the others also write the name."""
-    save_every: AtLeastOne = 500
+    save_every: Annotated[AtLeastOne, MAY_DIFFER] = 500
     """Steps between states to resume from."""
-    log_every: AtLeastOne = 10
+    log_every: Annotated[AtLeastOne, MAY_DIFFER] = 10
     """Steps between lines of metrics.jsonl."""
 
 
@@ -43,11 +43,11 @@ class SmallModel:
     ``text`` and ``vision`` are passed to the sub-configs unchanged.
     """
 
-    recipe: str
+    recipe: Annotated[str, MAY_DIFFER]
     """Name of the file with the sizes, in recipes/small_models."""
-    texts: list[Path]
+    texts: Annotated[list[Path], MAY_DIFFER]  # what counts is their content
     """Records from whose texts the tokenizer's vocabulary is learned."""
-    out: str = "runs/small_models/{recipe}"
+    out: Annotated[str, MAY_DIFFER] = "runs/small_models/{recipe}"
     """Folder of the model; ``{recipe}`` stands for the recipe's name."""
     vocab_size: AtLeastOne = 2048
     """Size of the BPE vocabulary, not counting special tokens."""

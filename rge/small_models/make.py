@@ -16,13 +16,22 @@ from rge.checkpoints.settings import EYES, CheckpointError
 from rge.checkpoints.training_state import newest_state
 from rge.common.errors import UserError
 from rge.common.files import find_shipped, held, read_json, same_mode, write_json
+from rge.common.options import MAY_DIFFER, marked
 from rge.data.sources import RecordFile
 from rge.distributed import collectives as dist
 from rge.distributed import launch
 from rge.distributed.config import TrainConfig
 from rge.distributed.failure_detection import watch_other_ranks
 from rge.distributed.stop_signals import restoring_handlers, stop_after_this_step_at_signals
-from rge.identity.run_identity import IDENTITY, Identity, content_of, differences, in_words, run_identity
+from rge.identity.run_identity import (
+    IDENTITY,
+    Identity,
+    content_of,
+    differences,
+    flattened,
+    in_words,
+    run_identity,
+)
 from rge.model import vision_tower
 from rge.model.families import family_of
 from rge.model.hub_model import HubModel
@@ -104,10 +113,8 @@ def make(options: SmallModel, accelerator: Accelerator) -> None:
 def inputs(options: SmallModel) -> Identity:
     """All inputs of the model, for `rge.identity.run_identity`."""
     paths = [*options.texts, *([options.naming.records] if options.naming else [])]
-    given = asdict(options)
-    for section in (given, given["naming"] or {}):
-        for key in ("recipe", "out", "texts", "records", "save_every", "log_every"):
-            section.pop(key, None)
+    may_differ = {*marked(SmallModel, MAY_DIFFER)}
+    given = {key: value for key, value in flattened(asdict(options)).items() if key not in may_differ}
     return {"model": given, "records": {str(path): content_of(find_shipped(path)) for path in paths}}
 
 

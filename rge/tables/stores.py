@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
-from queue import Empty, Queue
 from typing import Any, Literal, TypeVar
 
 import fsspec
 
+from rge.common.commands import in_thread
 from rge.common.images import WEB
 from rge.tables.errors import TableError, reason
 
@@ -121,18 +121,10 @@ _COPIES = _Copies()
 def _within_time(address: str, call: Callable[[], T], limit_s: float | None = None) -> T:
     """What a call to a store returns; every file system raises its own errors."""
     limit_s = WAIT_S if limit_s is None else limit_s
-    found: Queue[tuple[BaseException | None, Any]] = Queue(1)
-
-    def ask() -> None:
-        try:
-            found.put((None, call()))
-        except BaseException as error:  # noqa: BLE001 - raised below
-            found.put((error, None))
-
-    threading.Thread(target=ask, daemon=True).start()
+    answer = in_thread(call)
     try:
-        error, value = found.get(timeout=limit_s)
-    except Empty:
+        error = answer.exception(limit_s)
+    except TimeoutError:
         raise StoreError(
             f"{address}: no answer for {limit_s:.0f} s: check the address and the network", "silent"
         ) from None
@@ -140,7 +132,7 @@ def _within_time(address: str, call: Callable[[], T], limit_s: float | None = No
         raise error
     if error is not None:
         raise _named(address, error) from error
-    return value
+    return answer.result()
 
 
 def _named(address: str, error: BaseException) -> StoreError:
@@ -149,7 +141,14 @@ def _named(address: str, error: BaseException) -> StoreError:
     while at is not None and len(chain) < 8:
         chain.append(at)
         at = at.__cause__ or at.__context__
-    told = " ".join(f"{type(one).__name__} {one}" for one in chain).lower()
+    # A path may hold any of the words below.
+    told = (
+        " ".join(f"{type(one).__name__} {one}" for one in chain)
+        .replace(address.partition("://")[2], "")
+        .lower()
+    )
+    if isinstance(error, FileNotFoundError):
+        return _missing(address, error)
     if isinstance(error, ImportError) or "protocol not known" in told:
         return StoreError(
             f"{address} needs a package that is not installed: pip install -e '.[stores]' ({reason(error)})",
@@ -163,11 +162,13 @@ def _named(address: str, error: BaseException) -> StoreError:
         )
     if isinstance(error, PermissionError) or "accessdenied" in told or "forbidden" in told:
         return StoreError(f"{address}: access is denied ({reason(error)})", "denied")
-    if isinstance(error, FileNotFoundError) or "nosuchbucket" in told or "not found" in told:
-        return StoreError(
-            f"{address} does not exist: check the bucket and the path ({reason(error)})", "missing"
-        )
+    if "nosuchbucket" in told or "not found" in told:
+        return _missing(address, error)
     return StoreError(f"{address} cannot be read: {reason(error)}", "other")
+
+
+def _missing(address: str, error: BaseException) -> StoreError:
+    return StoreError(f"{address} does not exist: check the bucket and the path ({reason(error)})", "missing")
 
 
 # --------------------------------------------------------------------------------------------------------------- Lance

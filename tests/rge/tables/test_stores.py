@@ -112,6 +112,7 @@ class NoCredentialsError(Exception):
         (NoCredentialsError("Unable to locate"), "credentials"),
         (PermissionError("Forbidden"), "denied"),
         (FileNotFoundError("The specified bucket does not exist"), "missing"),
+        (FileNotFoundError("bucket/credentials.parquet"), "missing"),
         (OSError("connection reset"), "other"),
         (None, "silent"),
     ],

@@ -11,8 +11,8 @@ ifeq ($(shell command -v nvidia-smi 2>/dev/null),)
 OFFLINE += DS_ACCELERATOR=cpu
 endif
 # The demo and the tests start many processes, and each imports torch. Where writing bytecode is disabled, as in many container
-# images, each would compile all of it again; here, the first one keeps it for the others.
-BYTECODE := PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX="$$PWD/$(VENV)/pycache"
+# images, each would compile all of it again; here, the first one (of scripts/setup.sh) keeps it for the others.
+BYTECODE := PYTHONDONTWRITEBYTECODE=
 # Several test processes whose threads spin on two cores are many times slower than one thread each.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 # Each test file runs in one of two processes, so that whatever its tests share is made once.
@@ -20,7 +20,7 @@ TWO_PROCESSES := -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo demo-baseline demo-from-nothing test lint format docs clean
+.PHONY: help setup demo demo-baseline demo-from-nothing test lint rules format docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -41,15 +41,19 @@ PYTEST := $(OFFLINE) $(ONE_THREAD) $(BYTECODE) $(PY) -m pytest -m "not gpu and n
 
 # Some tests use real clocks, browsers and servers, and on a busy machine, one of four thousand may fail. Failed tests run
 # once more, alone; those that then pass are flaky, and are listed.
-test: setup lint ## what CI runs: lint, types, all tests that need neither a GPU nor the network
+#
+# mypy is one of the tests (tests/repository/test_types.py), beside which the other process goes on.
+test: setup rules ## what CI runs: lint, types, all tests that need neither a GPU nor the network
 	@$(PYTEST) $(TWO_PROCESSES) --durations=25 --durations-min=10 || { \
 		test $$? -eq 1 && echo "Retrying the failures alone. Tests that pass on retry are flaky; please fix them." && \
 		$(PYTEST) --last-failed --last-failed-no-failures none -rp; }
 
-lint: setup ## ruff (rules and format) and mypy
+lint: rules ## ruff (rules and format) and mypy
+	@$(PY) -m mypy
+
+rules: setup
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check --quiet . || { echo "run: make format"; exit 1; }
-	@$(PY) -m mypy
 
 format: setup ## let ruff rewrite what it can
 	@$(PY) -m ruff check --fix --quiet .

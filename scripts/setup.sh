@@ -73,8 +73,7 @@ install() { # pip's words go to the log; people see that it goes on
     ticker=$!
     trap 'kill $ticker 2>/dev/null || true' EXIT
     status=0
-    # Modules are compiled when they are first imported, and make keeps the result in .venv/pycache. Compiling all of them
-    # is half of the time and mostly for nothing.
+    # Modules are compiled when they are first imported. Compiling all of them is half of the time and mostly for nothing.
     "$VENV/bin/python" -m pip install --disable-pip-version-check --progress-bar off --no-compile \
         -c "$1" -e '.[dev]' >>"$LOG" 2>&1 || status=$?
     kill $ticker 2>/dev/null || true
@@ -127,6 +126,8 @@ if ! install "$VENV/constraints.txt"; then
     grep -E 'ERROR|error:|No space|Could not' "$LOG" | tail -n 20 >&2 || true
     fail "pip failed; all of its output is in $LOG. The same command tries again"
 fi
+# What these two compile is kept for every later process, also where the environment forbids to write bytecode.
+export PYTHONDONTWRITEBYTECODE=
 "$VENV/bin/python" -W ignore -c 'import rge, faiss, peft, trl, accelerate, transformers.models.qwen2_5_vl.modeling_qwen2_5_vl' >>"$LOG" 2>&1 ||
     fail "the installed packages cannot be imported (end of $LOG); the same command starts over"
 # Checkpoints load by plain transformers too, in programs that never import rge (rge/common/torchvision_cpu.py).

@@ -38,7 +38,10 @@ def pytest_report_header():
 
 def pytest_collection_modifyitems(items):
     """Files with many slow tests first: with -n, no process is left with a long file when the others are done."""
-    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    slow: Counter[Path] = Counter()
+    for item in items:
+        if marker := item.get_closest_marker("slow"):
+            slow[item.path] += marker.args[0] if marker.args else 1
     items.sort(key=lambda item: -slow[item.path])
 
 

@@ -29,6 +29,8 @@ EXACT_BYTES = 8 << 30
 """Up to this size files are hashed completely, in a minute at 140 MB/s; of larger ones, `BLOCKS` evenly spaced blocks."""
 BLOCKS, BLOCK_BYTES = 4096, 1 << 16
 MODULES, PACKAGES = "software.modules.", "software.packages."
+PYTHON = tuple(sysconfig.get_path(name) for name in ("stdlib", "scripts"))
+"""Where Python itself is."""
 SHOWN = 8
 """Modules listed by name."""
 
@@ -287,7 +289,7 @@ def _name_of(script: Path) -> str:
 def _is_installed(file: str) -> bool:
     """Whether a file belongs to Python or to an installed package."""
     path = Path(file)
-    of_python = any(path.is_relative_to(sysconfig.get_path(name)) for name in ("stdlib", "scripts"))
+    of_python = any(path.is_relative_to(folder) for folder in PYTHON)
     return of_python or bool({"site-packages", "dist-packages"} & set(path.parts))
 
 

@@ -2,12 +2,15 @@
 
 import os
 import time
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rge.common.errors import UserError
 from rge.common.images import FETCH_BYTES, FETCH_S, ImageError, decode_data_url, shortened
 
 if TYPE_CHECKING:
+    import ssl
+
     import httpx  # takes time, and most commands fetch nothing
 
 C = TypeVar("C", "httpx.Client", "httpx.AsyncClient")
@@ -30,10 +33,19 @@ def make_client(kind: type[C], **options: Any) -> C:
     import httpx
 
     try:
-        return kind(mounts={f"all://{host}": None for host in LOCAL}, **options)
+        trusted = _certificates(os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR"))
+        return kind(verify=trusted, mounts={f"all://{host}": None for host in LOCAL}, **options)
     # A certificate that is missing or none, an unknown scheme, SOCKS without its package, no address.
     except (OSError, ValueError, ImportError, httpx.InvalidURL) as error:
         raise UserError(_explained(error)) from None
+
+
+@cache
+def _certificates(file: str | None, folder: str | None) -> "ssl.SSLContext":
+    """The certificates that these two variables name, read once: it takes longer than a request on this machine."""
+    import httpx
+
+    return httpx.create_ssl_context()
 
 
 def _explained(error: Exception) -> str:

@@ -1,7 +1,10 @@
 """Clients of the web: the environment's proxies and certificates, and this machine's own addresses."""
 
 import asyncio
+import ssl
+from pathlib import Path
 
+import certifi
 import httpx
 import pytest
 from faults import error_about
@@ -90,3 +93,17 @@ def test_a_proxy_is_not_asked_for_this_machine(monkeypatch, name):
                 return await client.post(at.url, json={})
 
         assert asyncio.run(ask()).json()["choices"]
+
+
+def test_certificates_are_read_once_and_again_where_the_environment_names_others(monkeypatch, tmp_path):
+    bundles = [tmp_path / "a.pem", tmp_path / "b.pem"]
+    for bundle in bundles:
+        bundle.write_bytes(Path(certifi.where()).read_bytes())
+    read, original = [], ssl.create_default_context
+    monkeypatch.setattr(
+        ssl, "create_default_context", lambda **named: read.append(named["cafile"]) or original(**named)
+    )
+    for bundle in (bundles[0], bundles[0], bundles[1]):
+        monkeypatch.setenv("SSL_CERT_FILE", str(bundle))
+        make_client(httpx.Client).close()
+    assert read == [str(bundle) for bundle in bundles]

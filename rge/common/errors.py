@@ -33,20 +33,56 @@ class Fault:
 class UserError(ValueError):
     """The user can fix it: an option, a file, a launch. The message names the fix.
 
-    Any other exception is a bug, and keeps its traceback.
+    Any other exception is a bug, and keeps its traceback. Programs and tests look at the fields; the message,
+    ``FILE:PLACE: KEY: REASON``, is made of them here, and only here.
+
+    Args:
+        reason: what is wrong and what to do, as a sentence.
+        file: path, address or ``<N bytes>`` of what cannot be used.
+        place: where in it: the number of a line, or "row 3", "B5", an id.
+        key: the column, field, option or part at fault.
+        kind: one word for programs, where several things can be wrong at one place.
     """
 
     exit_code = USER
+    noun = ""
+    """What `file` is, for the message."""
+    numbered = ":{}"
+    """How a number as `place` follows the file."""
     faults: tuple[Fault, ...] = ()
     """What is wrong with which options, in the order of the message; empty for other errors."""
+    cause: Exception | None = None
+    """The error that is this one's reason, see `caused_by`."""
 
-    def about(self, *faults: Fault) -> Self:
-        """The same error, which has these faults."""
-        self.faults = faults
+    def __init__(
+        self,
+        reason: str = "",
+        file: object = None,
+        place: int | str | None = None,
+        key: str | None = None,
+        kind: str = "",
+    ):
+        super().__init__(reason)
+        self.reason, self.file = reason, None if file is None else str(file)
+        self.place, self.key, self.kind = place, key, kind
+
+    @classmethod
+    def caused_by(cls, cause: Exception, file: object = None, place: int | str | None = None) -> Self:
+        """Another error, at a place that it does not know."""
+        error = cls(str(cause), file, place)
+        error.cause = cause
+        return error
+
+    def about(self, *faults: Fault | str) -> Self:
+        """The same error, which has these faults; an option alone stands for a value that does not fit."""
+        self.faults = tuple(Fault("value", fault) if isinstance(fault, str) else fault for fault in faults)
         return self
 
     def __str__(self) -> str:
-        return brief(super().__str__())
+        where = "" if self.file is None else f"{self.noun} {self.file}".strip()
+        if self.place is not None:
+            where += (self.numbered if isinstance(self.place, int) else ", {}").format(self.place)
+        return brief(": ".join(filter(None, (where.removeprefix(", "), self.key, self.reason))))
 
 
 class RecipeError(UserError):
@@ -93,7 +129,7 @@ def brief(message: str) -> str:
 
 
 _VARIABLE = re.compile(
-    r"(?<=picture )(?!library |folder ).+?(?= (?:does|cannot|has|is) )"  # a file's name may contain spaces
+    r"(?<=picture ).+?(?=: )"  # a file's name may contain spaces
     r"|'(?:[^'\\\n]|\\.)*'"
     r'|"(?:[^"\\\n]|\\.)*"'
     r"|\S*[/\\]\S*"

@@ -54,7 +54,12 @@ UPLOAD_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 
 
 class ImageError(UserError):
-    """A picture is missing, unreadable or unsupported; the message names it and the fix."""
+    """A picture is missing, unreadable or unsupported; `file` names it, `kind` says which.
+
+    Kinds: animated, damaged, format, huge, library, range (of pixels), row, truncated, unreadable.
+    """
+
+    noun = "picture"
 
 
 @dataclass(frozen=True)
@@ -148,23 +153,24 @@ def _library(path: str) -> _Library:
 
 def _library_cell(path: str, name: str) -> Any:
     """A picture's cell in a library; `ImageError` if there is none."""
+    ref = f"{path}#{name}"
     for _ in range(REPLACED_TIMES):
         try:
             library = _library(path)
             if name not in library.row_of:
-                raise ImageError(f"picture {name!r} is not in {path} ({len(library.row_of)} rows)")
+                raise ImageError(f"its library has no such row, of {len(library.row_of)}", ref, kind="row")
             return library.cell(name)
         except _Replaced:
             continue
         except FileNotFoundError:
-            raise ImageError(f"picture library {path} does not exist") from None
+            raise ImageError("its library does not exist", ref, kind="library") from None
         except ImageError:
             raise
         except (OSError, ValueError, KeyError) as error:
             raise ImageError(
-                f"picture library {path} is not a Parquet file with columns id and image: {error}"
+                f"its library is not a Parquet file with columns id and image: {error}", ref, kind="library"
             ) from None
-    raise ImageError(f"picture library {path} keeps being replaced: read it once it is complete")
+    raise ImageError("its library keeps being replaced: read it once it is complete", ref, kind="library")
 
 
 def picture_bytes(ref: ImageRef) -> bytes:
@@ -179,7 +185,7 @@ def picture_bytes(ref: ImageRef) -> bytes:
             with suppress(ValueError):
                 data = picture_of(data)
         if not isinstance(data, bytes):
-            raise ImageError(f"picture {row!r} of {path}.parquet has no bytes")
+            raise ImageError("its row has no bytes", ref, kind="row")
         return data
     file = Path(ref)
     try:
@@ -189,16 +195,14 @@ def picture_bytes(ref: ImageRef) -> bytes:
         reason = "it is a pipe or a device, not a file"
     except (OSError, ValueError) as error:  # ValueError: a path with a zero byte
         reason = str(getattr(error, "strerror", None) or error)
-    raise ImageError(f"picture {ref} cannot be read: {reason}")
+    raise ImageError(f"cannot be read: {reason}", ref, kind="unreadable")
 
 
 def known_bytes(ref: ImageRef, sha256: str) -> bytes:
     """`picture_bytes` of a picture that had this hash when it was first read; `ImageError` also if it has changed since."""
     data = picture_bytes(ref)
     if hashlib.sha256(data).hexdigest() != sha256:
-        raise ImageError(
-            f"picture {ref if isinstance(ref, str) else '<bytes>'} has changed since it was first read"
-        )
+        raise ImageError("has changed since it was first read", _title(ref))
     return data
 
 
@@ -297,7 +301,7 @@ def decode_data_url(address: str) -> bytes:
     try:
         return data_url_content(address)
     except ValueError as error:
-        raise ImageError(f"data URL {shortened(address)} cannot be read: {error}") from None
+        raise ImageError(f"cannot be read: {error}", shortened(address)) from None
 
 
 def shortened(address: str) -> str:
@@ -358,7 +362,7 @@ def upload_header(data: bytes) -> Header:
         image = _of_formats(io.BytesIO(data), UPLOAD_FORMATS)
         if image is None:
             formats = ", ".join(UPLOAD_FORMATS)
-            raise ImageError(f"picture {name} cannot be decoded: it is none of {formats}")
+            raise ImageError(f"cannot be decoded: it is none of {formats}", name, kind="format")
         is_plain = image.mode in ("1", "L", "P", "RGB") and "transparency" not in image.info
         # Pillow stores RGB as 4 bytes a pixel, and there are up to two copies, with transparency four. libjpeg buffers a
         # progressive picture, and libwebp two canvases. (Peaks measured by `tests/rge/common/test_images.py`.)
@@ -376,7 +380,7 @@ def picture_size(ref: ImageRef | Image.Image) -> tuple[int, int]:
         try:
             source = open(ref, "rb")  # closed below
         except OSError as error:
-            raise ImageError(f"picture {ref} cannot be read: {error.strerror or error}") from None
+            raise ImageError(f"cannot be read: {error.strerror or error}", ref, kind="unreadable") from None
     with source, _opened(source, ref) as (image, name):
         if image.mode in UNKNOWN_RANGE:
             _eight_bits(image, name)
@@ -401,7 +405,7 @@ def _opened(
         image = open_picture(source, name=name, max_file_pixels=max_file_pixels)
         # Counting the frames would decode them all. A phone's MPO (a JPEG followed by previews) and HEIC open as the picture.
         if not first_frame and image.format not in ("MPO", "HEIF") and getattr(image, "is_animated", False):
-            raise ImageError(f"picture {name} has several frames: extract the frame that you need")
+            raise ImageError("has several frames: extract the frame that you need", name, kind="animated")
         _reduce(image, near_px)
         yield image, name
 
@@ -418,9 +422,10 @@ def _explained(name: str) -> Iterator[None]:
         )
         if find_spec("pillow_heif") is None:
             reason += "; HEIC needs pillow-heif: pip install -e '.[search]'"
-        raise ImageError(f"picture {name} cannot be decoded: {reason}") from None
+        raise ImageError(f"cannot be decoded: {reason}", name, kind="format") from None
     except Exception as error:  # Pillow's readers raise anything on damaged files
-        raise ImageError(f"picture {name} cannot be decoded: {error}") from error
+        kind = "truncated" if "truncated" in str(error) else "damaged"
+        raise ImageError(f"cannot be decoded: {error}", name, kind=kind) from error
 
 
 def open_picture(
@@ -444,7 +449,7 @@ def open_picture(
     if image is None:
         source.seek(0)
         if is_pointer(source.read(64)):
-            raise ImageError(f"picture {_title(name if name is not None else source)}: {POINTER_NOTE}")
+            raise ImageError(POINTER_NOTE, _title(name if name is not None else source))
         raise UnidentifiedImageError("no format of Pillow's fits")
     _check_pixels(image, _title(name if name is not None else source), max_file_pixels)
     return image
@@ -481,8 +486,9 @@ def _check_pixels(image: Image.Image, name: str, most: int | None) -> None:
     limit = most or (MOST_JPEG_PIXELS if image.format in JPEGS else MOST_PIXELS)
     if (pixels := image.width * image.height) > limit:
         raise ImageError(
-            f"picture {name} cannot be decoded: {pixels:,} pixels exceed the limit of {limit:,}, could be a decompression bomb; "
-            "scale it down"
+            f"cannot be decoded: {pixels:,} pixels exceed the limit of {limit:,}, could be a decompression bomb; scale it down",
+            name,
+            kind="huge",
         )
 
 
@@ -508,5 +514,7 @@ def _eight_bits(image: Image.Image, name: str) -> Image.Image:
     if image.mode.startswith("I;16"):
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     if image.mode in UNKNOWN_RANGE:
-        raise ImageError(f"picture {name} has 32-bit pixels of unknown range: convert it to 8 bits a channel")
+        raise ImageError(
+            "has 32-bit pixels of unknown range: convert it to 8 bits a channel", name, kind="range"
+        )
     return image

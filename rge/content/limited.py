@@ -40,15 +40,8 @@ T = TypeVar("T")
 class LimitError(MediaError):
     """A file could not be decoded within the limits.
 
-    Attributes:
-        waited_for: the function that did not return.
-        limit: what was used up: time, or memory (which is also why a decoder crashes).
+    `key` is the function that did not return, `kind` what was used up: time, or memory (also why a decoder crashes).
     """
-
-    def __init__(self, kind: str, file: str, waited_for: str, limit: Literal["time", "memory"], most: str):
-        self.kind = kind
-        super().__init__(f"{waited_for} took more than {most}", file)
-        self.waited_for, self.limit = waited_for, limit
 
 
 @dataclass(frozen=True)
@@ -140,9 +133,10 @@ class Decoder:
                 raise found
         self._process.end()
         self._process, self._sent = None, {}
-        kind = PdfError.kind if b"%PDF" in source[:1024] else VideoError.kind
         most = f"{self.seconds:g} s" if limit == "time" else f"{self.megabytes:,} MB"
-        raise LimitError(kind, title(source), function.__name__, limit, most)
+        error = LimitError(f"took more than {most}", title(source), key=function.__name__, kind=limit)
+        error.noun = PdfError.noun if b"%PDF" in source[:1024] else VideoError.noun
+        raise error
 
     def _started(self) -> _Process:
         idle = _IDLE.get(self.megabytes, [])

@@ -41,7 +41,7 @@ T = TypeVar("T")
 class PdfError(MediaError):
     """A document is missing, encrypted, damaged, without pages, or lacks the page that was asked for."""
 
-    kind = "document"
+    noun = "document"
 
 
 _lock = threading.Lock()

@@ -52,7 +52,7 @@ Source = str | bytes | tuple[ImageRef, ...]
 class VideoError(MediaError):
     """A clip is missing, damaged, or has no frames."""
 
-    kind = "video"
+    noun = "video"
 
 
 @dataclass(frozen=True)

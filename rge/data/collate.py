@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from rge.common.errors import UserError
-from rge.common.images import ImageError, load_image
+from rge.common.images import load_image
 from rge.common.parts import ImageRef
 from rge.common.schema import Item, Record, Target
 from rge.config import SHARED, Recipe
@@ -289,7 +289,7 @@ class Collator:
         """Make the batch of these draws.
 
         Raises:
-            RecordError: a record (ImageError: its picture) is bad and ``data.on_bad=stop``, or too many consecutive ones are.
+            RecordError: a record is bad and ``data.on_bad=stop``, or too many consecutive ones are.
         """
         bad: list[BadRecord] = []
         taken = {(draw.source, draw.index) for draw in drawn or draws}
@@ -326,9 +326,8 @@ class Collator:
                     problem = error
             place, name = file.place(chosen.index), None if record is None else record.id
             if source.settings.on_bad == "stop":
-                kind = ImageError if isinstance(problem, ImageError) else RecordError
                 named = place if name is None else repr(name)
-                raise kind(f"record {named} of {file.name}: {problem}") from problem
+                raise RecordError.caused_by(problem, file.name, f"record {named}") from problem
             bad.append(BadRecord(file.name, place, name, str(problem)))
         raise RecordError(
             f"{tries} records of {file.name}, each drawn to replace the last, were all bad, so data.on_bad=skip gives up; "

@@ -27,11 +27,9 @@ GRACE_S = 5.0
 
 
 class RankError(UserError):
-    """Another process failed first; has its reason and exit code."""
+    """Another process, of rank `file` on the host `place`, failed first; has its reason and exit code."""
 
-    def __init__(self, failure: dict[str, Any]):
-        super().__init__(_message(failure))
-        self.exit_code = failure["code"]
+    noun = "failure of rank"
 
 
 class CoordinatedExit(SystemExit):
@@ -59,7 +57,7 @@ def watch_other_ranks(silence_s: float) -> Iterator[None]:
             watch.join(silence_s + 2 * GRACE_S)
         first = watch.failed(error)
         if first["rank"] != watch.rank and first["reason"] != _reason(error):
-            raise RankError(first) from error
+            raise _failure(first) from error
         # The store may end with this process; let the others poll it first.
         watch.join(2 * POLL_S)
         raise
@@ -129,7 +127,7 @@ class _Watch(threading.Thread):
                 return
             if failure:
                 found = json.loads(failure)
-                self._end(_message(found), found["code"])
+                self._end(str(_failure(found)), found["code"])
                 return
             # Count polls, not seconds: a suspended machine has missed the others' heartbeats along with its own.
             silent_s = 0.0 if said != seen or said == "left" else silent_s + POLL_S
@@ -187,5 +185,7 @@ def _code(error: BaseException) -> int:
     return code if isinstance(code, int) and code else BUG
 
 
-def _message(failure: dict[str, Any]) -> str:
-    return f"rank {failure['rank']} ({failure['host']}) failed: {failure['reason']}"
+def _failure(of: dict[str, Any]) -> RankError:
+    error = RankError(of["reason"], of["rank"], of["host"])
+    error.exit_code = of["code"]
+    return error

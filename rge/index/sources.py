@@ -9,7 +9,6 @@ import io
 import json
 import math
 import os
-import re
 import sys
 import unicodedata
 from collections import Counter
@@ -49,7 +48,7 @@ from rge.tables.rows import (
     picture_cell,
     table_rows,
 )
-from rge.tables.stores import StoreError, is_lance, is_stored
+from rge.tables.stores import is_lance, is_stored
 from rge.web.client import fetch_picture
 
 MAX_TEXT_BYTES = 1 << 20
@@ -236,7 +235,7 @@ def _stored(
         return _table(address, columns, form), f"{address} has no rows"
     fs, root = stores.open_store(address)
     if not stores.exists(address):
-        raise StoreError(f"{address} does not exist: check the bucket and the path", "missing")
+        raise stores.missing(address)
     skipped, files = Skipped(), dict[str, str]()
     if ending == PDF:
         [(name, info)] = stores.listed(address, lambda: iter([(root, fs.info(root))]))
@@ -300,7 +299,7 @@ def load(
         data, facts = _first_frame(data, max_file_pixels)
         small_copy = thumbnail(data, thumbnail_px, max_file_pixels) if thumbnail_px else None
     except ImageError as error:
-        raise ImageError(re.sub(r"<\d+ bytes>", lambda _: str(entry.image), str(error))) from error
+        raise ImageError(error.reason, entry.image) from error
     return Content(text, data, digest, None, small_copy, facts)
 
 
@@ -347,7 +346,7 @@ def _bytes(ref: str) -> bytes:
     if mark:
         cell = picture_cell(stores.lance_cell(f"{table}.lance", row, "image"))
         if not isinstance(cell, bytes):
-            raise ImageError(f"picture {row!r} of {table}.lance has no bytes")
+            raise ImageError("its row has no bytes", ref)
         return cell
     if not is_stored(ref):
         return picture_bytes(ref)

@@ -329,10 +329,9 @@ class PromptBuilder:
 
         def too_long() -> UserError:
             rest = "pictures and template" if len(layout) - len(sizes) == 1 else "other parts and template"
-            return UserError(
-                f"item {item.id!r}: {rest} alone exceed max_prompt_tokens={self.max_tokens} "
-                f"({self._pictures(sizes)}); {MAKE_ROOM}"
-            )
+            room = f"max_prompt_tokens={self.max_tokens} ({self._pictures(sizes)}); {MAKE_ROOM}"
+            error = UserError(f"{rest} alone exceed {room}", place=f"item {item.id!r}")
+            return error.about("max_prompt_tokens")
 
         text = str(layout[last]).removesuffix(after)
         return self._shortened(prompt, text, shorter, self.max_tokens, too_long)
@@ -640,7 +639,7 @@ def _of_pictures(name: str) -> Iterator[None]:
     except ImageError:
         raise
     except ValueError as error:
-        raise ImageError(f"pictures of item {name!r} cannot be processed: {error}") from error
+        raise ImageError(f"cannot be processed: {error}", f"of item {name!r}", kind="processed") from error
 
 
 def rendered_turn(processor: Any, content: Sequence[Mapping[str, str]]) -> str:

@@ -138,7 +138,7 @@ class Allowance:
         self._left -= count
         if self._left < 0:
             limit = f"{self.options.max_body_mb} MB (max_body_mb)"
-            raise ImageError(f"the request's pictures from the web are larger than {limit} together")
+            raise ImageError(f"are larger than {limit} together", "from the web", kind="huge")
 
 
 async def fetch_files(raw: Raw, allowance: Allowance, loan: Loan) -> list[bytes | str]:
@@ -199,7 +199,7 @@ def make_prompt(
                 item, "candidate" if side == "document" else "query", lambda _: next(images)
             )
     except MediaError as error:
-        kind = "pdf" if error.kind == PdfError.kind else "video"
+        kind = "pdf" if error.noun == PdfError.noun else "video"
         raise BadInput(str(error), f"{raw.param}.{_KEYS[kind]}") from None
     except ImageError as error:
         raise BadInput(str(error), f"{raw.param}.{_KEYS['image']}") from None
@@ -287,9 +287,8 @@ def _header(data: bytes, max_mp: float) -> Header:
     """A picture's header; `ImageError` if it has more pixels."""
     header = upload_header(data)
     if header.width * header.height > max_mp * 1e6:
-        raise ImageError(
-            f"picture <{len(data)} bytes> has {header.width} x {header.height} pixels, the limit is {max_mp:g} million"
-        )
+        size = f"{header.width} x {header.height}"
+        raise ImageError(f"has {size} pixels, the limit is {max_mp:g} million", f"<{len(data)} bytes>")
     return header
 
 

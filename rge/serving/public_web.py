@@ -54,7 +54,7 @@ class _Public(httpcore.AsyncNetworkBackend):
             raise httpcore.ConnectError(f"{host} is not known") from error
         addresses = list(dict.fromkeys(str(info[4][0]) for info in infos))
         if not addresses or not all(map(is_public, addresses)):
-            raise httpcore.ConnectError(f"{host} is not on the public internet")
+            raise ImageError("is not on the public internet", host, kind="private")
         for address in addresses[:-1]:
             try:
                 return await self._inner.connect_tcp(address, port, timeout, local_address, socket_options)
@@ -73,14 +73,16 @@ async def fetch_public(address: str, count: Callable[[int], object]) -> bytes:
         async with asyncio.timeout(FETCH_S):
             return await _fetch(address, count, shown)
     except TimeoutError:
-        raise ImageError(f"picture {shown} did not arrive within {FETCH_S} s") from None
+        raise ImageError(f"did not arrive within {FETCH_S} s", shown, kind="time") from None
     except ImageError:
         raise
     except (
         httpcore.NetworkError, httpcore.ProtocolError, httpcore.TimeoutException, httpcore.UnsupportedProtocol,
         OSError, ValueError,
     ) as error:  # fmt: skip
-        raise ImageError(f"picture {shown} cannot be fetched: {error or type(error).__name__}") from None
+        raise ImageError(
+            f"cannot be fetched: {error or type(error).__name__}", shown, kind="network"
+        ) from None
 
 
 async def _fetch(address: str, count: Callable[[int], object], shown: str) -> bytes:
@@ -88,7 +90,7 @@ async def _fetch(address: str, count: Callable[[int], object], shown: str) -> by
     async with httpcore.AsyncConnectionPool(network_backend=_Public(), max_keepalive_connections=0) as pool:
         for _ in range(MAX_REDIRECTS + 1):
             if not address.startswith(WEB):
-                raise ImageError(f"picture {shown}: only http and https addresses are fetched")
+                raise ImageError("only http and https addresses are fetched", shown, kind="scheme")
             # As browsers do; leaves quoted characters alone.
             address = quote(address, safe=string.punctuation)
             headers = [("Accept", "image/*, video/*, application/pdf"), ("Accept-Encoding", "identity")]
@@ -99,10 +101,12 @@ async def _fetch(address: str, count: Callable[[int], object], shown: str) -> by
                     address = urljoin(address, target)
                     continue
                 if response.status != 200:
-                    raise ImageError(f"picture {shown} cannot be fetched: its server says {response.status}")
+                    raise ImageError(
+                        f"cannot be fetched: its server says {response.status}", shown, kind="status"
+                    )
                 data = bytearray()
                 async for part in response.aiter_stream():
                     count(len(part))
                     data += part
                 return bytes(data)
-    raise ImageError(f"picture {shown} cannot be fetched: more than {MAX_REDIRECTS} redirects")
+    raise ImageError(f"cannot be fetched: more than {MAX_REDIRECTS} redirects", shown, kind="redirects")

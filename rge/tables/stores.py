@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import fsspec
 
@@ -22,7 +22,6 @@ from rge.common.images import WEB
 from rge.tables.errors import TableError, reason
 
 T = TypeVar("T")
-Kind = Literal["package", "credentials", "denied", "missing", "silent", "other"]
 WAIT_S, LISTING_S = 60.0, 1800.0
 """How long a store may take for one answer, and to list a folder."""
 LANCE = ".lance"
@@ -34,11 +33,10 @@ COPIES, COPIES_BYTES = 16, 4 << 30
 
 
 class StoreError(TableError):
-    """An object store, or a Lance table, cannot be read; `kind` says why."""
+    """An object store, or a Lance table, cannot be read.
 
-    def __init__(self, message: str, kind: Kind):
-        super().__init__(message)
-        self.kind = kind
+    `kind` says why: package, credentials, denied, missing, silent or other.
+    """
 
 
 def is_stored(address: object) -> bool:
@@ -126,7 +124,7 @@ def _within_time(address: str, call: Callable[[], T], limit_s: float | None = No
         error = answer.exception(limit_s)
     except TimeoutError:
         raise StoreError(
-            f"{address}: no answer for {limit_s:.0f} s: check the address and the network", "silent"
+            f"no answer for {limit_s:.0f} s: check the address and the network", address, kind="silent"
         ) from None
     if isinstance(error, TableError | KeyboardInterrupt | SystemExit):
         raise error
@@ -148,27 +146,30 @@ def _named(address: str, error: BaseException) -> StoreError:
         .lower()
     )
     if isinstance(error, FileNotFoundError):
-        return _missing(address, error)
+        return missing(address)
     if isinstance(error, ImportError) or "protocol not known" in told:
         return StoreError(
-            f"{address} needs a package that is not installed: pip install -e '.[stores]' ({reason(error)})",
-            "package",
+            f"needs a package that is not installed: pip install -e '.[stores]' ({reason(error)})",
+            address,
+            kind="package",
         )
     if "credential" in told:
         return StoreError(
-            f"{address}: no valid credentials: set those of the store, such as AWS_PROFILE, AWS_ACCESS_KEY_ID or "
+            f"no valid credentials: set those of the store, such as AWS_PROFILE, AWS_ACCESS_KEY_ID or "
             f"GOOGLE_APPLICATION_CREDENTIALS ({reason(error)})",
-            "credentials",
+            address,
+            kind="credentials",
         )
     if isinstance(error, PermissionError) or "accessdenied" in told or "forbidden" in told:
-        return StoreError(f"{address}: access is denied ({reason(error)})", "denied")
+        return StoreError(f"access is denied ({reason(error)})", address, kind="denied")
     if "nosuchbucket" in told or "not found" in told:
-        return _missing(address, error)
-    return StoreError(f"{address} cannot be read: {reason(error)}", "other")
+        return missing(address)
+    return StoreError(f"cannot be read: {reason(error)}", address, kind="other")
 
 
-def _missing(address: str, error: BaseException) -> StoreError:
-    return StoreError(f"{address} does not exist: check the bucket and the path ({reason(error)})", "missing")
+def missing(address: str) -> StoreError:
+    """The error of an address at which there is nothing."""
+    return StoreError("does not exist: check the bucket and the path", address, kind="missing")
 
 
 # --------------------------------------------------------------------------------------------------------------- Lance
@@ -200,10 +201,10 @@ def lance_cell(address: str, id: str, column: str) -> Any:
     table = _lance(address)
     rows = _rows_by_id(address, table.version)
     if id not in rows:
-        raise StoreError(f"row {id!r} is not in {address} ({len(rows)} rows)", "missing")
+        raise StoreError(f"there is no such row, of {len(rows)}", address, f"row {id!r}", kind="missing")
     found = _within_time(address, lambda: table.take_row_ids([rows[id]]).select([column]).to_arrow())
     if not len(found):
-        raise StoreError(f"row {id!r} of {address} has been deleted meanwhile", "missing")
+        raise StoreError("has been deleted meanwhile", address, f"row {id!r}", kind="missing")
     return found[column][0].as_py()
 
 
@@ -221,7 +222,7 @@ def _lance(address: str) -> Any:
         import lancedb
     except ImportError:
         raise StoreError(
-            f"{address} needs LanceDB, which is not installed: pip install -e '.[search]'", "package"
+            "needs LanceDB, which is not installed: pip install -e '.[search]'", address, kind="package"
         ) from None
     folder, _, name = address.rstrip("/").rpartition("/")
     folder = folder or ("/" if address[0] == "/" else ".")

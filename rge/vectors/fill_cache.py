@@ -197,9 +197,8 @@ def _named(error: ImageError, batch: Sequence[Item], side: Side) -> UserError:
         try:
             list(map(load_image, item.pictures))
         except ImageError as of_item:
-            return UserError(
-                f"{side} {item.id!r}: {of_item} (rge eval check set=DIR lists all such pictures)"
-            )
+            named = f"{of_item} (rge eval check set=DIR lists all such pictures)"
+            return UserError(named, place=f"{side} {item.id!r}", kind=of_item.kind)
     return error
 
 

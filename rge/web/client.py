@@ -104,9 +104,11 @@ def fetch_picture(address: str) -> bytes:
             for part in response.iter_bytes():
                 data += part
                 if len(data) > FETCH_BYTES:
-                    raise ImageError(f"picture {shown} is larger than {FETCH_BYTES >> 20} MB")
+                    raise ImageError(f"is larger than {FETCH_BYTES >> 20} MB", shown, kind="huge")
                 if time.monotonic() > deadline:
-                    raise ImageError(f"picture {shown} did not arrive within {FETCH_S} s")
+                    raise ImageError(f"did not arrive within {FETCH_S} s", shown, kind="time")
     except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
-        raise ImageError(f"picture {shown} cannot be fetched: {error or type(error).__name__}") from error
+        raise ImageError(
+            f"cannot be fetched: {error or type(error).__name__}", shown, kind="network"
+        ) from error
     return bytes(data)

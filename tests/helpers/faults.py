@@ -1,33 +1,62 @@
-"""What an error is about, by its fields and by what it names; its words are tested in tests/rge/common/test_messages.py."""
+"""What an error is about, by its fields; its words are tested in tests/rge/common/test_messages.py."""
 
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import PurePath
 
 import pytest
 
+from rge.common.errors import UserError
+
 
 @contextmanager
-def error_about(kind: type[Exception], *named: object) -> Iterator[pytest.ExceptionInfo]:
-    """An error that names these keys, files, records, numbers and values, in whatever words and order."""
+def error_about(kind: type[Exception], *fields: object) -> Iterator[pytest.ExceptionInfo]:
+    """An error with these fields: its file (or the end of its path), place, key or kind; a key or choice of its faults.
+
+    A tuple is a whole fault: its kind, its key and, optionally, the nearest keys or the choices.
+    """
     with pytest.raises(kind) as caught:
         yield caught
-    said = str(caught.value)
-    missing = [name for name in map(str, named) if not re.search(_whole(name), said)]
-    assert not missing, f"{missing} not in: {said}"
+    error = caught.value
+    has = fields_of(error)
+    if has:
+        missing = [one for one in fields if not any(_fits(one, field) for field in has)]
+        assert not missing, f"{missing} not in {has}: {error}"
+    else:  # an error without fields, by what its message names
+        missing = [name for name in map(str, fields) if not re.search(_whole(name), str(error))]
+        assert not missing, f"{missing} not in: {error}"
+
+
+def fields_of(error: Exception) -> list[object]:
+    """The fields that an error has, and those of its cause."""
+    if not isinstance(error, UserError):
+        return []
+    has = [error.file and PurePath(error.file), error.place, error.key, error.kind]
+    for fault in error.faults:
+        has += [fault.key, *fault.instead, (fault.kind, fault.key, fault.instead)]
+    has = [field for field in has if field not in (None, "")]
+    return has if error.cause is None else has + fields_of(error.cause)
 
 
 @contextmanager
 def raises(kind: type[Exception], expected: str | tuple) -> Iterator[pytest.ExceptionInfo]:
     """An error with this fault: its kind, its key and, optionally, the nearest keys or the choices; or with this wording."""
-    if isinstance(expected, str):
-        with pytest.raises(kind, match=expected) as caught:
+    if isinstance(expected, tuple):
+        with error_about(kind, expected) as caught:
             yield caught
         return
-    with pytest.raises(kind) as caught:
+    with pytest.raises(kind, match=expected) as caught:
         yield caught
-    faults = {(fault.kind, fault.key, fault.instead)[: len(expected)] for fault in caught.value.faults}
-    assert expected in faults, f"{caught.value} has {caught.value.faults}"
+
+
+def _fits(wanted: object, field: object) -> bool:
+    if isinstance(wanted, tuple):
+        return isinstance(field, tuple) and field[: len(wanted)] == wanted
+    if isinstance(field, PurePath):
+        parts = PurePath(str(wanted)).parts
+        return field.parts[-len(parts) :] == parts
+    return str(wanted) == str(field)
 
 
 def _whole(name: str) -> str:

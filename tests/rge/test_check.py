@@ -206,7 +206,7 @@ def test_pictures_are_decoded_when_asked_for(home, accelerator):
     options = [f"joint.sources=[{{path: {bad}}}]"]
     assert problems_of(home, accelerator, *options) == []
     [problem] = problems_of(home, accelerator, *options, decode=True)
-    assert f"{bad}: record 'a': picture {home}/cut.png cannot be decoded" in problem
+    assert f"{bad}: record 'a': picture {home}/cut.png: cannot be decoded" in problem
 
 
 @pytest.mark.slow

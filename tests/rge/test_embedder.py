@@ -366,13 +366,13 @@ def test_a_picture_from_the_web(described, picture, tmp_path):
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}"
         found = described.encode_document(images=f"{address}/a.png")
-        with error_about(ImageError, "/gone.png", "404"):
+        with error_about(ImageError, f"{address}/gone.png", "network"):
             described.encode_document(images=f"{address}/gone.png")
         server.shutdown()
     assert np.array_equal(found, described.encode_document(images=folder / "a.png"))
-    with pytest.raises(ImageError, match="cannot be fetched"):
+    with error_about(ImageError, "network"):
         described.encode_document(images=f"{address}/a.png")
-    with error_about(ImageError, "URL", "data:image/png,abc", "base64"):
+    with error_about(ImageError, "data:image/png,abc"):
         described.encode_document(images="data:image/png,abc")
 
 

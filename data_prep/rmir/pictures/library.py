@@ -267,9 +267,8 @@ def look(ref: ImageRef, min_side_px: int, filters: Sequence[str] = ()) -> dict[s
     try:
         image = load_image(data)
     except ImageError as error:
-        reasons = {"frames": "animated", "decompression bomb": "huge", "truncated": "truncated"}
-        reason = next((name for words, name in reasons.items() if words in str(error)), "unreadable")
-        return {**found, "reason": reason}
+        known = error.kind in ("animated", "huge", "truncated")
+        return {**found, "reason": error.kind if known else "unreadable"}
     found |= {"sha256": hashlib.sha256(data).hexdigest(), "width": image.width, "height": image.height}
     found["phash"] = phash(image)
     return {**found, "reason": TOO_SMALL if min(image.size) < min_side_px else unwanted(image, filters)}

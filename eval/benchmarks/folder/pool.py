@@ -68,8 +68,8 @@ class Pool:
             try:
                 load_image(data)
                 self.files[name] = Path(os.path.abspath(path))
-            except ImageError as error:  # its message names the bytes instead of the file
-                self.unreadable[name] = str(error).removeprefix(f"picture <{len(data)} bytes> ")
+            except ImageError as error:
+                self.unreadable[name] = error.reason
         exact = (inside, path.name, path.stem)
         for step, key in zip(self._steps, (*exact, *map(_normal, exact)), strict=True):
             step[key].add(name)

@@ -344,7 +344,7 @@ def test_content_digest_sees_what_is_shown_and_not_the_name(tmp_path):
         Item("a", content_of("do", (picture(1),)), instruction="text"),
     ]
     assert len({content_digest(other) for other in others} | {whole}) == 6
-    with pytest.raises(ImageError, match="cannot be read"):
+    with error_about(ImageError, "y.png", "unreadable"):
         content_digest(Item("a", content_of(None, (str(tmp_path / "y.png"),))))
 
 

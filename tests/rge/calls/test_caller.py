@@ -481,7 +481,7 @@ def test_other_pictures_are_sent_as_jpeg(mode, kind):
 @pytest.mark.parametrize("kind", ["WEBP", "PNG", "GIF"])
 def test_animations_are_not_sent(kind):
     frames = [Image.new("RGB", (20, 10), colour) for colour in ("red", "blue")]
-    with pytest.raises(ImageError, match="has several frames"):
+    with error_about(ImageError, "animated"):
         sent_as(encode(frames[0], kind, save_all=True, append_images=frames[1:]))
 
 

@@ -27,7 +27,10 @@ def raises(error: BaseException):
     return main
 
 
-FAILURE = {"rank": 3, "host": "h", "reason": "KeyError: 'x'", "code": 1}
+def failed_elsewhere(code: int) -> RankError:
+    error = RankError("KeyError: 'x'", 3, "h")
+    error.exit_code = code
+    return error
 
 
 @pytest.mark.parametrize(
@@ -39,11 +42,11 @@ FAILURE = {"rank": 3, "host": "h", "reason": "KeyError: 'x'", "code": 1}
         (raises(SystemExit(143)), 143, ""),  # stopped by a signal, with a state
         (raises(KeyboardInterrupt()), 130, ""),
         (
-            raises(RankError(FAILURE)),
+            raises(failed_elsewhere(1)),
             1,
-            "error: rank 3 (h) failed: KeyError: 'x'\n",
+            "error: failure of rank 3, h: KeyError: 'x'\n",
         ),  # as the other one ended
-        (raises(RankError({**FAILURE, "code": 2})), 2, "error: rank 3 (h) failed: KeyError: 'x'\n"),
+        (raises(failed_elsewhere(2)), 2, "error: failure of rank 3, h: KeyError: 'x'\n"),
     ],
 )
 def test_exit_codes(main, code, said, capsys):

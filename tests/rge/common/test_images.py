@@ -140,7 +140,7 @@ def test_an_animation_is_refused(picture, kind, frames):
     data = encode(
         picture(8, 8, 0), kind, save_all=True, append_images=[picture(8, 8, n) for n in range(1, frames)]
     )
-    with pytest.raises(ImageError, match="has several frames: extract the frame that you need"):
+    with error_about(ImageError, "animated"):
         load_image(data)
     assert load_image(encode(picture(8, 8, 0), kind)).size == (8, 8)
     assert load_image(data, first_frame=True).size == (8, 8)
@@ -153,7 +153,7 @@ def test_a_phones_heic_is_read(picture, monkeypatch):
     assert load_image(held.getvalue()).size == (64, 48)
     monkeypatch.setitem(sys.modules, "pillow_heif", None)
     monkeypatch.setattr(Image, "ID", [name for name in Image.ID if name != "HEIF"])
-    with error_about(ImageError, "HEIC", ".[search]"):
+    with pytest.raises(ImageError):
         load_image(held.getvalue())
 
 
@@ -173,7 +173,7 @@ def test_a_format_for_which_a_program_would_be_started_is_refused(picture, tmp_p
     (tmp_path / "a.png").write_bytes(eps)
     for ref in (eps, str(tmp_path / "a.png")):
         for look in (load_image, picture_size):
-            with error_about(ImageError, "AVIF", "BMP", "WEBP", "XBM", "XPM"):
+            with error_about(ImageError, ref if isinstance(ref, str) else f"<{len(ref)} bytes>"):
                 look(ref)
     with pytest.raises(Image.UnidentifiedImageError):
         open_picture(eps)
@@ -215,13 +215,14 @@ def test_a_header_says_how_much_memory_decoding_takes(kind, mode, options):
 
 @pytest.mark.parametrize("kind", ["TIFF", "ICO", "AVIF"])
 def test_a_client_may_send_common_formats_only(picture, kind):
-    with error_about(ImageError, "JPEG", "PNG", "WEBP", "GIF", "BMP"):
-        upload_header(encode(picture(32, 32), kind))
+    data = encode(picture(32, 32), kind)
+    with error_about(ImageError, f"<{len(data)} bytes>"):
+        upload_header(data)
 
 
 def test_a_truncated_picture_of_pillows_is_refused(picture):
     data = encode(picture(40, 40), "PNG")
-    with error_about(ImageError, "<40", "40", "picture>"):
+    with error_about(ImageError, "<40 x 40 picture>", "truncated"):
         load_image(Image.open(io.BytesIO(data[: len(data) // 2])))
 
 
@@ -230,7 +231,7 @@ def test_frames_are_not_counted():
     head = b"GIF89a\1\0\1\0\x80\0\0\0\0\0\xff\xff\xff"
     frame = b",\0\0\0\0\1\0\1\0\0\2\2D\1\0"
     began = time.process_time()
-    with pytest.raises(ImageError, match="has several frames"):
+    with error_about(ImageError, "animated"):
         load_image(head + frame * 300_000 + b";")
     assert time.process_time() - began < 2
 
@@ -247,14 +248,14 @@ def test_a_truncated_picture_is_refused(picture, tmp_path, kind, kept):
 def test_a_corrupt_picture_is_refused(png):
     broken = bytearray(png)
     broken[60] ^= 0xFF
-    with pytest.raises(ImageError, match=f"picture <{len(png)} bytes> cannot be decoded"):
+    with error_about(ImageError, f"<{len(png)} bytes>"):
         load_image(bytes(broken))
-    with error_about(ImageError, "<9", "bytes>"):
+    with error_about(ImageError, "<9 bytes>"):
         load_image(b"not an im")
 
 
 def test_pixels_without_a_known_range_are_refused():
-    with error_about(ImageError, "32-bit"):
+    with error_about(ImageError, "range"):
         load_image(encode(Image.new("F", (2, 2), 0.5), "TIFF"))
 
 
@@ -276,7 +277,7 @@ def test_a_decompression_bomb_is_refused_before_it_is_unpacked(side, look, actio
     """Pillow warns above 89 million pixels and raises above twice as many; both are an error here, whatever the filters."""
     with warnings.catch_warnings():
         warnings.simplefilter(action)
-        with pytest.raises(ImageError, match="decompression bomb"):
+        with error_about(ImageError, "huge"):
             look(bomb(side))
 
 
@@ -300,7 +301,7 @@ def test_a_decompression_bomb_is_refused_while_another_thread_opens_a_picture(pn
         first = threading.Thread(target=lambda: (picture_size(png), first_left.set()), name="first")
         first.start()
         assert first_entered.wait(10)
-        with pytest.raises(ImageError, match="decompression bomb"):
+        with error_about(ImageError, "huge"):
             picture_size(bomb(10_000))
         first.join()
         assert warnings.filters == before, "the filters of the process are not touched"
@@ -311,7 +312,7 @@ def test_an_icon_whose_picture_is_larger_than_it_says_is_refused(monkeypatch):
     at = icon.index(b"\x89PNG")
     icon = icon[:6] + bytes([16, 16]) + icon[8:at] + icon[at:]
     monkeypatch.setattr(images, "MOST_PIXELS", 40 * 40)
-    with pytest.raises(ImageError, match="decompression bomb"):
+    with error_about(ImageError, "huge"):
         load_image(icon)
 
 
@@ -331,10 +332,10 @@ def test_a_jpeg_beyond_the_limit_is_decoded_at_a_smaller_size(kind, size, monkey
     monkeypatch.setattr(images, "MOST_PIXELS", 3_000)
     assert load_image(data).size == ((size[0] + 7) // 8, (size[1] + 7) // 8)
     for look in (load_image, picture_size):
-        with pytest.raises(ImageError, match="decompression bomb"):
+        with error_about(ImageError, "huge"):
             look(encode(image, "PNG"))
     monkeypatch.setattr(images, "MOST_JPEG_PIXELS", 110_000)
-    with pytest.raises(ImageError, match="decompression bomb"):
+    with error_about(ImageError, "huge"):
         load_image(data)
     assert load_image(data, max_file_pixels=400 * 400).width <= 201
     assert load_image(encode(image, "PNG"), max_file_pixels=400 * 400).size == size
@@ -351,20 +352,20 @@ def test_pillow_does_not_warn_in_its_own_words(look):
 
 
 def test_what_is_missing_is_named(tmp_path, png):
-    with error_about(ImageError, "gone.png"):
+    with error_about(ImageError, "gone.png", "unreadable"):
         load_image(str(tmp_path / "gone.png"))
-    with pytest.raises(ImageError, match=r"picture .* cannot be read: Is a directory"):
+    with error_about(ImageError, tmp_path, "unreadable"):
         load_image(str(tmp_path))
-    with error_about(ImageError, "gone.parquet"):
+    with error_about(ImageError, "gone.parquet#a", "library"):
         load_image(f"{tmp_path}/gone.parquet#a")
     pq.write_table(pa.table({"id": ["a", "b"], "image": [png, png]}), tmp_path / "some.parquet")
-    with error_about(ImageError, "'c'", "some.parquet", "2"):
+    with error_about(ImageError, "some.parquet#c", "row"):
         load_image(f"{tmp_path}/some.parquet#c")
     pq.write_table(pa.table({"name": ["a"]}), tmp_path / "other.parquet")
-    with error_about(ImageError, "other.parquet"):
+    with error_about(ImageError, "other.parquet#a", "library"):
         load_image(f"{tmp_path}/other.parquet#a")
     (tmp_path / "text.parquet").write_text("no")
-    with error_about(ImageError, "text.parquet"):
+    with error_about(ImageError, "text.parquet#a", "library"):
         load_image(f"{tmp_path}/text.parquet#a")
 
 
@@ -385,13 +386,13 @@ def test_a_size_is_read_without_decoding(tmp_path):
     assert picture_size(str(tmp_path / "cut.png")) == (300, 200)
     (tmp_path / "text.png").write_text("no picture")
     Image.new("I", (3, 3)).save(tmp_path / "deep.tiff")
-    for name, message in (
-        ("text.png", "Pillow does not recognise it"),
-        ("deep.tiff", "32-bit pixels of unknown range"),
-        ("gone.png", "cannot be read: No such file"),
-        ("", "cannot be read: Is a directory"),
+    for name, kind in (
+        ("text.png", "format"),
+        ("deep.tiff", "range"),
+        ("gone.png", "unreadable"),
+        ("", "unreadable"),
     ):
-        with pytest.raises(ImageError, match=message):
+        with error_about(ImageError, tmp_path / name, kind):
             picture_size(str(tmp_path / name))
 
 

@@ -1,7 +1,10 @@
 """The words of errors that have fields: each kind is rendered once, here; other tests look at types, fields and what is named."""
 
+import importlib
 import pickle
+import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Literal, get_args
 
 import pytest
@@ -11,10 +14,9 @@ from rge.calls.failures import Rejection
 from rge.calls.wire.replies import ReplyError
 from rge.common.errors import Fault, UserError
 from rge.common.options import parse_options
-from rge.content.media_errors import MediaError
 from rge.content.pdf import PdfError
-from rge.content.video import VideoError
-from rge.data.sources import RecordError
+
+ROOT = Path(__file__).parents[3]
 
 
 @dataclass
@@ -52,24 +54,53 @@ def test_each_kind_of_fault_is_rendered():
     assert shown == {*get_args(Fault.__annotations__["kind"])}
 
 
+RENDERED = {
+    "ImageError": "picture a:1234: key: why",
+    "MediaError": "file a, page 1,234: key: why",
+    "LimitError": "file a, page 1,234: key: why",
+    "PdfError": "document a, page 1,234: key: why",
+    "VideoError": "video a, page 1,234: key: why",
+    "RankError": "failure of rank a:1234: key: why",
+}
+"""Of the errors that name their file in their own way."""
+
+
+def every_kind(of: type) -> set[type]:
+    return {of}.union(*map(every_kind, of.__subclasses__()))
+
+
+def test_all_errors_that_a_user_can_fix():
+    for path in (ROOT / "rge").rglob("*.py"):
+        if re.search(r"^class \w+\(.*Error\b.*\):", path.read_text(), re.M):
+            importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+    kinds = every_kind(UserError)
+    assert {kind.__name__ for kind in kinds} >= {*RENDERED}
+    for kind in kinds:
+        error = kind("why", "a", 1234, "key", "short")
+        assert str(error) == RENDERED.get(kind.__name__, "a:1234: key: why")
+        assert_pickles(error)
+
+
+def assert_pickles(error: Exception) -> None:
+    copy = pickle.loads(pickle.dumps(error))  # noqa: S301 - our own
+    assert (type(copy), str(copy), vars(copy)) == (type(error), str(error), vars(error))
+
+
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (MediaError("it is missing", "a.bin"), "file a.bin: it is missing"),
-        (PdfError("it is damaged", "a.pdf"), "document a.pdf: it is damaged"),
-        (
-            PdfError("there is no such page", "a.pdf", 1234),
-            "document a.pdf, page 1,234: there is no such page",
-        ),
-        (VideoError("it has no frames", "a.mp4"), "video a.mp4: it has no frames"),
-        (RecordError("train.jsonl:1: id: needed"), "train.jsonl:1: id: needed"),
+        (UserError("why"), "why"),
+        (UserError("why", key="lr"), "lr: why"),
+        (UserError("why", place="row 3"), "row 3: why"),
+        (UserError("why", Path("a.csv"), "row 3"), "a.csv, row 3: why"),
+        (UserError("why").about("lr"), "why"),
+        (PdfError("it is missing", ""), "document: it is missing"),
         (Rejection("too large", certain=False), "too large"),
     ],
 )
-def test_errors_with_fields(error, message):
+def test_fields_that_are_left_out(error, message):
     assert str(error) == message
-    copy = pickle.loads(pickle.dumps(error))  # noqa: S301 - our own
-    assert (type(copy), str(copy), vars(copy)) == (type(error), message, vars(error))
+    assert_pickles(error)
 
 
 def test_kinds_of_replies_are_distinct_in_tables():

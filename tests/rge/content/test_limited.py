@@ -33,7 +33,7 @@ def test_results_and_errors_are_those_of_this_process():
         ]
         with pytest.raises(PdfError) as error:
             decode(hostile.fail, b"abc")
-        assert (error.value.reason, error.value.page) == ("it is damaged", 3)
+        assert (error.value.reason, error.value.place) == ("it is damaged", 3)
         with pytest.raises(PdfError):
             decode(documents.num_pages, b"nothing")
 
@@ -50,11 +50,11 @@ def test_one_process_serves_all_until_it_must_be_ended():
         with pytest.raises(LimitError) as error:
             decode(hostile.sleep, b"abc")
         assert time.monotonic() - began < 5
-        assert (error.value.limit, error.value.waited_for) == ("time", "sleep")
+        assert (error.value.kind, error.value.key) == ("time", "sleep")
         assert beside(hostile.about, b"")[0] != first[0]
     for taker in (hostile.fill, hostile.crash):
         with Decoder(megabytes=256) as decode:
             with pytest.raises(LimitError) as error:
                 decode(taker, b"abc")
-            assert (error.value.limit, error.value.waited_for) == ("memory", taker.__name__)
+            assert (error.value.kind, error.value.key) == ("memory", taker.__name__)
             assert decode(hostile.about, b"abc")[1] == 3  # by another process

@@ -116,7 +116,7 @@ def test_what_cannot_be_opened_is_named(fault, read, tmp_path):
         with pytest.raises(PdfError) as caught:
             read(source)
         assert caught.value.file == (source if isinstance(source, str) else f"<{len(source)} bytes>")
-        assert caught.value.page is None
+        assert caught.value.place is None
     assert ("encrypted" in caught.value.reason) == (fault == "encrypted")
     assert ("no pages" in caught.value.reason) == (fault == "no pages")
 
@@ -138,9 +138,9 @@ def test_a_page_that_is_not_there_is_named(book, number):
     ):
         with pytest.raises(PdfError) as caught:
             read()
-        assert (caught.value.file, caught.value.page) == (book, number)
+        assert (caught.value.file, caught.value.place) == (book, number)
     copy = pickle.loads(pickle.dumps(caught.value))  # noqa: S301 - our own
-    assert (type(copy), copy.page, str(copy)) == (PdfError, number, str(caught.value))
+    assert (type(copy), copy.place, str(copy)) == (PdfError, number, str(caught.value))
 
 
 def test_a_damaged_page_is_named_and_its_neighbours_are_read():
@@ -148,7 +148,7 @@ def test_a_damaged_page_is_named_and_its_neighbours_are_read():
     assert corner(render(source, 1)) == RED
     with pytest.raises(PdfError) as caught:
         render(source, 2)
-    assert caught.value.page == 2
+    assert caught.value.place == 2
 
 
 def test_a_replaced_file_is_read_again(book):
@@ -229,4 +229,4 @@ def test_pictures_in_a_page_are_counted_as_stored(monkeypatch):
     monkeypatch.setattr(reader, "MAX_OBJECTS", 1)
     with pytest.raises(PdfError) as caught:
         picture_pixels(THREE, 2)
-    assert caught.value.page == 2
+    assert caught.value.place == 2

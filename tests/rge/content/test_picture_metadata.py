@@ -122,7 +122,7 @@ def test_broken_containers_are_written_anew_or_refused(tmp_path: Path):
     except ImageError:
         clean = b""
     assert not any(secret in clean for secret in SECRETS)
-    with pytest.raises(ImageError, match="cannot be decoded"):
+    with pytest.raises(ImageError):
         without_metadata(b"no picture")
 
 

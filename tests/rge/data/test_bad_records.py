@@ -23,7 +23,6 @@ from ports import free_port
 from safetensors.torch import load_file
 from transformers import AutoProcessor
 
-from rge.common.images import ImageError
 from rge.data.bad_records import NAME, BadRecords
 from rge.data.collate import MAX_REPLACEMENTS, Source, StepBatches, replacements
 from rge.data.config import DataConfig
@@ -100,31 +99,31 @@ def pictures(folder: Path) -> None:
 
 
 BAD_PICTURES = {
-    "missing": ("gone.png", "gone.png cannot be read: No such file"),
-    "truncated": ("truncated.jpg", "truncated.jpg cannot be decoded"),
-    "empty file": ("empty.png", "empty.png cannot be decoded"),
-    "no picture": ("page.png", "page.png cannot be decoded: Pillow does not recognise it as a picture"),
-    "damaged": ("damaged.png", "damaged.png cannot be decoded"),
-    "bomb": ("bomb.png", "bomb.png cannot be decoded.*decompression bomb"),
-    "folder": ("folder.png", "folder.png cannot be read: Is a directory"),
-    "file as folder": ("good.png/inside.png", "cannot be read: Not a directory"),
-    "pipe": ("pipe.png", "pipe.png cannot be read: it is a pipe or a device"),
-    "device": ("/dev/zero", "/dev/zero cannot be read: it is a pipe or a device"),
-    "link to itself": ("loop.png", "loop.png cannot be read: Too many levels of symbolic links"),
-    "zero byte in the name": ("a\0b.png", "cannot be read: embedded null byte"),
-    "name too long": ("x" * 300 + ".png", "cannot be read: File name too long"),
-    "no library": ("none.parquet#1", "none.parquet does not exist"),
-    "aspect ratio": ("strip.png", "absolute aspect ratio must be smaller than 200"),
-    "animation": ("moving.gif", "moving.gif has several frames"),
-    "32-bit pixels": ("floats.tiff", "32-bit pixels of unknown range"),
+    "missing": ("gone.png", "unreadable"),
+    "truncated": ("truncated.jpg", "truncated"),
+    "empty file": ("empty.png", "format"),
+    "no picture": ("page.png", "format"),
+    "damaged": ("damaged.png", "damaged"),
+    "bomb": ("bomb.png", "huge"),
+    "folder": ("folder.png", "unreadable"),
+    "file as folder": ("good.png/inside.png", "unreadable"),
+    "pipe": ("pipe.png", "unreadable"),
+    "device": ("/dev/zero", "unreadable"),
+    "link to itself": ("loop.png", "unreadable"),
+    "zero byte in the name": ("a\0b.png", "unreadable"),
+    "name too long": ("x" * 300 + ".png", "unreadable"),
+    "no library": ("none.parquet#1", "library"),
+    "aspect ratio": ("strip.png", "processed"),
+    "animation": ("moving.gif", "animated"),
+    "32-bit pixels": ("floats.tiff", "range"),
 }
 if os.geteuid():
-    BAD_PICTURES["not permitted"] = ("secret.png", "secret.png cannot be read: Permission denied")
-AT_A_DRAW = {name: (shows(path), message) for name, (path, message) in BAD_PICTURES.items()}
-AT_A_DRAW["target's picture"] = (positive(image="gone.png"), "gone.png cannot be read")
+    BAD_PICTURES["not permitted"] = ("secret.png", "unreadable")
+AT_A_DRAW = {name: (shows(path), kind) for name, (path, kind) in BAD_PICTURES.items()}
+AT_A_DRAW["target's picture"] = (positive(image="gone.png"), "unreadable")
 AT_A_DRAW["too many pictures"] = (
     record("bad", query={"images": ["good.png"] * 30}),
-    "pictures and template alone exceed max_prompt_tokens=60",
+    "max_prompt_tokens",
 )
 AT_OPENING = {
     "no JSON": (b"{'id': 1}", "Invalid JSON"),
@@ -185,11 +184,11 @@ def content(batch) -> dict:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", AT_A_DRAW)
 def test_what_only_a_draw_shows(folder, builder, kind, tmp_path):
-    bad, message = AT_A_DRAW[kind]
+    bad, what = AT_A_DRAW[kind]
     path = write(folder, "records", bad)
     for num_workers in (0, 1, 3):
         began = time.monotonic()
-        with pytest.raises((RecordError, ImageError), match=f"record 'bad' of .*records.jsonl: .*{message}"):
+        with error_about(RecordError, "records.jsonl", "record 'bad'", what):
             loaded(batches_of(path, builder, "stop"), num_workers)
         assert time.monotonic() - began < 10
     skipping = batches_of(path, builder, "skip")
@@ -404,13 +403,13 @@ def test_a_run_ends_with_the_records_name(home, tmp_path, num_workers):
         program.wait_until(metrics.exists)
         done = program.finished(ENDS_IN_S)
     assert done.returncode == 2
-    assert "error: record 'bad' of " in done.stderr
-    assert "truncated.jpg cannot be decoded" in done.stderr
+    assert ", record 'bad': picture " in done.stderr
+    assert "truncated.jpg: " in done.stderr
     assert "Traceback" not in done.stderr
 
 
 EVERYWHERE = {
-    "corrupt picture": (shows("damaged.png"), "record 'bad' of .*: picture .*damaged.png cannot be decoded"),
+    "corrupt picture": (shows("damaged.png"), "record 'bad': picture .*damaged.png: "),
     "missing picture": (shows("gone.png"), "kind.jsonl:7: .*gone.png does not exist .record 'bad'."),
     "repeated id": (record("r2"), "kind.jsonl:7: id: 'r2' is already used in line 3"),
 }

@@ -185,7 +185,7 @@ def test_few_descriptors_and_no_shared_memory():
 def fails_at(step: int):
     def make(which: int) -> Batch:
         if which == step:
-            raise ImageError("picture x.png cannot be read")
+            raise ImageError("cannot be read", "x.png")
         return batch_of(which)
 
     return make

@@ -357,7 +357,7 @@ def test_a_chat_template_that_fails_is_no_traceback(builder, monkeypatch, templa
 
 
 def test_a_picture_the_processor_refuses_names_the_item(builder, picture):
-    with error_about(ImageError, "thread"):
+    with error_about(ImageError, "of item 'thread'", "processed"):
         builder.build(Item("thread", content_of("egg", [picture(2000, 2)])), "query")
 
 

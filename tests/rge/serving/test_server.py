@@ -1581,7 +1581,7 @@ def test_private_addresses_are_never_reached(web):
         "[::1]",
         "[::ffff:127.0.0.1]",
     ):
-        with pytest.raises(ImageError, match="not on the public internet|not known"):
+        with error_about(ImageError, host.strip("[]"), "private"):
             asyncio.run(public_web.fetch_public(f"http://{host}:{port}/a.png", lambda count: None))
     assert asked == []
 
@@ -1602,21 +1602,21 @@ def test_redirects_and_names_are_checked_for_each_connection(web, monkeypatch):
     assert fetch(f"{address}/to?{address}/to?/a.png") == data
     asked.clear()
     for spelled in ("/schlüssel a.png", "/to?/schlüssel a.png"):
-        with error_about(ImageError, "1", "MB"):
+        with error_about(ImageError, "from the web", "huge"):
             fetch(f"{address}{spelled}")
     assert asked[0][1] == asked[-1][1] == "/schl%C3%BCssel%20a.png"
-    for refused, why in (
-        (f"{address}/to?http://127.0.0.2:{port}/a.png", "127.0.0.2 is not on the public internet"),
-        (f"{address}/to?file:///etc/passwd", "only http and https"),
+    for refused, kind in (
+        (f"{address}/to?http://127.0.0.2:{port}/a.png", "private"),
+        (f"{address}/to?file:///etc/passwd", "scheme"),
         (f"{address}/to?/to?/to?/to?/to?/to?/a.png", "redirects"),
-        (f"{address}/missing.png", "says 404"),
-        (f"{address}/large.png", "larger than 1 MB"),
-        ("http://", "cannot be fetched"),
-        ("http://nowhere.invalid/a.png", "not known"),
-        ("http://schlüssel.invalid/a.png", "not known"),
-        ("http://127.0.0.1:99999/a.png", "cannot be fetched"),
+        (f"{address}/missing.png", "status"),
+        (f"{address}/large.png", "huge"),
+        ("http://", "network"),
+        ("http://nowhere.invalid/a.png", "network"),
+        ("http://schlüssel.invalid/a.png", "network"),
+        ("http://127.0.0.1:99999/a.png", "network"),
     ):
-        with pytest.raises(ImageError, match=why):
+        with error_about(ImageError, kind):
             fetch(refused)
     # The name's address is looked up once, checked, and that one is connected to.
     lookups = []

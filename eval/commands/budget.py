@@ -22,8 +22,9 @@ from pydantic import Field
 from eval.benchmarks.suite import is_suite, load_suite, mean_over, measure_members
 from eval.commands.run import Condition, RunOptions, Session, write_page
 from eval.embedding.set_embeddings import Embeddings
-from eval.pages.charts import budget_file
+from eval.pages.charts import COSTS, budget_file
 from eval.pages.evaluations import BASES, BUDGET
+from eval.pages.wording import number
 from eval.scoring.identity import versions
 from eval.scoring.output_files import PER_QUERY, read_results, rerun_command
 from eval.scoring.results import FORMAT
@@ -40,6 +41,9 @@ from rge.vectors.fill_cache import Embeds
 PLOT, TABLE = "budget.svg", "budget"
 DECIDED = "direct to reasoning, decided by the model"
 FIXED = "the same cap for all queries"
+WRONG_KIND = "wrong_kind@1"
+OVER_CAPS = {"over_caps": ("over caps", "tokens"), "over_caps_flops": ("over caps by FLOP", "gflops")}
+"""Comparison with the curve of fixed caps -> its column, and the cost that is equal."""
 SETTINGS = ("caps", "auto", "batch_size", "seed")
 """Options that budget.json records."""
 Fraction = Annotated[float, Field(gt=0, lt=1)]
@@ -69,6 +73,7 @@ class Point:
     ranking: Ranking
     encoded: Encoded
     about: Mapping[str, Any] = field(default_factory=dict)  # further content for results.json
+    writes: bool = True  # all queries, though maybe not a single token; else `<emb>` is given
 
 
 def budget(options: BudgetOptions, load: Callable[[], Embeds] | None = None) -> Path:
@@ -140,12 +145,12 @@ def _of_set(options: BudgetOptions, metric: str, load: Callable[[], Embeds]) -> 
     if not process_group.is_first:
         return []
     points = chain(
-        (Point(mode, mode, 1, ranked[mode], encoded[mode]) for mode in BASES),
+        (Point(mode, mode, 1, ranked[mode], encoded[mode], writes=mode != "direct") for mode in BASES),
         _at_caps(base, capped),
         _decided(base, always) if always else (),
         _thresholds(base, options.auto),
     )
-    dirs = []
+    dirs, gflops_of = [], _gflops(session)
     for point in points:
         asked: Mode = "direct" if point.name == "direct" else "reasoning"
         place = replace(condition, mode=asked, out=options.out / point.name)
@@ -154,6 +159,8 @@ def _of_set(options: BudgetOptions, metric: str, load: Callable[[], Embeds]) -> 
             point.encoded.generate_ms + point.encoded.embed_ms,
         )
         costs = {"tokens": float(tokens_Q.mean()), "ms": float(ms_Q.mean())}
+        if gflops_of is not None:
+            costs["gflops"] = float(gflops_of(tokens_Q, point.writes).mean())
         block = {"name": point.name, "curve": point.curve, "at": point.at, **costs, **point.about}
         more = {"budget": block}
         session.write(place, point.ranking, point.encoded, more, tag=point.name)
@@ -169,23 +176,45 @@ def _row(directory: Path, metric: str) -> dict[str, Any]:
     if metric not in results.overall:
         raise UserError(f"metric must be one of {', '.join(results.overall)}, got {metric!r}")
     assert results.budget is not None
-    return results.budget.as_json() | {"metric": metric, **results.overall[metric]}
+    kinds = {WRONG_KIND: results.overall[WRONG_KIND]} if WRONG_KIND in results.overall else {}
+    return results.budget.as_json() | {"metric": metric, **results.overall[metric], **kinds}
+
+
+def _gflops(session: Session) -> Callable[[np.ndarray, bool], np.ndarray] | None:
+    """Function of `rge.plan.costs.embedding_flops`'s arguments: 1e9 FLOPs of each query; None if rge does not make the prompts."""
+    encoder: Any = session.embeddings.encoder
+    builder = getattr(encoder, "builder", None)
+    if builder is None:
+        return None
+    from rge.model.backbone import skeleton
+    from rge.plan.costs import embedding_flops
+
+    queries = session.measurement.wanted.query_items("both")
+    outline, sizes = skeleton(encoder.model.model.config), [builder.measure(one, "query") for one in queries]
+    return lambda tokens_Q, writes: embedding_flops(outline, sizes, tokens_Q, writes=writes) / 1e9
 
 
 def table(content: Mapping[str, Any]) -> pd.DataFrame:
-    """Accuracy, gain over direct mode and costs of all points, formatted for printing."""
-    return pd.DataFrame(
-        {
-            "": row["name"],
-            f"{content['metric']}, %": f"{100 * row['value']:.1f} {in_words(row['low'], row['high'])}",
-            "over direct": _signed(row["gain"]),
-            "over random": _signed(row.get("over_random")),
-            "over caps": _signed(row.get("over_caps")),
-            "tokens": f"{row['tokens']:.1f}",
-            "ms": f"{row['ms']:.1f}",
-        }
-        for row in content["points"]
-    )
+    """Accuracy, gain over direct mode and costs of all points, formatted for printing; no empty columns."""
+    rows = content["points"]
+    columns = {
+        "": [row["name"] for row in rows],
+        f"{content['metric']}, %": [_per_cent(row) for row in rows],
+        f"{WRONG_KIND}, %": [_per_cent(row.get(WRONG_KIND)) for row in rows],
+        "over direct": [_signed(row["gain"]) for row in rows],
+        "over random": [_signed(row.get("over_random")) for row in rows],
+        **{words: [_signed(row.get(key)) for row in rows] for key, (words, _) in OVER_CAPS.items()},
+        "tokens": [f"{row['tokens']:.1f}" for row in rows],
+        "ms": [f"{row['ms']:.1f}" for row in rows],
+        "GFLOP": [number(row["gflops"]) if "gflops" in row else "" for row in rows],
+    }
+    return pd.DataFrame({name: cells for name, cells in columns.items() if any(cells)})
+
+
+def _per_cent(figure: Mapping[str, Any] | None) -> str:
+    if figure is None:
+        return ""
+    return f"{100 * figure['value']:.1f} {in_words(figure['low'], figure['high'])}"
 
 
 def _signed(figure: Mapping[str, Any] | None) -> str:
@@ -230,16 +259,15 @@ class _Base:
     def rank(self, encoded: Encoded) -> Ranking:
         return self.session.rank(encoded.embeddings, self.candidate_CD)
 
-    def choosing(self, name: str, curve: str, reason_Q: np.ndarray, about: Mapping[str, Any]) -> Point:
+    def choosing(self, name: str, reason_Q: np.ndarray, about: Mapping[str, Any]) -> Point:
         """The point at which the queries in `reason_Q` reason."""
-        share = float(reason_Q.mean())
         ranking = choose(reason_Q, self.ranked["reasoning"], self.ranked["direct"])
         chosen = _either(reason_Q, self.encoded["reasoning"], self.encoded["direct"])
-        return Point(name, curve, share, ranking, chosen, {"decided": {**about, "share": share}})
+        return Point(name, DECIDED, float(reason_Q.mean()), ranking, chosen, about)
 
 
 def _either(reason_Q: np.ndarray, reasoned: Encoded, direct: Encoded) -> Encoded:
-    """Results and costs if all queries are embedded directly, and those in `reason_Q` also reason."""
+    """Results and costs if the queries in `reason_Q` reason, and the others are embedded directly, from one pass over the prompt."""
 
     def either(name: str) -> list[str]:
         pairs = zip(reason_Q, getattr(reasoned, name), getattr(direct, name), strict=True)
@@ -251,7 +279,7 @@ def _either(reason_Q: np.ndarray, reasoned: Encoded, direct: Encoded) -> Encoded
         num_rationale_tokens=np.where(reason_Q, reasoned.num_rationale_tokens, 0),
         stop_reasons=either("stop_reasons"),
         generate_ms=np.where(reason_Q, reasoned.generate_ms, 0.0),
-        embed_ms=direct.embed_ms + np.where(reason_Q, reasoned.embed_ms, 0.0),
+        embed_ms=np.where(reason_Q, reasoned.embed_ms, direct.embed_ms),
     )
 
 
@@ -272,18 +300,18 @@ def _decided(base: _Base, always: Embeddings) -> Iterator[Point]:
 
 
 def _thresholds(base: _Base, above: Sequence[float]) -> Iterator[Point]:
-    """A model trained to decide, at several thresholds on the probability of writing nothing."""
+    """A model trained to decide, at several thresholds on the probability of writing nothing, and at that of ``mode=auto``."""
     encoder: Any = base.session.embeddings.encoder
     if not above or not encoder.settings.decides_itself:
         return
     probability_Q = encoder.direct_probabilities(base.session.measurement.wanted.query_items("both"))
-    for threshold in sorted(set(above)):
+    own = encoder.settings.generation.direct_above
+    for threshold in sorted({*above, own}):
         reason_Q = probability_Q < threshold
-        about = {"direct_above": threshold}
-        point = base.choosing(f"auto-{threshold:.12g}", DECIDED, reason_Q, about)
-        # the prompt is encoded once, so a query that reasons does not also pay for direct mode
-        spent = np.where(reason_Q, base.encoded["reasoning"].embed_ms, base.encoded["direct"].embed_ms)
-        yield replace(point, encoded=replace(point.encoded, embed_ms=spent))
+        about = {"decided": {"direct_above": threshold, "share": float(reason_Q.mean())}}
+        yield base.choosing(
+            f"auto-{threshold:.12g}", reason_Q, about | ({"mode": "auto"} if threshold == own else {})
+        )
 
 
 def _add_gains(
@@ -311,32 +339,34 @@ def _add_gains(
             expected = (1 - share_Q) * direct[metric] + share_Q * written
             row["over_random"] = figure(value_Q - expected)
             row["at_random"] = row["value"] - row["over_random"]["value"]
-    fixed = sorted((row for row in rows if row["curve"] == FIXED or row["name"] in BASES), key=_tokens)
+    fixed = [row for row in rows if row["curve"] == FIXED or row["name"] in BASES]
     for row in rows if len(fixed) > len(BASES) else ():
-        if "decided" in row:
-            expected = _between(row["tokens"], fixed, values, metric)
-            row["over_caps"] = figure(values[row["name"]][metric] - expected)
-
-
-def _tokens(row: Mapping[str, Any]) -> float:
-    return float(row["tokens"])
+        for key, (_, cost) in OVER_CAPS.items():
+            if "decided" in row and cost in row:
+                expected = _between(row[cost], cost, fixed, values, metric)
+                row[key] = figure(values[row["name"]][metric] - expected)
 
 
 def _between(
-    tokens: float, fixed: Sequence[Mapping[str, Any]], values: Mapping[str, pd.DataFrame], metric: str
+    spent: float,
+    cost: str,
+    fixed: Iterable[Mapping[str, Any]],
+    values: Mapping[str, pd.DataFrame],
+    metric: str,
 ) -> pd.Series:
-    """Per-query values on the curve of fixed caps at as many tokens: a share of the queries has one cap, the others the next."""
-    after = next((place for place, row in enumerate(fixed) if row["tokens"] >= tokens), len(fixed) - 1)
+    """Per-query values on the curve of fixed caps at the same cost: a share of the queries has one cap, the others the next."""
+    fixed = sorted(fixed, key=lambda row: float(row[cost]))
+    after = next((place for place, row in enumerate(fixed) if row[cost] >= spent), len(fixed) - 1)
     high, low = fixed[after], fixed[max(after - 1, 0)]
-    span = high["tokens"] - low["tokens"]
-    share = min((tokens - low["tokens"]) / span, 1.0) if span > 0 else 1.0
+    span = high[cost] - low[cost]
+    share = min((spent - low[cost]) / span, 1.0) if span > 0 else 1.0
     return (1 - share) * values[low["name"]][metric] + share * values[high["name"]][metric]
 
 
 def _joined(of_member: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Join one point over all members: means of costs and shares."""
     parts = list(of_member.values())
-    row = dict(parts[0]) | _means(parts, ("at", "tokens", "ms"))
+    row = dict(parts[0]) | _means(parts, ("at", *(cost for cost in COSTS if cost in parts[0])))
     if "decided" in row:
         shares = {name: part["decided"]["share"] for name, part in of_member.items()}
         row["decided"] |= {"shares": shares, "share": float(np.mean(list(shares.values())))}
@@ -348,13 +378,16 @@ def _means(parts: Sequence[Mapping[str, Any]], keys: Iterable[str]) -> dict[str,
 
 
 def _notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Which of the model's own decisions are no better than one cap for all queries."""
-    below = [row["name"] for row in rows if "over_caps" in row and not (row["over_caps"]["low"] or 0) > 0]
-    if not below:
-        return []
-    return [
-        f"Not above the curve of fixed caps at as many tokens: {', '.join(below)} (the interval of `over caps` is not above 0)."
-    ]
+    """Which point is ``mode=auto``, and which of the model's own decisions are no better than one cap for all queries."""
+    notes = [f"{row['name']} is mode=auto." for row in rows if row.get("mode") == "auto"]
+    for key, (column, cost) in OVER_CAPS.items():
+        below = [row["name"] for row in rows if key in row and not (row[key]["low"] or 0) > 0]
+        if below:
+            equal = cost.replace("gflops", "FLOPs")
+            notes.append(
+                f"Not above the curve of fixed caps at as many {equal}: {', '.join(below)} (the interval of `{column}` is not above 0)."
+            )
+    return notes
 
 
 def _content(options: BudgetOptions, metric: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -369,7 +402,7 @@ def _content(options: BudgetOptions, metric: str, rows: Sequence[Mapping[str, An
         "format": FORMAT,
         "metric": metric,
         "settings": {key: getattr(options, key) for key in SETTINGS},
-        "costs": f"means over {'members' if results.suite else 'queries'}: tokens generated; milliseconds of a batch divided by its rows, search not counted",
+        "costs": f"means over {'members' if results.suite else 'queries'}: tokens generated; milliseconds of a batch divided by its rows, search not counted; FLOPs of a query alone by rge plan's formulas",
         "points": list(rows),
         "notes": _notes(rows),
         "versions": versions(),

@@ -25,6 +25,7 @@ import yaml
 
 from eval.benchmarks.published_tables import published
 from eval.pages.evaluations import BASES, BUDGET, caveats, ways_of
+from eval.pages.wording import number
 from eval.scoring.metrics import of_kinds
 from eval.scoring.output_files import RUN, read_results
 from eval.scoring.protocol import Protocol
@@ -203,19 +204,23 @@ def with_evaluation(card: str, results: Results) -> str:
 
 def with_budget(card: str, budget: dict[str, Any]) -> str:
     """Add the curve of a budget.json to a model card, in place of an older one."""
-    metric = budget["metric"]
-    rows = [
-        f"| `{one['name']}` | {one['value']:.4f} {_interval(one)} | {one['tokens']:.1f} | {one['ms']:.1f} |"
-        for one in sorted(budget["points"], key=lambda point: point["tokens"])
-    ]
+    points = sorted(budget["points"], key=lambda point: point["tokens"])
+    columns: dict[str, Callable[[dict[str, Any]], str]] = {
+        "queries": lambda one: f"`{one['name']}`",
+        f"{budget['metric']}, with 95 % interval": lambda one: f"{one['value']:.4f} {_interval(one)}",
+        "tokens": lambda one: f"{one['tokens']:.1f}",
+        "GFLOP": lambda one: number(one["gflops"]),
+        "ms": lambda one: f"{one['ms']:.1f}",
+    }
+    if any("gflops" not in one for one in points):
+        del columns["GFLOP"]
+    rows = [[cell(one) for cell in columns.values()] for one in points]
     lines = [
         BUDGET_SECTION,
         "",
         f"On {budget['set']['name']}; means over queries. `cap-N` is `max_rationale_tokens=N`.",
         "",
-        f"| queries | {metric}, with 95 % interval | tokens | ms |",
-        "|---|---|---|---|",
-        *rows,
+        *(f"| {' | '.join(row)} |" for row in (columns, ["---"] * len(columns), *rows)),
         *(f"\n{note}" for note in budget["notes"]),
     ]
     before, _, rest = card.partition(f"\n{BUDGET_SECTION}\n")

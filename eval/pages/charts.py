@@ -28,8 +28,8 @@ STYLES = 6
 """Number of line styles with distinct colours and dashes."""
 COLOURS = [f"var(--series-{place})" for place in range(STYLES)]
 DASHES = [[1, 0], [7, 3], [2, 3], [9, 3, 2, 3], [4, 4], [12, 4]]
-X_LABELS = {"tokens": "generated tokens per query", "ms": "milliseconds per query"}
-"""Costs of a budget.json."""
+COSTS = {"tokens": "generated tokens per query", "gflops": "GFLOP per query", "ms": "milliseconds per query"}
+"""Labels of the costs in a budget.json; FLOPs are only known of models whose prompts rge makes."""
 DOT = {"type": "circle", "size": 60, "opacity": 1}
 STYLE_SHEET = Path(__file__).with_name("templates") / "report.css"
 CONFIG = {
@@ -119,7 +119,7 @@ def budget_on_page(budget: Mapping[str, Any]) -> dict[str, Any]:
     metric, points = budget["metric"], budget["points"]
     labels = list(dict.fromkeys(point["curve"] for point in points))
     charts = []
-    for cost, x_label in X_LABELS.items():
+    for cost, x_label in _costs_of(points).items():
         last = {point["curve"]: point for point in sorted(points, key=lambda point: point[cost])}
         ends = (f"{name}: {100 * last[name]['value']:.1f} % at {number(last[name][cost])}" for name in labels)
         spec = _over_cost(points, cost, x_label)
@@ -127,6 +127,10 @@ def budget_on_page(budget: Mapping[str, Any]) -> dict[str, Any]:
     return {"charts": charts, "labels": labels, "rows": points} | {
         key: budget[key] for key in ("metric", "costs", "notes")
     }
+
+
+def _costs_of(points: Rows) -> dict[str, str]:
+    return {cost: label for cost, label in COSTS.items() if all(cost in point for point in points)}
 
 
 def side_by_side(budgets: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -144,7 +148,7 @@ def budget_file(budget: Mapping[str, Any]) -> str:
     """The same charts with a legend as one file."""
     panels = [
         _over_cost(budget["points"], cost, x_label, legend={}) | {"width": 400, "height": 220}
-        for cost, x_label in X_LABELS.items()
+        for cost, x_label in _costs_of(budget["points"]).items()
     ]
     return as_file({"vconcat": panels}, f"{budget['metric']} against cost, 95 % intervals")
 

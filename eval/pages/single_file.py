@@ -9,7 +9,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from eval.pages.wording import LONG_QUESTION, LONG_RATIONALE, cut_at, percent, signed
+from eval.pages.wording import LONG_QUESTION, LONG_RATIONALE, cut_at, number, percent, signed
 from rge.common.files import write_text
 
 TEMPLATES = Path(__file__).with_name("templates")
@@ -29,7 +29,12 @@ def write_page(out: Path, template: str, styles: Sequence[str], content: Mapping
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"percent": percent, "signed": signed, "count": lambda n: f"{n:,}"}
+    environment.filters |= {
+        "percent": percent,
+        "signed": signed,
+        "number": number,
+        "count": lambda n: f"{n:,}",
+    }
     environment.globals |= {
         "cut_at": cut_at,
         "long_question": LONG_QUESTION,

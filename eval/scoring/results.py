@@ -138,6 +138,7 @@ class Point(Block):
     at: Number = None
     tokens: Number = None
     ms: Number = None
+    gflops: Number = None
 
 
 class AnswersAsked(Block):

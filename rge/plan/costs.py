@@ -12,10 +12,12 @@ their backward needs is kept (`train.keep_activations`). A frozen vision tower r
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.fx.experimental import _config as fx_config
@@ -30,6 +32,7 @@ from rge.model.backbone import parts_of, skeleton
 from rge.model.config import ModelConfig
 from rge.model.families import family_of
 from rge.model.hub_model import HubModel
+from rge.model.prompts import Measured
 from rge.model.vision_tower import speed_up
 from rge.plan.options import PlanOptions
 
@@ -176,7 +179,7 @@ def cost_of_picture(model: HubModel, num_pixels: int) -> PictureCost:
     return _count(model if model.device.type == "meta" else skeleton(model.config), num_pixels)
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=64)
 def _count(model: HubModel, num_pixels: int) -> PictureCost:
     family = family_of(model)
     pixels, grid = family.square_picture(model.config, num_pixels)
@@ -329,6 +332,51 @@ class Setup:
         return bool(load.own) and not self.train_vision and not self.shares_weights
 
 
+Numbers = TypeVar("Numbers", float, np.ndarray)
+
+
+def _read_row(s: Shapes, prompt: Numbers, tail: float, read: float) -> tuple[Numbers, Numbers]:
+    """Products and attention of one row; the last layer computes only what is read, and keys and values."""
+    tokens = prompt - 1 + tail
+    last = s.key_value * tokens + (s.layer - s.key_value) * read
+    products = 2.0 * ((s.layers - 1) * s.layer * tokens + last)
+    tails = tail * tokens
+    return products, 4 * s.attention * ((s.layers - 1) * ((prompt - 1) ** 2 + tails) + tails)
+
+
+def _written_row(s: Shapes, prompt: Numbers, own: Numbers) -> Numbers:
+    """A rationale after all of its prompt but the last token, from keys and values: that token, its own, and `<emb>`."""
+    steps = own + 2
+    words = 2.0 * s.layers * s.layer * steps + 2.0 * s.hidden * s.vocabulary * (own + 1)
+    return words + 4 * s.attention * s.layers * steps * (prompt + (steps - 1) / 2)
+
+
+def embedding_flops(
+    model: HubModel, prompts: Sequence[Measured], own_N: np.ndarray, *, writes: bool
+) -> np.ndarray:
+    """FLOPs (N,) of embedding each prompt after `own_N` tokens of its own rationale; not `writes`: with ``<emb>`` given instead.
+
+    A rationale without a token `writes` all the same, since the model chose ``<emb>``. `model` may be on `meta`.
+    """
+    shapes, prompt_N = shapes_of(model, 0), np.array([len(prompt) for prompt in prompts], np.float64)
+    if writes:
+        text_N = _written_row(shapes, prompt_N, own_N) + sum(_read_row(shapes, prompt_N, 0, 0))
+    else:
+        text_N = sum(_read_row(shapes, prompt_N, 2, 1))
+    return text_N + np.array([_seen(model, prompt) for prompt in prompts])
+
+
+def _seen(model: HubModel, prompt: Measured) -> float:
+    """The tower's pass over a prompt's pictures: as over squares of about as many tokens, by the token."""
+    if not prompt.num_pictures:
+        return 0.0
+    pixels, _ = family_of(model).square_picture(model.config)
+    of_token = pixels.numel() / pixels.shape[1] / cost_of_picture(model, 0).placeholders
+    side = round(math.sqrt(prompt.num_picture_tokens / prompt.num_pictures))
+    like = cost_of_picture(model, round(side**2 * of_token))
+    return like.seen * prompt.num_picture_tokens / like.placeholders
+
+
 def flops(shapes: Shapes, load: Load, setup: Setup) -> dict[str, float]:
     """FLOPs of one rank's step, by phase; of a mining, a step's share."""
     found = _step_flops(shapes, load, setup)
@@ -339,16 +387,7 @@ def flops(shapes: Shapes, load: Load, setup: Setup) -> dict[str, float]:
 
 def _step_flops(shapes: Shapes, load: Load, setup: Setup) -> dict[str, float]:
     s, n, picture = shapes, load, shapes.picture
-    width = 4 * s.attention
-
-    def text(prompt: int, tail: int, read: int) -> tuple[float, float]:
-        """Products and attention of one row; the last layer computes only what is read, and keys and values."""
-        tokens = prompt - 1 + tail
-        last = s.key_value * tokens + (s.layer - s.key_value) * read
-        products = 2.0 * ((s.layers - 1) * s.layer * tokens + last)
-        tails = tail * (prompt - 1 + tail)
-        return products, width * ((s.layers - 1) * ((prompt - 1) ** 2 + tails) + tails)
-
+    text = partial(_read_row, shapes)
     found = {}
     query_pictures, candidate_pictures = n.queries * n.query_pictures, n.candidates * n.candidate_pictures
     unseen = {"queries": query_pictures, "candidates": candidate_pictures}
@@ -360,10 +399,7 @@ def _step_flops(shapes: Shapes, load: Load, setup: Setup) -> dict[str, float]:
         return pictures * picture.seen
 
     if n.own:
-        steps = n.own + 2
-        words = 2.0 * s.layers * s.layer * steps + 2.0 * s.hidden * s.vocabulary * (n.own + 1)
-        looks = width * s.layers * steps * (n.prompt + (steps - 1) / 2)
-        found["rollout"] = n.queries * n.each * (words + looks)
+        found["rollout"] = n.queries * n.each * _written_row(s, n.prompt, n.own)
         if not setup.once:
             found["rollout"] += see("queries") + n.queries * sum(text(n.prompt, 0, 0))
     if n.reference:

@@ -6,27 +6,38 @@ import re
 import numpy as np
 import pandas as pd
 import pytest
-from eval_fakes import NUM_QUERIES, FakeEncoder, loader, write_set
+from eval_fakes import NUM_QUERIES, FakeEncoder, loader, tables, write_tables
 from faults import error_about
 from recorded import DECIDES
 
 from eval.__main__ import main, usage
 from eval.commands import export as exporting
-from eval.commands.budget import DECIDED, FIXED, BudgetOptions, budget
+from eval.commands.budget import DECIDED, FIXED, BudgetOptions, budget, table
 from eval.commands.compare import CompareOptions, compare
+from eval.pages.wording import number
+from eval.sets.retrieval_set import load_set
 from rge.common.errors import UserError
+from rge.model.backbone import load_backbone, skeleton
+from rge.model.embedding_model import EmbeddingModel
+from rge.model.prompts import PromptBuilder
+from rge.plan.costs import embedding_flops
 
 
 @pytest.fixture(scope="module")
 def set_dir(tmp_path_factory):
-    return write_set(tmp_path_factory.mktemp("set"))
+    """A pool of pictures with and without a text."""
+    made = tables()
+    made["corpus"]["text"] = [None if row % 2 else f"key {row}" for row in range(len(made["corpus"]["id"]))]
+    return write_tables(tmp_path_factory.mktemp("set"), made, {"report_by": ["pair"]})
 
 
 @pytest.fixture(scope="module")
-def done(set_dir, tmp_path_factory):
+def done(set_dir, lively_path, tmp_path_factory):
     out = tmp_path_factory.mktemp("out") / "budget"
     encoder = FakeEncoder(recipe=DECIDES)
     encoder.direct_probabilities = lambda items: np.linspace(0, 1, NUM_QUERIES)[: len(list(items))]
+    backbone = load_backbone(lively_path)
+    encoder.model, encoder.builder = EmbeddingModel(backbone), PromptBuilder(backbone.processor)
     options = BudgetOptions(checkpoint="fake", set=set_dir, out=out, auto=(0.25, 0.5), metric="mrr")
     assert budget(options, loader(encoder)) == out
     return encoder, out, json.loads((out / "budget.json").read_text())
@@ -71,9 +82,41 @@ def test_what_the_model_decides_is_held_against_one_cap_for_all(done):
         assert found["over_caps"]["low"] < found["over_caps"]["value"] < found["over_caps"]["high"]
         not_above += [name] if found["over_caps"]["low"] <= 0 else []
     assert not_above
-    assert len(content["notes"]) == 1
-    assert all(name in content["notes"][0] for name in not_above)
-    assert content["notes"][0].partition(":")[0] in (out / "report.html").read_text()
+    of_mode, at_tokens, at_flops = content["notes"]
+    assert "auto-0.5" in of_mode
+    assert (rows["auto-0.5"]["mode"], rows["auto-0.25"].get("mode")) == ("auto", None)
+    assert all(name in at_tokens for name in not_above)
+    assert [name for name, row in rows.items() if "over_caps_flops" in row and row["over_caps_flops"]["low"] <= 0] == [
+        name for name in rows if name in at_flops
+    ]  # fmt: skip
+    assert at_tokens.partition(":")[0] in (out / "report.html").read_text()
+
+
+@pytest.mark.slow
+def test_each_point_has_its_flops_and_the_share_of_wrong_kinds(done, set_dir, capsys):
+    """FLOPs by rge plan's counter, of the prompts and tokens that there were; a choice is held against caps of as many, too."""
+    encoder, out, content = done
+    rows = {row["name"]: row for row in content["points"]}
+    queries = load_set(set_dir).query_items("both")
+    prompts = [encoder.builder.measure(one, "query") for one in queries]
+    outline = skeleton(encoder.model.model.config)
+    for name, row in rows.items():
+        tokens_Q = frame(out, name)["rationale_tokens"].to_numpy()
+        flops_Q = embedding_flops(outline, prompts, tokens_Q, writes=name != "direct")
+        assert row["gflops"] == pytest.approx(flops_Q.mean() / 1e9)
+        assert row["wrong_kind@1"]["value"] == pytest.approx(frame(out, name)["wrong_kind@1"].mean())
+    by_cost = sorted((row for row in rows.values() if row["curve"] == FIXED), key=lambda row: row["gflops"])
+    assert [row["name"] for row in by_cost] == ["direct", "cap-1", "cap-2", "cap-4", "reasoning"]
+    for name in ("auto-0.25", "auto-0.5"):
+        caps = ([row[key] for row in by_cost] for key in ("gflops", "value"))
+        expected = np.interp(rows[name]["gflops"], *caps)
+        assert rows[name]["over_caps_flops"]["value"] == pytest.approx(rows[name]["value"] - expected)
+    shown = table(content)
+    assert shown["GFLOP"].tolist() == [number(row["gflops"]) for row in content["points"]]
+    assert {"wrong_kind@1, %", "over caps by FLOP"} < {*shown.columns}
+    page = (out / "report.html").read_text()
+    assert "GFLOP per query" in page
+    assert all(f'<td data-label="GFLOP">{number(row["gflops"])}</td>' in page for row in rows.values())
 
 
 @pytest.mark.slow
@@ -87,7 +130,7 @@ def test_a_card_and_a_comparison_show_the_curve(done, set_dir, tmp_path, monkeyp
     text = card.read_text()
     assert text.count("## Accuracy against tokens") == text.count("## Training") == 1
     assert [line for line in text.splitlines() if line.startswith("| `")] == [
-        f"| `{row['name']}` | {row['value']:.4f} [{row['low']:.4f}, {row['high']:.4f}] | {row['tokens']:.1f} | {row['ms']:.1f} |"
+        f"| `{row['name']}` | {row['value']:.4f} [{row['low']:.4f}, {row['high']:.4f}] | {row['tokens']:.1f} | {number(row['gflops'])} | {row['ms']:.1f} |"
         for row in sorted(content["points"], key=lambda row: row["tokens"])
     ]
     other = tmp_path / "other"
@@ -116,7 +159,8 @@ def test_thresholds_of_a_checkpoint_that_was_trained_to_decide(set_dir, tmp_path
     )
     budget(options, loader(encoder))
     rows = {row["name"]: row for row in json.loads((tmp_path / "budget.json").read_text())["points"]}
-    assert list(rows) == ["direct", "reasoning", "auto-0.3", "auto-0.8"]
+    assert list(rows) == ["direct", "reasoning", "auto-0.3", "auto-0.5", "auto-0.8"]  # and its own
+    assert not any("gflops" in row for row in rows.values())  # its prompts are not ours
     for threshold in (0.3, 0.8):
         name = f"auto-{threshold:g}"
         reasons, found = likely < threshold, frame(tmp_path, name)
@@ -167,7 +211,7 @@ def test_page_and_plot_show_every_point(done):
     for row in content["points"]:
         assert f'<th scope="row">{row["name"]}</th>' in page
         assert f"<title>{row['name']}: {100 * row['value']:.1f} %" in plot
-    assert plot.count("<title>") == 2 * len(content["points"])  # one a point and cost
+    assert plot.count("<title>") == 3 * len(content["points"])  # one a point and cost
     assert "generated tokens per query" in page
     assert "milliseconds per query" in page
     numbers = pd.read_csv(out / "budget.csv")

@@ -60,6 +60,7 @@ from rge.plan.costs import (
     Shapes,
     communication,
     cost_of_picture,
+    embedding_flops,
     flops,
     host,
     kept_bytes,
@@ -348,6 +349,36 @@ def test_flops_of_a_mining_against_the_counter(deep, batch, count_flops, own):
     counted = count_flops(mine)
     load = dataclasses.replace(load_of(deep, batch, own, 1), oracle=0, label_candidates=False)
     assert mining_flops(shapes_of(deep.model, PIXELS), load, Setup()) == pytest.approx(counted, rel=0.1)
+
+
+@pytest.mark.slow
+def test_flops_of_queries_against_the_counter(deep, count_flops):
+    """Directly and after rationales of every length, beside pictures of several shapes and none."""
+    builder, sizes = PromptBuilder(deep.processor), [(84, 84), (56, 112), (28, 28)]
+    shown = [*([Image.new("RGB", size)] for size in sizes), []]
+    items = [Item("q", content_of("what is this", pictures)) for pictures in shown]
+    measured = [builder.measure(item, "query") for item in items]
+    prompts = [builder.build(item, "query") for item in items]
+    with torch.no_grad():
+        deep.model.get_input_embeddings().weight[deep.emb_id] = 0
+
+    def direct(prompt: Prompt) -> None:
+        with torch.no_grad():
+            deep(deep.pack([prompt], [[Branch([deep.emb_id], read_state=True)]]))
+
+    def write(prompt: Prompt, cap: int) -> None:
+        (written,) = generate(deep, [prompt], max_new_tokens=32, batch_size=1, caps=[cap])
+        assert len(written.ids) == cap
+
+    outlined, caps = skeleton(deep.model.config), np.array([1, 4, 12, 32])
+    found = embedding_flops(outlined, measured, np.zeros(4), writes=False)
+    assert found == pytest.approx([count_flops(lambda one=one: direct(one)) for one in prompts], rel=0.1)
+    found = embedding_flops(outlined, measured, caps, writes=True)
+    counted = [
+        count_flops(lambda one=one, cap=cap: write(one, cap))
+        for one, cap in zip(prompts, caps.tolist(), strict=True)
+    ]
+    assert found == pytest.approx(counted, rel=0.1)
 
 
 @pytest.mark.parametrize(

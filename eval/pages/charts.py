@@ -42,7 +42,7 @@ CONFIG = {
         "tickColor": "var(--neutral)", "titlePadding": 8, "labelFlush": False,
     },
     "axisY": {"domain": False, "ticks": False, "labelPadding": 7, "tickCount": 5, "title": None},
-    "axisX": {"grid": False, "tickCount": 5, "tickSize": 4},
+    "axisX": {"grid": False, "tickCount": 5, "tickSize": 4, "labelOverlap": True},
     "legend": {
         "orient": "top", "title": None, "labelFontSize": 12, "labelColor": "var(--ink)", "symbolSize": 70,
         "symbolType": "circle", "symbolStrokeWidth": 0, "symbolOpacity": 1, "columns": 3, "labelLimit": 260,
@@ -272,7 +272,8 @@ def _over_cost(
     return {
         "data": {"values": rows},
         "encoding": {
-            "x": _of("x", title=x_label, scale={"zero": True}),
+            # Most FLOPs are the prompt's, so from 0 on all points would be one.
+            "x": _of("x", title=x_label, scale={"zero": cost != "gflops", "nice": True}),
             "color": _by("curve", sort=None, legend=legend, scale={"domain": names, "range": COLOURS}),
             "y": _of("y", title=None, axis={"labelExpr": "datum.label + '%'"}, scale=y_scale),
         },

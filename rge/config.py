@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from rge.checkpoints.config import ExportConfig
 from rge.common.errors import RecipeError, UserError
-from rge.common.files import RECIPES, checkpoint_folder
+from rge.common.files import RECIPES, checkpoint_folder, read_json
 from rge.common.options import MAY_DIFFER, AtLeastOne, Count, parse_file
 from rge.common.registry import load_plugins
 from rge.data.config import PROMPTS, DataConfig, PromptedConfig, SourceConfig
@@ -197,6 +197,9 @@ def load_options(
     recipe.out = os.path.expanduser(recipe.out.replace("{recipe}", recipe.recipe))
     recipe.init = recipe.init and os.path.expanduser(recipe.init)
     recipe.model.path = os.path.expanduser(recipe.model.path)
+    if recipe.init and not recipe.model.path:  # a checkpoint records its base
+        recorded = read_json(checkpoint_folder(Path(recipe.init)) / "rge.json") or {}
+        recipe.model.path = recorded.get("recipe", {}).get("model", {}).get("path") or recipe.init
     load_plugins(recipe.plugins)
     check(recipe)
     return recipe

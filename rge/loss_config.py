@@ -58,11 +58,6 @@ class LossConfig:
     """Share of the queries, redrawn in each step, whose own rationale ends after a number of tokens drawn from 0 to
     `rollout.max_new_tokens`; the anchor is the state there. So one checkpoint works with any `max_rationale_tokens` of a
     request (docs/modes.md)."""
-    align: NotNegative = 0.0
-    """Weight, within the contrastive part, of the KL divergence from the anchor's ranking of the candidates (with several
-    rationales, the first one's) to that of the direct state (`direct`). The anchor gets no gradient from it."""
-    align_temperature: Positive | None = None
-    """Temperature of both rankings in `align`; null: `temperature`."""
     adaptive: AdaptiveConfig = field(default_factory=AdaptiveConfig)
     terms: dict[str, NotNegative | None] = field(default_factory=lambda: {"info_nce": 1.0})
     """Contrastive losses, by registered name, and their weights within the contrastive part (docs/extending.md). null
@@ -107,8 +102,6 @@ class LossConfig:
                 f"loss.adaptive.share={adaptive.share} changes the LM loss by what the contrastive loss compares, and the weight "
                 "of one of them is 0: set loss.ratio, e.g. 1:10"
             )
-        if self.align and not self.direct:
-            yield f"loss.align={self.align} needs a second state: set loss.direct, e.g. 1"
         if self.anchor == "none" and self.direct:
             yield "loss.anchor=none trains the direct state alone: set loss.direct=0, or another loss.anchor"
 

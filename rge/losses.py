@@ -1,4 +1,4 @@
-"""The losses as pure functions: InfoNCE with false-negative masks and Matryoshka sizes, a judge's scores, the LM loss, alignment of modes.
+"""The losses as pure functions: InfoNCE with false-negative masks and Matryoshka sizes, a judge's scores, the LM loss.
 
 No config, no collectives.
 
@@ -72,7 +72,6 @@ CONTRASTIVE_LOSSES: Registry[ContrastiveLoss] = Registry(
     reserved=(
         "lm",
         "rl",
-        "align",
         "contrastive",
         "contrastive_loss",
         "contrastive_direct",
@@ -283,26 +282,6 @@ def try_out(name: str, temperature: float) -> None:
         if isinstance(error, UserError):
             raise
         raise UserError(f"loss.terms: {name} fails on a small batch: {said_by_plugin(error)}") from error
-
-
-def alignment(
-    q_BD: Tensor, teacher_BD: Tensor, c_CD: Tensor, ignored_BC: Tensor, *, temperature: float
-) -> Tensor:
-    """KL divergence from the teacher's distribution over the candidates to that of the same query's other state.
-
-    Source: RIME (arXiv:2604.22280) draws the spaces of direct and reasoned states together; here it is the ranking
-    that is drawn, and only towards the reasoned side, which is detached. Tensors are those of `info_nce`; neither
-    `teacher_BD`, target states of the same queries, nor its candidates get a gradient. In nats, summed over B.
-    """
-    ignored_BC = moved(ignored_BC, q_BD.device)
-
-    def log_probs(state_BD: Tensor, candidate_CD: Tensor) -> Tensor:
-        logit_BC = state_BD @ candidate_CD.T / temperature
-        return logit_BC.masked_fill(ignored_BC, torch.finfo(logit_BC.dtype).min).log_softmax(dim=1)
-
-    with torch.no_grad():
-        wanted_BC = log_probs(teacher_BD, c_CD)
-    return F.kl_div(log_probs(q_BD, c_CD), wanted_BC, reduction="sum", log_target=True)
 
 
 def lead_over_negatives(q_BD: Tensor, c_CD: Tensor, positive_BC: Tensor, ignored_BC: Tensor) -> Tensor:

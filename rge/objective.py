@@ -16,7 +16,6 @@ from rge.distributed import collectives as dist
 from rge.loss_config import AdaptiveConfig
 from rge.losses import (
     Labels,
-    alignment,
     contrastive_losses,
     hit_at_1,
     is_gathered,
@@ -94,10 +93,6 @@ class Objective:
     num_updates: int = 1  # optimizer updates per rollout
     rewards_oracle: bool = False  # a reward reads the oracle rationale
     direct: float = 0.0  # share of L_con for the direct state of the same queries; the rest is the anchor's
-    align: float = (
-        0.0  # weight within L_con of the KL divergence from the anchor's ranking to the direct state's
-    )
-    align_temperature: float = 0.03  # of both sides of that divergence
     adaptive: AdaptiveConfig | None = None  # which queries' LM target becomes ``<emb>`` alone
 
     @classmethod
@@ -117,8 +112,6 @@ class Objective:
             direct=loss.direct / (1 + loss.direct),
             teacher_temperature=loss.teacher_temperature or loss.temperature,
             teacher_scale=loss.teacher_scale,
-            align=loss.align,
-            align_temperature=loss.align_temperature or loss.temperature,
             adaptive=loss.adaptive if loss.adaptive.share else None,
         )
         if stage != "rl":
@@ -298,12 +291,6 @@ class Objective:
             lead_B = lead_over_negatives(
                 direct_BD.detach(), c_CD.detach(), labels.positive_BC, labels.ignored_BC
             )
-            if self.align:
-                pulled = alignment(
-                    direct_BD, q_BSD[:, 0], c_CD, labels.ignored_BC, temperature=self.align_temperature
-                )
-                total["contrastive_loss"] = total["contrastive_loss"] + pulled * (self.align * num_each)
-                figures["loss_align"] = Summed(pulled.detach())
         if len(self.terms) > 1:
             figures |= {f"loss_{name}": Summed(total[name].detach(), num_each) for name in self.terms}
         figures["loss_contrastive"] = Summed(total["contrastive_loss"].detach(), num_each)

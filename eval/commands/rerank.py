@@ -308,12 +308,14 @@ def reorder(ranking: Ranking, score_QN: np.ndarray, mix: float | None = None) ->
     """
     num = score_QN.shape[1]
     if mix is not None:
-        score_QN = np.where(np.isfinite(score_QN), ranking.score_QW[:, :num] + mix * score_QN, score_QN)
+        known_QN, score_QN = np.isfinite(score_QN), score_QN.astype(np.float64)
+        score_QN[known_QN] = ranking.score_QW[:, :num][known_QN] + mix * score_QN[known_QN]
     worst = np.min(score_QN, initial=0.0, where=np.isfinite(score_QN)) - 1.0
     score_QN = np.where(np.isnan(score_QN), worst, score_QN)
     order = np.argsort(-score_QN, axis=1, kind="stable")
     old_QW = ranking.score_QW.astype(np.float64)
-    highest = np.max(old_QW, initial=-np.inf, where=np.isfinite(old_QW))
+    old_K = old_QW[np.isfinite(old_QW)]
+    highest = old_K.max() if old_K.size else 0.0
     rows_QW = np.concatenate(
         [np.take_along_axis(ranking.rows_QW[:, :num], order, axis=1), ranking.rows_QW[:, num:]], axis=1
     )

@@ -138,7 +138,7 @@ def _trained_on(name: str, stage: StageConfig, steps: int, files: Sequence[Recor
 def _passes(name: str, stage: StageConfig, mixture: Mixture, steps: int) -> Iterator[str]:
     """Passes over each source but streams, and a warning if `epochs` of all of them are something else for some."""
     drawn = zip(stage.sources, mixture.drawn_before(steps), mixture.sizes, strict=True)
-    known = [(source.label, count, size) for source, count, size in drawn if size is not None]
+    known = [(source.name or source.label, count, size) for source, count, size in drawn if size is not None]
     if known:
         each = ", ".join(f"{_times(count / size)} of {label}" for label, count, size in known)
         yield f"  passes over the records: {each}"
@@ -165,7 +165,7 @@ def _repeated(name: str, stage: StageConfig, mixture: Mixture) -> Iterator[str]:
         most = int(stage.batch_size * (size or 0) / drawn)
         if size and most < stage.batch_size:
             yield (
-                f"  warning: {source.label} has only {size:,} records, so a batch of {name} holds each of them about "
+                f"  warning: {source.name or source.label} has only {size:,} records, so a batch of {name} holds each of them about "
                 f"{_times(drawn / size)} times, and they are no negatives of each other: lower {name}.batch_size to "
                 f"{max(most, 1):,}{' or the weight of this source' * (len(stage.sources) > 1)}, or make more records"
             )

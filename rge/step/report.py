@@ -15,10 +15,7 @@ from rge.step.comparison import Comparison
 
 
 class StepReport:
-    """This rank's sums of a step, and the factors that make its losses means over the global batch.
-
-    DDP averages gradients over ranks, the losses are means over all ranks' rows: sums / global count * world size.
-    """
+    """This rank's sums of a step, and the numbers over the global batch that make its losses means."""
 
     def __init__(self, objective: Objective, batch: Batch, num_queries: int, device: torch.device):
         self.objective, self.num_queries = objective, num_queries  # of all ranks
@@ -29,15 +26,6 @@ class StepReport:
         # Losses of the chunks, and the LM losses in them, on the device until the report reads all of them.
         self.totals: list[Tensor] = []
         self.nlls: list[Tensor] = []
-
-    def lm_loss(self, nll: Tensor) -> Tensor:
-        """The share of summed LM losses in what is minimised."""
-        return nll * (self.objective.alpha_lm * dist.world_size() / max(self.lm_tokens, 1))
-
-    def contrastive_loss(self, loss: Summed) -> Tensor:
-        """That of summed contrastive losses."""
-        scale = self.objective.alpha_con * dist.world_size() / loss.divisor(self.num_queries)
-        return loss.value * scale
 
     def add(self, total: Tensor, *nlls: Tensor) -> None:
         """A chunk's loss, and the LM losses in it."""

@@ -94,7 +94,7 @@ class TrainingStep:
         of_sources = None
         if sources and by_source:
             of_sources = SourceReport(objective, batch, packs.rationales, sources, embedder.device)
-        contrastive = _Contrastive(passes, report, credit, num_sources=len(sources) * by_source)
+        contrastive = _Contrastive(passes, credit, num_sources=len(sources) * by_source)
         for number, (queries, candidates) in enumerate(packs.chunks):
             with nullcontext() if number == len(packs.chunks) - 1 else self.no_sync():
                 q, t = passes.second(self.model, number)
@@ -102,10 +102,10 @@ class TrainingStep:
                 if compared is not None and compared.easy_B is not None:
                     easy_B, report.lm_tokens = compared.easy_B[queries], compared.lm_tokens
                 q_nll = objective.query_nll(q, easy_B)
-                total = report.lm_loss(q_nll + t.nll) + contrastive.loss(q, t, number)
+                total = _weighted(q_nll + t.nll, objective.alpha_lm, max(report.lm_tokens, 1))
+                total = total + contrastive.loss(q, t, number)
                 if credit is not None and objective.alpha_rl > 0:
-                    rl = credit.loss(q, packs.states_of(number))
-                    total = total + rl * (objective.alpha_rl * dist.world_size())
+                    total = total + _weighted(credit.loss(q, packs.states_of(number)), objective.alpha_rl)
                 report.add(total, q_nll, t.nll)
                 if of_sources is not None:
                     of_sources.add(q, t, queries, candidates, easy_B)
@@ -119,6 +119,14 @@ class TrainingStep:
             found |= credit.report()
             found["loss"] += objective.alpha_rl * found.get("loss_rl", 0.0)
         return found
+
+
+def _weighted(loss: Tensor, weight: float, count: float = 1) -> Tensor:
+    """What a rank minimises of a loss, of which it has a part of the sum over the `count` of all ranks: of its mean, `weight`.
+
+    Gradients are averaged over ranks, hence the factor.
+    """
+    return loss * (weight * dist.world_size() / count)
 
 
 class _Packs:
@@ -277,8 +285,8 @@ class _Passes:
 class _Contrastive:
     """A step's comparison: with gradient if the step is one chunk, by gradient caching if there are several."""
 
-    def __init__(self, passes: _Passes, report: StepReport, credit: Credit | None, *, num_sources: int):
-        self.passes, self.packs, self.report, self.credit = passes, passes.packs, report, credit
+    def __init__(self, passes: _Passes, credit: Credit | None, *, num_sources: int):
+        self.passes, self.packs, self.credit = passes, passes.packs, credit
         self.objective, self.num_sources = passes.objective, num_sources
         self.compared: Comparison | None = None
         self.grads: tuple[Tensor | None, Tensor | None] | None = None
@@ -288,7 +296,7 @@ class _Contrastive:
             q_ND, t_ND = q_ND.requires_grad_(trains), t_ND.requires_grad_(trains)
             self.compared = self._compare(q_ND, t_ND)
             if trains:
-                report.contrastive_loss(self.compared.contrast.loss).backward()
+                self._whole(self.compared).backward()
             self.grads = q_ND.grad, t_ND.grad
 
     def compare(self, q: Readout, t: Readout) -> Comparison | None:
@@ -303,12 +311,16 @@ class _Contrastive:
         if self.compared is None or self.objective.alpha_con == 0:
             return q.nll.new_zeros(())
         if self.grads is None:
-            return self.report.contrastive_loss(self.compared.contrast.loss)
+            return self._whole(self.compared)
         grad_q_ND, grad_t_ND = self.grads
         assert grad_q_ND is not None
         assert grad_t_ND is not None
         rows, (_, candidates) = self.packs.states_of(number), self.packs.chunks[number]
         return (q.state_ND * grad_q_ND[rows]).sum() + (t.state_ND * grad_t_ND[candidates]).sum()
+
+    def _whole(self, compared: Comparison) -> Tensor:
+        loss = compared.contrast.loss
+        return _weighted(loss.value, self.objective.alpha_con, loss.divisor(sum(self.packs.shares)))
 
     def _compare(self, q_ND: Tensor, t_ND: Tensor) -> Comparison:
         objective, batch, rollout = self.objective, self.packs.batch, self.packs.rollout

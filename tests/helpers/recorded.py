@@ -1,8 +1,12 @@
 """Settings of checkpoints as a training records them, for tests that export models without one."""
 
+from pathlib import Path
 from typing import Any
 
+from rge.checkpoints.export import export
 from rge.checkpoints.settings import CheckpointSettings, Instructions, RecordedRecipe
+from rge.model.backbone import load_backbone
+from rge.model.embedding_model import EmbeddingModel
 
 RECIPE = {
     "recipe": "tiny", "model": {"path": "base", "dtype": "float32"},
@@ -27,3 +31,14 @@ def settings_of(
         "instructions": Instructions(default=None, known=[], by_task={}), "rge_version": "1", "git_commit": None,
     }  # fmt: skip
     return CheckpointSettings.model_validate(asked | own)
+
+
+def exported(backbone: Path, folder: Path, **own: Any) -> Path:
+    """`folder`, with a checkpoint of that backbone; `own`: other settings than these of short prompts and rationales."""
+    model = EmbeddingModel(load_backbone(backbone)).eval()
+    asked = {
+        "emb_id": model.emb_id, "profile": "rge", "max_prompt_tokens": 256, "max_new_tokens": 12, "reasons": "query",
+        "stage": "joint", "step": 7, "instructions": {"default": "find it", "known": ["find it", "name it"], "by_task": {}},
+    }  # fmt: skip
+    export(model, folder, settings_of(**asked | own))
+    return folder

@@ -464,23 +464,25 @@ def test_passes_over_each_source_are_said(home, accelerator):
     paths = [write(home / "large.jsonl", *large), write(home / "small.jsonl", *map(record, "abcd"))]
 
     def said(*more: str, weight: str = "1") -> str:
-        listed = ", ".join(f"{{path: {path}, weight: {weight}}}" for path in paths)
+        listed = (
+            f"{{path: {paths[0]}, weight: {weight}, name: large}}, {{path: {paths[1]}, weight: {weight}}}"
+        )
         words = [f"joint.sources=[{listed}]", "stage=joint", *more]
         problems, found = check.examine(recipe_of(home, *words), accelerator)
         assert problems == []
         return "\n".join(found.summary)
 
     text = said("joint.steps=null")  # 22 steps of 2
-    assert f"  passes over the records: 0.55 of {paths[0]}, 5.5 of {paths[1]}\n" in text
+    assert f"  passes over the records: 0.55 of large, 5.5 of {paths[1]}\n" in text
     assert (
         "  warning: joint.epochs=1 counts the records of all sources together, and their weights lead to fewer passes over "
-        f"{paths[0]} and more than three times as many over {paths[1]}: with weight: size in each source, all get equally many"
+        f"large and more than three times as many over {paths[1]}: with weight: size in each source, all get equally many"
     ) in text
     text = said("joint.steps=null", "joint.epochs=2", weight="size")
-    assert f"  passes over the records: 2.0 of {paths[0]}, 2.0 of {paths[1]}\n" in text
+    assert f"  passes over the records: 2.0 of large, 2.0 of {paths[1]}\n" in text
     assert "joint.epochs" not in text
     text = said("joint.steps=44")  # as chosen
-    assert f"  passes over the records: 1.1 of {paths[0]}, 11.0 of {paths[1]}\n" in text
+    assert f"  passes over the records: 1.1 of large, 11.0 of {paths[1]}\n" in text
     assert "joint.epochs" not in text
 
 

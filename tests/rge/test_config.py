@@ -357,6 +357,13 @@ def test_a_broken_recipe_file_is_named(load_text, text, message):
         load_text(text)
 
 
+def test_a_checkpoint_to_start_from_knows_its_base(load_text, tmp_path):
+    (tmp_path / "rge.json").write_text('{"recipe": {"model": {"path": "some/base"}}}')
+    assert load_text(f"init: {tmp_path}").model.path == "some/base"
+    assert load_text(f"init: {tmp_path}\nmodel: {{path: other/base}}").model.path == "other/base"
+    assert load_text(f"init: {tmp_path / 'plain'}").model.path == str(tmp_path / "plain")
+
+
 def test_arguments(load, tmp_path):
     with error_about(RecipeError, "recipe=NAME", "recipe=FILE.yaml"):
         load_recipe([])

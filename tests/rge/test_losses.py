@@ -223,7 +223,7 @@ def test_a_loss_that_is_not_a_sum_is_named(monkeypatch, value):
         )
 
 
-@pytest.mark.parametrize("name", ["lm", "rl", "align", "contrastive", "contrastive_loss"])
+@pytest.mark.parametrize("name", ["lm", "rl", "contrastive", "contrastive_loss"])
 def test_a_loss_may_not_be_called_as_another_figure_of_the_log(name):
     with pytest.raises(
         UserError, match=f"a contrastive loss must not be called '{name}', the name of a figure"
@@ -233,7 +233,7 @@ def test_a_loss_may_not_be_called_as_another_figure_of_the_log(name):
 
 def test_every_loss_of_the_log_is_a_reserved_name(monkeypatch):
     monkeypatch.setitem(CONTRASTIVE_LOSSES._entries, "mine", info_nce)
-    objective = Objective(1.0, 1.0, terms={"info_nce": 0.5, "mine": 0.5}, direct=0.2, align=0.1)
+    objective = Objective(1.0, 1.0, terms={"info_nce": 0.5, "mine": 0.5}, direct=0.2)
     positive = torch.eye(2, 3, dtype=torch.bool)
     states = unit_rows(4, 4, 0)
     figures = objective.contrastive(

@@ -25,7 +25,7 @@ from rge.common.schema import Item
 from rge.config import load_recipe
 from rge.inference import Inference
 from rge.loss_config import AdaptiveConfig, LossConfig
-from rge.losses import alignment, lead_over_negatives
+from rge.losses import lead_over_negatives
 from rge.model.prompts import PromptBuilder
 from rge.objective import Objective
 from rge.rollout.config import RolloutConfig
@@ -35,12 +35,11 @@ from rge.rollout.writer import Rollout, Writer, drawn_cap, easy_share
 from rge.step.comparison import candidate_masks
 from rge.step.training_step import TrainingStep
 
-ALIGN = 0.3
 DIRECT = 0.25
 
 
 def objective_of(anchor="self", **more):
-    return Objective(0.4, 0.6, TEMPERATURE, anchor, direct=DIRECT, align=ALIGN, align_temperature=0.2, **more)
+    return Objective(0.4, 0.6, TEMPERATURE, anchor, direct=DIRECT, **more)
 
 
 def rolled_out(embedder, batch, encoded=None):
@@ -71,13 +70,6 @@ def by_separate_passes(embedder, batch, rollout, objective, easy=None):
     nll, labels = nll + more, labels + more_labels
     shares = [1 - objective.direct, objective.direct]
     con = sum(share * naive_info_nce(q, c, batch) for share, q in zip(shares, states, strict=True))
-    ignored = candidate_masks(batch, torch.tensor(batch.candidate_identity), 0)[1]
-    for state in states[1:]:
-        for row in range(count):
-            kept = ~ignored[row]
-            wanted = (states[0][row] @ c.T / 0.2)[kept].log_softmax(0).detach()
-            found = (state[row] @ c.T / 0.2)[kept].log_softmax(0)
-            con = con + ALIGN * (wanted.exp() * (wanted - found)).sum() / count
     return 0.4 * nll / labels + 0.6 * con
 
 
@@ -216,35 +208,12 @@ def test_the_writer_adds_the_direct_state_to_every_query(lively, make_batch):
     assert chunked == pytest.approx(whole, rel=1e-5)
 
 
-def test_alignment_is_the_kl_divergence_and_moves_one_side_only():
-    torch.manual_seed(0)
-    q, teacher, c = (
-        torch.nn.functional.normalize(torch.randn(n, 8, dtype=torch.float64), dim=1) for n in (3, 3, 6)
-    )
-    q, teacher = q.requires_grad_(), teacher.requires_grad_()
-    ignored = torch.zeros(3, 6, dtype=torch.bool)
-    ignored[0, 2] = True
-    found = alignment(q, teacher, c, ignored, temperature=0.5)
-    expected = 0.0
-    for row in range(3):
-        kept = [column for column in range(6) if not ignored[row, column]]
-        p, s = ([math.exp(float(state[row].detach() @ c[k]) / 0.5) for k in kept] for state in (teacher, q))
-        p, s = ([value / sum(values) for value in values] for values in (p, s))
-        expected += sum(a * math.log(a / b) for a, b in zip(p, s, strict=True))
-    assert float(found.detach()) == pytest.approx(expected)
-    found.backward()
-    assert q.grad.any()
-    assert teacher.grad is None
-    assert float(alignment(teacher, teacher, c, ignored, temperature=0.5).detach()) == pytest.approx(0)
-
-
 RECIPE = ["recipe=demo", "stage=joint", "init=x"]
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["loss.align=1"], "loss.align=1.0 needs a second state"),
         (["loss.adaptive.share=0.5"], "loss.adaptive.share=0.5 needs the direct state"),
         (["loss.direct=1", "loss.anchor=none", "loss.ratio=none"], "trains the direct state alone"),
         (["loss.direct=1", "rollout.direct_share=0.5"], "set one of them to 0"),
@@ -270,10 +239,9 @@ def test_settings_that_contradict_one_another(words, message):
 
 
 def test_weights_of_states_are_shares():
-    recipe = load_recipe([*RECIPE, "loss.direct=0.3333333333333333", "loss.align=2"])
+    recipe = load_recipe([*RECIPE, "loss.direct=0.3333333333333333"])
     objective = Objective.of(recipe, "joint")
-    assert (objective.direct, objective.align) == (pytest.approx(0.25), 2.0)
-    assert objective.align_temperature == recipe.loss.temperature
+    assert objective.direct == pytest.approx(0.25)
     plain = Objective.of(load_recipe(RECIPE), "joint")
     assert (plain.direct, plain.lm_targets) == (0, ["words"])
     assert SimpleNamespace(**vars(Objective.of(load_recipe(RECIPE), "cold_start"))).adaptive is None

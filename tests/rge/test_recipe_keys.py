@@ -169,10 +169,6 @@ ENTRIES: dict[str, Changes | Refused] = {
     "loss.oracle_decay_steps": Changes("loss.oracle_decay_steps=1", "metrics", ("loss.anchor=mix",)),
     "loss.direct": Changes("loss.direct=1", "metrics"),
     "loss.budget": Changes("loss.budget=1", "metrics"),
-    "loss.align": Changes("loss.align=1", "metrics", ("loss.direct=1",)),
-    "loss.align_temperature": Changes(
-        "loss.align_temperature=1.0", "metrics", ("loss.direct=1", "loss.align=1")
-    ),
     "loss.adaptive.share": Changes(
         "loss.adaptive.share=0.5", "metrics", ("loss.direct=1", "loss.adaptive.margin=-2")
     ),

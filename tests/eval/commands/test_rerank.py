@@ -293,6 +293,22 @@ def test_a_mix_adds_to_the_ranking_and_any_scores_stay_above_the_rest():
     assert reorder(RANKING, np.array([[-1.0, -np.inf], [0.0, 0.0]]), 0.5).rows_QW[0, 0] == 4
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("mix", [None, 0.0, 0.5, -0.5])
+def test_queries_without_candidates_stay_empty(mix):
+    """Some, or all; nothing is computed of what is not there."""
+    rows, old = (
+        np.array([[3, -1, -1], [-1, -1, -1]]),
+        np.array([[0.5, -np.inf, -np.inf], [-np.inf] * 3], np.float32),
+    )
+    new = np.array([[2.0, -np.inf], [-np.inf, -np.inf]])
+    for part in (slice(None), slice(1, None)):
+        found = reorder(Ranking(rows[part], old[part], 3), new[part], mix)
+        assert (found.rows_QW == rows[part]).all()
+        assert (np.isfinite(found.score_QW) == (rows[part] >= 0)).all()
+    assert found.score_QW.tolist() == [[-np.inf] * 3]
+
+
 def test_a_likelihood_is_that_of_a_plain_forward(lively_path, wanted):
     judge = DescriptionJudge(Judge(str(lively_path), batch_size=2))
     candidates = list(wanted.corpus_items())[:2]

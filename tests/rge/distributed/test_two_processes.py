@@ -204,9 +204,7 @@ def cases(paired, lively_path, make_batch, roll_out, without_negatives, longer_r
             rationales = [sampled(embedder, batch) for batch in batches]
         elif layout.endswith(" states"):
             adaptive = AdaptiveConfig(share=0.5, margin=-3.0) if layout == "adaptive states" else None
-            objective = Objective(
-                1 / 11, 10 / 11, 0.07, direct=0.3, align=0.2, align_temperature=0.2, adaptive=adaptive,
-            )  # fmt: skip
+            objective = Objective(1 / 11, 10 / 11, 0.07, direct=0.3, adaptive=adaptive)
             settings = {"max_new_tokens": 12, "batch_size": 8, "with_direct": True}
             rationales = [generate(embedder, batch.queries, **settings) for batch in batches]
         elif layout.startswith("cold start"):

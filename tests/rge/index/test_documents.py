@@ -9,11 +9,10 @@ import pytest
 from clips import clip, number
 from pdfs import BLUE, GREEN, PASSWORD_NEEDED, RED, page, pdf
 from PIL import Image
-from recorded import settings_of
+from recorded import exported
 
 pytest.importorskip("lancedb", exc_type=ImportError)
 
-from rge.checkpoints.export import export
 from rge.common.parts import PdfPart, VideoPart
 from rge.content.preview import preview
 from rge.content.references import Named, named, page_reference
@@ -25,8 +24,6 @@ from rge.index.embed import main as embed
 from rge.index.search import main as search
 from rge.index.sources import load, read_source
 from rge.index.store import Index
-from rge.model.backbone import load_backbone
-from rge.model.embedding_model import EmbeddingModel
 
 
 @pytest.fixture
@@ -195,14 +192,7 @@ def test_a_document_of_several_pages_is_searched(manuals, capsys, monkeypatch):
 @pytest.fixture(scope="module")
 def reader(lively_path, tmp_path_factory):
     """A checkpoint of a family that reads clips."""
-    model = EmbeddingModel(load_backbone(lively_path)).eval()
-    settings = settings_of(
-        emb_id=model.emb_id, profile="rge", max_prompt_tokens=256, min_pixels=784, max_pixels=7056, max_new_tokens=4,
-        reasons="query", stage="joint", step=1,
-    )  # fmt: skip
-    folder = tmp_path_factory.mktemp("reader") / "model"
-    export(model, folder, settings)
-    return folder
+    return exported(lively_path, tmp_path_factory.mktemp("reader") / "model", max_new_tokens=4)
 
 
 @pytest.mark.slow

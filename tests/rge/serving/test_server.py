@@ -38,10 +38,9 @@ from paths import ROOT
 from pdfs import BLUE, GREEN, PASSWORD_NEEDED, RED, pdf
 from pdfs import page as pdf_page
 from PIL import Image
-from recorded import settings_of
+from recorded import exported
 from served import running
 
-from rge.checkpoints.export import export
 from rge.common.errors import UserError
 from rge.common.images import ImageError, load_image
 from rge.common.parts import ImagePart, TextPart, VideoPart
@@ -50,8 +49,6 @@ from rge.content.pdf import render
 from rge.embedder import Embedder
 from rge.index.rows import Row
 from rge.index.store import Index, writing
-from rge.model.backbone import load_backbone
-from rge.model.embedding_model import EmbeddingModel
 from rge.serving import public_web
 from rge.serving.__main__ import main
 from rge.serving.app import Service
@@ -75,16 +72,7 @@ LIMITS = {
 
 @pytest.fixture(scope="module")
 def checkpoint(lively_path, tmp_path_factory):
-    model = EmbeddingModel(load_backbone(lively_path)).eval()
-    settings = settings_of(
-        emb_id=model.emb_id, profile="rge", max_prompt_tokens=256, min_pixels=784, max_pixels=7056, max_new_tokens=12,
-        reasons="query", stage="joint", step=7,
-    )  # fmt: skip
-    known = {"default": "find it", "known": ["find it", "name it"], "by_task": {}}
-    settings = settings.but(instructions=known, dimensions=[8, 16])
-    folder = tmp_path_factory.mktemp("serving") / "a model"
-    export(model, folder, settings)
-    return folder
+    return exported(lively_path, tmp_path_factory.mktemp("serving") / "a model", dimensions=[8, 16])
 
 
 @pytest.fixture(scope="module")

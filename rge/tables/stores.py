@@ -28,6 +28,21 @@ LANCE = ".lance"
 ROWS = 64
 """Rows of a Lance table that are read at once, since they may hold pictures."""
 PREFIX = "rge-copies-"
+WITHOUT_CREDENTIALS = (
+    "NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "DefaultCredentialsError", "RefreshError",
+    "ClientAuthenticationError", "AuthenticationException", "LogonFailure",
+    "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "AuthenticationFailed",
+)  # fmt: skip
+"""Types of botocore, google-auth, azure-core, paramiko and smbprotocol, and codes of S3 and Azure."""
+NOT_ALLOWED = (
+    "AccessDenied", "AuthorizationFailure", "AuthorizationPermissionMismatch", "InsufficientAccountPermissions",
+)  # fmt: skip
+"""Such codes, and smbprotocol's type."""
+WORDS = {
+    "protocol not known": "package", "credential": "credentials", "accessdenied": "denied", "forbidden": "denied",
+    "nosuchbucket": "missing", "not found": "missing",
+}  # fmt: skip
+"""Of errors without a type."""
 COPIES, COPIES_BYTES = 16, 4 << 30
 """Local copies of a store's tables and documents that stay: at least so many, and more up to this size."""
 
@@ -134,42 +149,65 @@ def _within_time(address: str, call: Callable[[], T], limit_s: float | None = No
 
 
 def _named(address: str, error: BaseException) -> StoreError:
+    kind, why = _kind(address, error), reason(error)
+    words = {
+        "package": f"needs a package that is not installed: pip install -e '.[stores]' ({why})",
+        "credentials": "no valid credentials: set those of the store, such as AWS_PROFILE, AWS_ACCESS_KEY_ID or "
+        f"GOOGLE_APPLICATION_CREDENTIALS ({why})",
+        "denied": f"access is denied ({why})",
+        "missing": "does not exist: check the bucket and the path",
+        "other": f"cannot be read: {why}",
+    }
+    return StoreError(words[kind], address, kind=kind)
+
+
+def _kind(address: str, error: BaseException) -> str:
+    """What went wrong, by type, status or code; by words only where there is none, as in errors of Lance and gcsfs."""
     chain: list[BaseException] = []
     at: BaseException | None = error
     while at is not None and len(chain) < 8:
         chain.append(at)
         at = at.__cause__ or at.__context__
-    # A path may hold any of the words below.
-    told = (
-        " ".join(f"{type(one).__name__} {one}" for one in chain)
-        .replace(address.partition("://")[2], "")
-        .lower()
-    )
     if isinstance(error, FileNotFoundError):
-        return missing(address)
-    if isinstance(error, ImportError) or "protocol not known" in told:
-        return StoreError(
-            f"needs a package that is not installed: pip install -e '.[stores]' ({reason(error)})",
-            address,
-            kind="package",
-        )
-    if "credential" in told:
-        return StoreError(
-            f"no valid credentials: set those of the store, such as AWS_PROFILE, AWS_ACCESS_KEY_ID or "
-            f"GOOGLE_APPLICATION_CREDENTIALS ({reason(error)})",
-            address,
-            kind="credentials",
-        )
-    if isinstance(error, PermissionError) or "accessdenied" in told or "forbidden" in told:
-        return StoreError(f"access is denied ({reason(error)})", address, kind="denied")
-    if "nosuchbucket" in told or "not found" in told:
-        return missing(address)
-    return StoreError(f"cannot be read: {reason(error)}", address, kind="other")
+        return "missing"
+    if isinstance(error, ImportError):
+        return "package"
+    told: dict[str | int | None, str] = {401: "credentials", 403: "denied", 404: "missing", 410: "missing"}
+    told |= dict.fromkeys(WITHOUT_CREDENTIALS, "credentials") | dict.fromkeys(NOT_ALLOWED, "denied")
+    # A code says more than the type, and both more than the status: Azure answers 403 to wrong keys, too.
+    for one in chain:
+        for word in (_code(one), *(kind.__name__ for kind in type(one).__mro__), _status(one)):
+            if word in told:
+                return told[word]
+    if isinstance(error, PermissionError):
+        return "denied"
+    # A path may hold any of these words.
+    text = " ".join(f"{type(one).__name__} {one}" for one in chain)
+    text = text.replace(address.partition("://")[2], "").lower()
+    return next((kind for word, kind in WORDS.items() if word in text), "other")
+
+
+def _status(error: BaseException) -> int | None:
+    """The HTTP status of an answer: of Azure's clients, aiohttp, gcsfs, or requests and the hub."""
+    response = getattr(error, "response", None)
+    given = [getattr(error, name, None) for name in ("status_code", "status", "code")]
+    return next(
+        (one for one in (*given, getattr(response, "status_code", None)) if isinstance(one, int)), None
+    )
+
+
+def _code(error: BaseException) -> str | None:
+    """The store's own code of an error: of botocore, or of Azure's clients."""
+    response, code = getattr(error, "response", None), getattr(error, "error_code", None)
+    if isinstance(response, dict):
+        code = response.get("Error", {}).get("Code")
+    code = getattr(code, "value", code)
+    return code if isinstance(code, str) else None
 
 
 def missing(address: str) -> StoreError:
     """The error of an address at which there is nothing."""
-    return StoreError("does not exist: check the bucket and the path", address, kind="missing")
+    return _named(address, FileNotFoundError())
 
 
 # --------------------------------------------------------------------------------------------------------------- Lance

@@ -1,5 +1,6 @@
 """Object stores and Lance tables as sources: the entries of a folder, and named errors within a time."""
 
+import errno
 import io
 import subprocess
 import sys
@@ -102,15 +103,46 @@ class Faulty(MemoryFileSystem):
     exists = ls = info
 
 
-class NoCredentialsError(Exception):
-    """As botocore's."""
+def typed(name: str, base: type = Exception, cause: BaseException | None = None, **fields) -> BaseException:
+    """An error of a package that need not be installed; its message says nothing."""
+    error = type(name, (base,), fields)("?")
+    error.__cause__ = cause
+    return error
+
+
+def of_s3(code: str) -> BaseException:
+    """As s3fs makes it of botocore's."""
+    error = PermissionError("?")
+    error.__cause__ = typed("ClientError", response={"Error": {"Code": code}})
+    return error
+
+
+AZURE = type(
+    "ClientAuthenticationError", (type("HttpResponseError", (Exception,), {"status_code": 403}),), {}
+)
 
 
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
-        (NoCredentialsError("Unable to locate"), "credentials"),
-        (PermissionError("Forbidden"), "denied"),
+        (typed("NoCredentialsError"), "credentials"),
+        (typed("RefreshError"), "credentials"),
+        (typed("PartlyHandled", cause=typed("NoCredentialsError")), "credentials"),
+        (of_s3("ExpiredToken"), "credentials"),
+        (of_s3("AccessDenied"), "denied"),
+        (typed("CredentialUnavailableError", AZURE, status_code=None), "credentials"),
+        (typed("Raised", AZURE, error_code="AuthenticationFailed"), "credentials"),
+        (typed("Raised", AZURE, error_code="AuthorizationFailure"), "denied"),
+        (typed("HttpResponseError", status_code=404), "missing"),
+        (typed("ClientResponseError", status=401), "credentials"),  # aiohttp's
+        (typed("ClientResponseError", status=403), "denied"),
+        (typed("HttpError", code=401), "credentials"),  # gcsfs'
+        (OSError("Forbidden: bucket"), "denied"),  # likewise, without a type
+        (typed("AuthenticationException"), "credentials"),  # paramiko's
+        (OSError(errno.EACCES, "?"), "denied"),
+        (OSError(errno.ENOENT, "?"), "missing"),
+        (typed("ServerError", status=503), "other"),
+        (PermissionError("?"), "denied"),
         (FileNotFoundError("The specified bucket does not exist"), "missing"),
         (FileNotFoundError("bucket/credentials.parquet"), "missing"),
         (OSError("connection reset"), "other"),

@@ -363,18 +363,18 @@ def embedding_flops(
         text_N = _written_row(shapes, prompt_N, own_N) + sum(_read_row(shapes, prompt_N, 0, 0))
     else:
         text_N = sum(_read_row(shapes, prompt_N, 2, 1))
-    return text_N + np.array([_seen(model, prompt) for prompt in prompts])
+    each_N = (prompt.num_picture_tokens / max(prompt.num_pictures, 1) for prompt in prompts)
+    seen = [one.num_pictures * _seen(model, each) for one, each in zip(prompts, each_N, strict=True)]
+    return text_N + np.array(seen)
 
 
-def _seen(model: HubModel, prompt: Measured) -> float:
-    """The tower's pass over a prompt's pictures: as over squares of about as many tokens, by the token."""
-    if not prompt.num_pictures:
-        return 0.0
+@lru_cache(maxsize=4096)
+def _seen(model: HubModel, num_tokens: float) -> float:
+    """The tower's pass over a picture of so many tokens: as over a square of about as many, by the token."""
     pixels, _ = family_of(model).square_picture(model.config)
     of_token = pixels.numel() / pixels.shape[1] / cost_of_picture(model, 0).placeholders
-    side = round(math.sqrt(prompt.num_picture_tokens / prompt.num_pictures))
-    like = cost_of_picture(model, round(side**2 * of_token))
-    return like.seen * prompt.num_picture_tokens / like.placeholders
+    like = cost_of_picture(model, round(round(math.sqrt(num_tokens)) ** 2 * of_token))
+    return like.seen * num_tokens / like.placeholders
 
 
 def flops(shapes: Shapes, load: Load, setup: Setup) -> dict[str, float]:

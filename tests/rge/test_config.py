@@ -359,9 +359,10 @@ def test_a_broken_recipe_file_is_named(load_text, text, message):
 
 def test_a_checkpoint_to_start_from_knows_its_base(load_text, tmp_path):
     (tmp_path / "rge.json").write_text('{"recipe": {"model": {"path": "some/base"}}}')
-    assert load_text(f"init: {tmp_path}").model.path == "some/base"
-    assert load_text(f"init: {tmp_path}\nmodel: {{path: other/base}}").model.path == "other/base"
-    assert load_text(f"init: {tmp_path / 'plain'}").model.path == str(tmp_path / "plain")
+    sources = MINIMAL.replace("model: {path: some/model}\n", "")
+    assert load_text(f"init: {tmp_path}{sources}").model.path == "some/base"
+    assert load_text(f"init: {tmp_path}{MINIMAL}").model.path == "some/model"
+    assert load_text(f"init: {tmp_path / 'plain'}{sources}").model.path == str(tmp_path / "plain")
 
 
 def test_arguments(load, tmp_path):

@@ -39,27 +39,6 @@ class Summed(NamedTuple):
         return num_queries * self.num_each
 
 
-@dataclass(frozen=True)
-class Columns:
-    """States that every query has, next to one another among all of its states, and their weight within L_con."""
-
-    suffix: str  # of their figures
-    start: int
-    stop: int
-    weight: float
-
-    def __len__(self) -> int:
-        return self.stop - self.start
-
-    def states(self, q_BSD: Tensor) -> Tensor:
-        """(N, D) these states of all queries, query after query."""
-        return q_BSD[:, self.start : self.stop].flatten(0, 1)
-
-    def labels(self, labels: Labels) -> Labels:
-        """Labels (N, C) of these states: those of one query are compared with the same candidates."""
-        return labels.each(lambda of_query_BC: of_query_BC.repeat_interleave(len(self), dim=0))
-
-
 class Contrast(NamedTuple):
     """Result of comparing query states with candidates."""
 
@@ -265,8 +244,12 @@ class Objective:
         q_BSD = q_ND.unflatten(0, (-1, num_each))
         total: dict[str, Any] = {}
         figures: dict[str, Summed] = {}
-        for columns in self._columns(num_each):
-            q, own, size = columns.states(q_BSD), columns.labels(labels), len(columns)
+        # The anchor's states, and the direct one.
+        beside = int(self.direct > 0)
+        parts = [("", num_each - beside, 1 - self.direct), *[("_direct", 1, self.direct)] * beside]
+        for suffix, size, weight in parts:
+            q = (q_BSD[:, -1:] if suffix else q_BSD[:, :size]).flatten(0, 1)
+            own = labels.each(lambda of_query_BC, size=size: of_query_BC.repeat_interleave(size, dim=0))  # type: ignore[misc]
             losses = contrastive_losses(
                 q, c_CD, own, terms=self.terms, temperature=self.temperature, sizes=self.matryoshka_dims,
                 teacher_temperature=self.teacher_temperature, teacher_scale=self.teacher_scale,
@@ -274,37 +257,22 @@ class Objective:
             )  # fmt: skip
             for name, loss in losses.items():
                 # A mean over these states, times their weight, as part of a sum over all states.
-                total[name] = total.get(name, 0) + loss * (columns.weight * num_each / size)
+                total[name] = total.get(name, 0) + loss * (weight * num_each / size)
             counted = size - num_added
             rows = torch.arange(len(q)) % size < counted if num_added else slice(None)
             hits = hit_at_1(q.detach()[rows], c_CD.detach(), own.positive_BC[rows], own.ignored_BC[rows])
-            figures[f"hit_at_1{columns.suffix}"] = Summed(hits, counted)
-            if columns.suffix:
-                figures[f"loss_contrastive{columns.suffix}"] = Summed(
-                    losses["contrastive_loss"].detach(), size
-                )
+            figures[f"hit_at_1{suffix}"] = Summed(hits, counted)
+            if suffix:
+                figures[f"loss_contrastive{suffix}"] = Summed(losses["contrastive_loss"].detach(), size)
         if self.needs_scores:
             figures["scored_rate"] = Summed(labels.num_scored().to(q_ND.device))
-        lead_B = None
-        if self.direct:
-            direct_BD = q_BSD[:, -1]
-            lead_B = lead_over_negatives(
-                direct_BD.detach(), c_CD.detach(), labels.positive_BC, labels.ignored_BC
-            )
+        masks = labels.positive_BC, labels.ignored_BC
+        lead_B = lead_over_negatives(q_BSD[:, -1].detach(), c_CD.detach(), *masks) if self.direct else None
         if len(self.terms) > 1:
             figures |= {f"loss_{name}": Summed(total[name].detach(), num_each) for name in self.terms}
         figures["loss_contrastive"] = Summed(total["contrastive_loss"].detach(), num_each)
         trained = Summed(total["contrastive_loss"], num_each)
         return Contrast(trained, figures, *labels.num_negatives(), lead_B)
-
-    def _columns(self, num_each: int) -> list[Columns]:
-        """The anchor's states, and the direct one."""
-        if not self.direct:
-            return [Columns("", 0, num_each, 1.0)]
-        return [
-            Columns("", 0, num_each - 1, 1 - self.direct),
-            Columns("_direct", num_each - 1, num_each, self.direct),
-        ]
 
 
 def _of_all_ranks(device: torch.device) -> Callable[[Tensor], Tensor]:

@@ -28,16 +28,18 @@ LANCE = ".lance"
 ROWS = 64
 """Rows of a Lance table that are read at once, since they may hold pictures."""
 PREFIX = "rge-copies-"
-WITHOUT_CREDENTIALS = (
-    "NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "DefaultCredentialsError", "RefreshError",
-    "ClientAuthenticationError", "AuthenticationException", "LogonFailure",
-    "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "AuthenticationFailed",
-)  # fmt: skip
-"""Types of botocore, google-auth, azure-core, paramiko and smbprotocol, and codes of S3 and Azure."""
-NOT_ALLOWED = (
-    "AccessDenied", "AuthorizationFailure", "AuthorizationPermissionMismatch", "InsufficientAccountPermissions",
-)  # fmt: skip
-"""Such codes, and smbprotocol's type."""
+KINDS: dict[str, tuple[str | int, ...]] = {
+    "credentials": (
+        "NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "DefaultCredentialsError", "RefreshError",
+        "ClientAuthenticationError", "AuthenticationException", "LogonFailure",
+        "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "AuthenticationFailed", 401,
+    ),
+    "denied": (
+        "AccessDenied", "AuthorizationFailure", "AuthorizationPermissionMismatch", "InsufficientAccountPermissions", 403,
+    ),
+    "missing": (404, 410),
+}  # fmt: skip
+"""Types of botocore, google-auth, azure-core, paramiko and smbprotocol, codes of S3 and Azure, and HTTP statuses."""
 WORDS = {
     "protocol not known": "package", "credential": "credentials", "accessdenied": "denied", "forbidden": "denied",
     "nosuchbucket": "missing", "not found": "missing",
@@ -172,13 +174,12 @@ def _kind(address: str, error: BaseException) -> str:
         return "missing"
     if isinstance(error, ImportError):
         return "package"
-    told: dict[str | int | None, str] = {401: "credentials", 403: "denied", 404: "missing", 410: "missing"}
-    told |= dict.fromkeys(WITHOUT_CREDENTIALS, "credentials") | dict.fromkeys(NOT_ALLOWED, "denied")
     # A code says more than the type, and both more than the status: Azure answers 403 to wrong keys, too.
     for one in chain:
         for word in (_code(one), *(kind.__name__ for kind in type(one).__mro__), _status(one)):
-            if word in told:
-                return told[word]
+            for kind, words in KINDS.items():
+                if word in words:
+                    return kind
     if isinstance(error, PermissionError):
         return "denied"
     # A path may hold any of these words.

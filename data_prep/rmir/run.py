@@ -443,7 +443,7 @@ class _Shards:
         else:
             for shard in self._held_back:
                 self._write(shard)
-        check_answered(self.unanswered, self.num_calls, wait=wait, about=f"{self.stage}: ")
+        check_answered(self.unanswered, self.num_calls, wait=wait, stage=self.stage)
 
 
 def reasons(rows: Iterable[dict[str, Any]]) -> dict[str, int]:

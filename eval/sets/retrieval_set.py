@@ -116,7 +116,7 @@ class RetrievalSet:
         if limit is None:
             return self
         if limit < 1:
-            raise UserError(f"limit must be at least 1, got {limit}")
+            raise UserError(f"it must be at least 1, got {limit}", key="limit")
         columns = {name: values[:limit] for name, values in self.columns.items()}
         per_query = ("queries", "positives", "negatives", "excluded", "candidates", "num_missing_Q")
         tables = {name: getattr(self, name) for name in per_query if getattr(self, name) is not None}
@@ -141,10 +141,10 @@ class RetrievalSet:
                 for q in self.queries
             ]
         if empty := [item.id for item in kept if not item.text and not item.is_visual]:
-            raise SetError(
-                f"{self.path}: {len(empty)} of {len(kept)} queries have no {modality}, so query_modality={modality} "
-                f"would leave them empty: {some(empty)}"
+            none = (
+                f"{len(empty)} of {len(kept)} queries have no {modality}, and would be empty: {some(empty)}"
             )
+            raise SetError(none, self.path, empty[0], "query_modality")
         return kept
 
 
@@ -155,7 +155,7 @@ def load_set(path: str | Path, *, by: Sequence[str] = ()) -> RetrievalSet:
     """
     root = find_shipped(path)
     if not root.is_dir():
-        raise SetError(f"set {root} is not a directory")
+        raise SetError("it is not a folder", root)
     meta = _meta(root / "meta.json")
     corpus_ids = Table(root / "corpus.parquet").ids()
     table = Table(root / "queries.parquet")
@@ -185,9 +185,11 @@ def load_set(path: str | Path, *, by: Sequence[str] = ()) -> RetrievalSet:
     _check_judged(wanted)
     # last, since the messages of the other checks are more specific
     if meta.get("fingerprint", wanted.fingerprint) != wanted.fingerprint:
+        changed = f"it is {meta['fingerprint']!r}, but the tables next to it have {wanted.fingerprint!r}"
         raise SetError(
-            f"{root / 'meta.json'}: fingerprint is {meta['fingerprint']!r}, but the tables next to it have "
-            f"{wanted.fingerprint!r}: the set was changed after it was written, or only part of it was copied"
+            f"{changed}: the set was changed after it was written, or only part of it was copied",
+            root / "meta.json",
+            key="fingerprint",
         )
     return wanted
 
@@ -258,9 +260,9 @@ def _meta(path: Path) -> dict[str, Any]:
     except ValidationError as error:
         wrong = error.errors()[0]
         where = ".".join(map(str, wrong["loc"]))
-        raise SetError(f"{path}: {where}: {wrong['msg']}, got {wrong['input']!r}") from None
+        raise SetError(f"{wrong['msg']}, got {wrong['input']!r}", path, key=where) from None
     except (OSError, ValueError) as error:
-        raise SetError(f"{path} cannot be read: {error}") from None
+        raise SetError(f"it cannot be read: {error}", path) from None
     return {key: value for key, value in meta.items() if value is not None}
 
 
@@ -272,15 +274,14 @@ def _query_columns(table: Table, report_by: Iterable[str]) -> dict[str, list[str
     }
     if "" in columns["group"]:
         name = table.read("id")[columns["group"].index("")]
-        raise SetError(f"{table.path}: query {name!r} has no group; if it shares nothing, use its id")
+        raise SetError("it is empty; if the query shares nothing, use its id", table.path, name, "group")
     for name in dict.fromkeys(report_by):
         if name in RESERVED:
-            raise SetError(f"{table.path}: cannot report by {name!r}, which is a reserved column")
+            raise SetError("figures cannot be reported by it, since it is reserved", table.path, key=name)
         columns[name] = table.read(name)
         if (num := len(set(columns[name]))) > MAX_REPORT_VALUES:
-            raise SetError(
-                f"{table.path}: report_by column {name!r} has {num} values, more than {MAX_REPORT_VALUES}"
-            )
+            many = f"it has {num} values, more than report_by takes ({MAX_REPORT_VALUES})"
+            raise SetError(many, table.path, key=name, kind="many")
     return columns
 
 
@@ -290,16 +291,16 @@ def _pairs(path: Path, query_of: Mapping[str, int], row_of: Mapping[str, int]) -
     names = ["query-id", "corpus-id"]
     pairs = pd.DataFrame({name: table.read(name) for name in names}, dtype=object)
     wrong = {
-        "query {0!r} is not in queries.parquet": ~pairs["query-id"].isin(query_of),
-        "{1!r}, listed for query {0!r}, is not in corpus.parquet": ~pairs["corpus-id"].isin(row_of),
-        "{1!r} is listed twice for query {0!r}": pairs.duplicated(names),
+        "the query is not in queries.parquet": ~pairs["query-id"].isin(query_of),
+        "it is not in corpus.parquet": ~pairs["corpus-id"].isin(row_of),
+        "it is listed twice": pairs.duplicated(names),
     }
     if path.stem == "qrels":
         pairs["score"] = np.array(table.read("score", "integers"), dtype=object)
-        wrong["score of {1!r} for query {0!r} must be a gain >= 0, got {2}"] = pairs["score"] < 0
-    for message, bad in wrong.items():
+        wrong["its score must be a gain >= 0"] = pairs["score"] < 0
+    for reason, bad in wrong.items():
         if bad.any():
-            raise SetError(f"{path}: {message.format(*pairs[bad].iloc[0])}")
+            raise SetError(reason, path, *pairs[bad].iloc[0][names])
     return list(pairs.itertuples(index=False, name=None))
 
 
@@ -321,7 +322,7 @@ def _num_missing(table: Table) -> np.ndarray | None:
         return None
     missing_Q = np.array(table.read(name, "integers"), np.int64)
     if missing_Q.min(initial=0) < 0:
-        raise SetError(f"{table.path}: column {name!r} must not be negative")
+        raise SetError("it must not be negative", table.path, key=name)
     return missing_Q if missing_Q.any() else None
 
 
@@ -331,14 +332,14 @@ def _check_judged(wanted: RetrievalSet) -> None:
     right = [rows for rows, _ in wanted.positives]
     num_Q = [len(rows) + num for rows, num in zip(right, missing_Q, strict=True)]
     if none := [query for query, num in zip(wanted.query_ids, num_Q, strict=True) if not num]:
-        raise SetError(
-            f"{wanted.path / 'qrels.parquet'}: {len(none)} of {len(num_Q)} queries have no positive: {some(none)}"
-        )
-    for name, lost_of, words in (("candidates", np.setdiff1d, "is not"), ("excluded", np.intersect1d, "is")):
+        lacking = f"{len(none)} of {len(num_Q)} queries have no positive: {some(none)}"
+        raise SetError(lacking, wanted.path / "qrels.parquet", none[0])
+    for name, lost_of, words in (("candidates", np.setdiff1d, "not "), ("excluded", np.intersect1d, "")):
         for query, rows, listed in zip(wanted.query_ids, right, getattr(wanted, name) or (), strict=False):
             if len(lost := lost_of(rows, listed)):
+                positive = wanted.corpus_ids[lost[0]]
                 raise SetError(
-                    f"{wanted.path / name}.parquet: {wanted.corpus_ids[lost[0]]!r}, a positive of query {query!r}, {words} listed"
+                    f"it is {words}listed, but a positive", wanted.path / f"{name}.parquet", query, positive
                 )
 
 

@@ -32,7 +32,7 @@ READ_ROWS = 64
 
 
 class SetError(UserError):
-    """A retrieval set violates the format; the message names file, row and fix."""
+    """A retrieval set violates the format: its ``file``, the row or the id (``place``), the column or a candidate (``key``)."""
 
 
 class Table:
@@ -43,43 +43,41 @@ class Table:
         try:
             self.file = pq.ParquetFile(path)
         except (OSError, pa.ArrowInvalid) as error:
-            raise SetError(f"{path} cannot be read as Parquet: {error}") from None
+            raise SetError(f"cannot be read as Parquet: {error}", path) from None
         self.names = self.file.schema_arrow.names
 
     def check(self, column: str, words: str = "strings", *, null: bool = False) -> None:
         """Check that a column holds strings or integers; ``null``: it may hold nothing else than null."""
         if column not in self.names:
-            raise SetError(f"{self.path}: column {column!r} is missing; there are {', '.join(self.names)}")
+            raise SetError(f"the column is missing; there are {', '.join(self.names)}", self.path, key=column)
         kind = self.file.schema_arrow.field(column).type
         kind = kind.value_type if pa.types.is_dictionary(kind) else kind
         fits = is_text(kind) if words == "strings" else pa.types.is_integer(kind)
         if not fits and not (null and pa.types.is_null(kind)):
-            raise SetError(f"{self.path}: column {column!r} must hold {words}, it holds {kind}")
+            raise SetError(f"it must hold {words}, and holds {kind}", self.path, key=column, kind="type")
 
     def read(self, column: str, words: str = "strings", *, null: bool = False) -> list[Any]:
         """The values of a column; an error if one is null, unless `null`."""
         self.check(column, words, null=null)
         values = self.file.read(columns=[column]).column(0).to_pylist()
         if None in values and not null:
-            raise SetError(f"{self.path}: column {column!r} is null in row {values.index(None)}")
+            raise SetError("it is null", self.path, f"row {values.index(None)}", column)
         return values
 
     def ids(self) -> list[str]:
         """The column ``id``, of distinct names that TREC run files can hold: they separate columns by white space."""
         ids = self.read("id")
         if {"text", "image", "content"}.isdisjoint(self.names):
-            names = ", ".join(self.names)
-            raise SetError(
-                f"{self.path}: columns 'text', 'image' and 'content' are all missing; there are {names}"
-            )
+            all_missing = f"the columns are all missing; there are {', '.join(self.names)}"
+            raise SetError(all_missing, self.path, key="text, image, content")
         if not ids:
-            raise SetError(f"{self.path} has no rows")
+            raise SetError("it has no rows", self.path)
         seen: set[str] = set()
         for row, name in enumerate(ids):
             if name.split() != [name]:
-                raise SetError(f"{self.path}: id {name!r} in row {row} is empty or contains white space")
+                raise SetError(f"{name!r} is empty or contains white space", self.path, f"row {row}", "id")
             if name in seen:
-                raise SetError(f"{self.path}: id {name!r} occurs twice, again in row {row}")
+                raise SetError(f"{name!r} occurs twice", self.path, f"row {row}", "id", "twice")
             seen.add(name)
         return ids
 
@@ -98,7 +96,7 @@ def items_of(table: Table) -> Iterator[Item]:
         for row in batch.to_pylist():
             item = Item(row["id"], _content(table.path, row), row.get("instruction") or None)
             if not item.text and not item.is_visual:
-                raise SetError(f"{table.path}: {item.id!r} has neither text nor image")
+                raise SetError("it has neither text nor image", table.path, item.id)
             yield item
 
 
@@ -108,13 +106,12 @@ def _content(path: Path, row: Cells) -> Content:
     if not row.get("content"):
         return short
     if short:
-        raise SetError(
-            f"{path}: {row['id']!r} has content, and text or image, which are its short form: leave one out"
-        )
+        both = "it also has text or image, which are its short form: leave one out"
+        raise SetError(both, path, row["id"], "content")
     try:
         parts = parts_from_json(json.loads(row["content"]))
     except ValueError as error:
-        raise SetError(f"{path}: content of {row['id']!r}: {error}") from None
+        raise SetError(str(error), path, row["id"], "content") from None
     return tuple(_located(path, row["id"], part) for part in parts)
 
 
@@ -196,7 +193,7 @@ def _pictures(path: Path, name: str, cell: Any) -> tuple[ImageRef, ...]:
     if isinstance(cell, str):
         return (_in_folder(path, name, cell),)
     kind = type(cell).__name__
-    raise SetError(f"{path}: image of {name!r} must be bytes, a path or {{bytes, path}}, got {kind}")
+    raise SetError(f"it must be bytes, a path or {{bytes, path}}, got {kind}", path, name, "image")
 
 
 def _in_folder(path: Path, name: str, cell: str) -> str:
@@ -209,9 +206,8 @@ def _in_folder(path: Path, name: str, cell: str) -> str:
     # the hub's cache links to files in blobs/; sets may share a library of pictures beside them
     blobs = [above.parent / "blobs" for above in folder.parents if above.name == "snapshots"]
     if not any(real.is_relative_to(allowed) for allowed in (folder.parent if library else folder, *blobs)):
-        raise SetError(
-            f"{path}: image of {name!r} is {cell!r}, outside the set's folder: copy the file, or its content, into the set"
-        )
+        outside = f"{cell!r} is outside the set's folder: copy the file, or its content, into the set"
+        raise SetError(outside, path, name, "image", "outside")
     return str(target) + (f"#{row}" if library else "")
 
 

@@ -174,7 +174,7 @@ class _Pictures:
                 try:
                     shutil.copyfile(known, target)
                 except OSError as error:
-                    raise SetError(f"{ref} of {name!r} cannot be copied: {error.strerror}") from None
+                    raise SetError(f"it cannot be copied: {error.strerror}", ref, name) from None
             self.files[known] = target.relative_to(self.root).as_posix()
         return self.files[known]
 
@@ -183,7 +183,7 @@ class _Pictures:
         try:
             load_image(ref)
         except ImageError as error:
-            raise SetError(f"picture of {name!r}: {error}") from None
+            raise SetError.caused_by(error, place=name) from None
 
     def cell(self, image: bytes | Path | None, name: str) -> bytes | str | None:
         """The cell of a picture; ``name``: the item's id, for messages."""
@@ -200,7 +200,7 @@ class _Pictures:
             link.parent.mkdir(exist_ok=True)
             os.link(os.path.realpath(ref), link)
         except OSError as error:
-            raise SetError(f"picture {ref} cannot be linked ({error.strerror}): use pictures=embed") from None
+            raise SetError(f"it cannot be linked ({error.strerror}): use pictures=embed", ref, name) from None
         return link.relative_to(self.root).as_posix()
 
 
@@ -236,12 +236,13 @@ def _write_corpus(path: Path, corpus: Iterable[Candidate], place: _Pictures) -> 
         for candidate in chain([] if first is None else [first], candidates):
             ids.append(candidate.id)
             if candidate.content and "content" not in columns:
-                raise SetError(
-                    f"{candidate.id!r} has content and the first candidate has none: give it to all"
-                )
+                some_only = "the first candidate has none: give it to all"
+                raise SetError(some_only, place=candidate.id, key="content")
             image = place.cell(candidate.image, candidate.id)
             if isinstance(image, bytes) and not place.embed:
-                raise SetError(f"picture of {candidate.id!r} is not a file to link to: pass pictures=embed")
+                raise SetError(
+                    "it is no file to link to: pass pictures=embed", place=candidate.id, key="image"
+                )
             content = place.content(candidate.content, candidate.id)
             rows.append(
                 {"id": candidate.id, "image": image, "text": candidate.text or None, "content": content}

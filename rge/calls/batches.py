@@ -21,6 +21,7 @@ from rge.calls.failures import (
     Gone,
     QueueFull,
     Rejection,
+    Stop,
     StopCalls,
     codes,
     failure,
@@ -44,12 +45,11 @@ MAX_LOOKUPS = 3
 downloads of results before missing ones count as lost."""
 MAX_FAILED_POLLS = 20
 """Consecutive failures of a free request before the endpoint counts as down."""
-PARTIAL = {"expired": "expired", "cancelled": "was cancelled"}
-"""How batches end early, in words: calls without a result were not made and are not billed."""
-
-
-class _CreationUnknown(StopCalls):
-    """Whether the provider has created a batch is not known, so it stays open."""
+PARTIAL: dict[str, tuple[Stop, str]] = {
+    "expired": ("expired", "expired"),
+    "cancelled": ("cancelled", "was cancelled"),
+}
+"""How batches end early, as a kind and in words: calls without a result were not made and are not billed."""
 
 
 class BatchJobs:
@@ -202,9 +202,9 @@ class BatchJobs:
         self._provider_full = False
         try:
             await self.sender.retried(lambda: self._attempt(row, lines))
-        except _CreationUnknown:
-            raise
         except (AttemptFailed, Rejection, StopCalls) as error:
+            if isinstance(error, StopCalls) and error.kind == "unknown":
+                raise  # the batch stays open
             self.store.close_batch(row.label, billed=False)
             is_full = isinstance(error, QueueFull) or (isinstance(error, AttemptFailed) and error.limited)
             self._provider_full = is_full and bool(self._waiting)
@@ -212,10 +212,8 @@ class BatchJobs:
                 return False
             if isinstance(error, StopCalls):
                 raise
-            what, fix = "the endpoint does not accept the batch", _fix(is_full)
-            if isinstance(error, AttemptFailed) and not is_full:
-                what, fix = "the batch cannot be submitted", "Run the same command again later"
-            raise StopCalls(f"{self.model.name}: {what}; {error}. {fix}") from None
+            kind: Stop = "queue" if is_full else "unanswered" if isinstance(error, AttemptFailed) else "batch"
+            raise self._stop(kind, f"the batch could not be submitted; {error}", error.status) from None
         return True
 
     async def _attempt(self, row: BatchRow, lines: bytes) -> None:
@@ -238,17 +236,15 @@ class BatchJobs:
         """Search the provider for a batch whose creation got no answer, and record its id if it is found.
 
         Raises:
-            _CreationUnknown: the provider does not say.
+            StopCalls: the provider does not say (``unknown``).
         """
         for _ in range(MAX_LOOKUPS if row.file is not None else 0):
             await asyncio.sleep(self.model.batch_poll_s)
             try:
                 row.id = await self._ask("which batches there are", lambda: self._listed_id(row.file))
             except (Gone, StopCalls) as error:
-                raise _CreationUnknown(
-                    f"{self.model.name}: the endpoint does not list batches ({error}), so it is unknown whether {row.label} was "
-                    "accepted; run the same command to search again"
-                ) from None
+                why = f"the endpoint does not list batches ({error}), so it is unknown whether {row.label} was accepted"
+                raise self._stop("unknown", why, error.status) from None
             if row.id is not None:
                 self.store.save_batch(row)
                 return True
@@ -269,19 +265,20 @@ class BatchJobs:
 
     async def _ask(self, what: str, request: Callable[[], Awaitable[T]]) -> T:
         """Make a free request, up to `MAX_FAILED_POLLS` times; raises `Gone` or `StopCalls`."""
-        about, last_error = f"{self.model.name}: could not find out {what}", ""
-        go_on = "Nothing is lost: run the same command to keep waiting"
-        for _ in range(MAX_FAILED_POLLS):
+        for num in range(1, MAX_FAILED_POLLS + 1):
             try:
                 return await request()
-            except AttemptFailed as error:
-                last_error = str(error)
             except Gone:
                 raise
-            except Rejection as error:
-                raise StopCalls(f"{about}: {error}. {go_on}") from None
+            except (AttemptFailed, Rejection) as error:
+                if isinstance(error, Rejection) or num == MAX_FAILED_POLLS:
+                    why = f"could not find out {what}, attempt {num}: {error}"
+                    raise self._stop("waiting", why, error.status) from None
             await asyncio.sleep(min(self.model.batch_poll_s, self.model.max_backoff_s))
-        raise StopCalls(f"{about} ({MAX_FAILED_POLLS} attempts); last error: {last_error}. {go_on}")
+        raise AssertionError("the last attempt returns or raises")
+
+    def _stop(self, kind: Stop, reason: str, status: int | None = None) -> StopCalls:
+        return StopCalls(reason, self.model.name, kind, status)
 
     async def _send(self, method: str, path: str, limit_s: float | None = None, **options: Any) -> bytes:
         """Send a request of the batch API; raises `AttemptFailed`, `Rejection` or `StopCalls`."""
@@ -292,10 +289,10 @@ class BatchJobs:
         status, content = response.status_code, response.content
         message = f"HTTP {status}: {mask(content.decode('utf-8', 'replace'))[:SHOWN_CHARACTERS]}"
         if status in (404, 410):
-            raise Gone(message)
+            raise Gone(message, status)
         if QUEUE_FULL in codes(parse(content)):
-            raise QueueFull(message)
-        raise failure(status, content, response.headers, model, mask) or Rejection(message)
+            raise QueueFull(message, status)
+        raise failure(status, content, response.headers, model, mask) or Rejection(message, status)
 
     async def _json(self, method: str, path: str, limit_s: float | None = None, **options: Any) -> Json:
         content = await self._send(method, path, limit_s, **options)
@@ -323,10 +320,8 @@ class BatchJobs:
         while len(self._waiting) == num_before:
             if time.monotonic() - began > model.batch_wait_s:
                 batches = ", ".join(f"{row.id} ({row.status})" for row in self._waiting)
-                raise StopCalls(
-                    f"{model.name}: waited {model.batch_wait_s:g} s (batch_wait_s) for batches {batches}. They are still running at "
-                    "the provider; run the same command to keep waiting"
-                )
+                why = f"waited {model.batch_wait_s:g} s (batch_wait_s) for batches {batches}, which are still running"
+                raise self._stop("waiting", why)
             await asyncio.sleep(model.batch_poll_s)
             for row in list(self._waiting):
                 if await self._check(row):
@@ -345,15 +340,14 @@ class BatchJobs:
         except Gone as error:
             # Deleted, or past the provider's retention: what it cost is unknown.
             self.store.close_batch(row.label, billed=True)
-            self._raise_if_left(row, f"no longer exists at the provider ({error})")
+            self._raise_if_left(row, "gone", f"no longer exists ({error})")
         return True
 
-    def _raise_if_left(self, row: BatchRow, why: str) -> None:
+    def _raise_if_left(self, row: BatchRow, kind: Stop, why: str) -> None:
         """Raise `StopCalls` if a batch leaves wanted calls without an answer: at full price they would need another consent."""
         if left := self._left(row):
-            raise StopCalls(
-                f"{self.model.name}: batch {row.id} {why}; {len(left):,} of its calls have no answer. Stopped rather than make "
-                "plain calls at full price: run the same command again to submit the rest as a new batch, or with mode=calls"
+            raise self._stop(
+                kind, f"batch {row.id} {why} at the provider; {len(left):,} of its calls have no answer"
             )
 
     async def _poll(self, row: BatchRow) -> Json:
@@ -375,8 +369,8 @@ class BatchJobs:
             self._provider_full = any(other is not row for other in self._waiting)
             return
         reason = "; ".join(str(error.get("message")) for error in errors[:3]) or "no reason given"
-        raise StopCalls(
-            f"{self.model.name}: batch {row.id} failed: {self.sender.mask(reason)}. {_fix(is_full)}"
+        raise self._stop(
+            "queue" if is_full else "batch", f"batch {row.id} failed: {self.sender.mask(reason)}"
         )
 
     async def _store_results(self, row: BatchRow, batch: Json) -> None:
@@ -396,7 +390,7 @@ class BatchJobs:
         self._provider_full = False
         self._settle(call.key for call in row.calls.values())
         if row.status in PARTIAL:
-            self._raise_if_left(row, f"{PARTIAL[row.status]} at the provider")
+            self._raise_if_left(row, *PARTIAL[row.status])
         if stop is not None:
             raise stop
         if missing and self._left(row):
@@ -436,8 +430,3 @@ class BatchJobs:
         # Wall time over any number of runs is not a duration of the call: 0.
         sender.keep(call, None if wanted is None else wanted.request, answer, 0.0, batch=True)
         return None
-
-
-def _fix(is_full: bool) -> str:
-    fix = "Wait until fewer tokens are queued" if is_full else "Change the model's settings"
-    return f"{fix}, or use plain calls (mode=calls), and run the same command again"

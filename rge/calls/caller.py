@@ -158,30 +158,27 @@ def _batch_of(batches: Mapping[str, Sequence[BatchRow]]) -> dict[tuple[str, str]
 
 def _in_batch(model: ModelConfig, batch: str) -> StopCalls:
     """The error of a plain call that an open batch contains: it would be paid for twice."""
-    return StopCalls(
-        f"{model.endpoint}: batch {batch} of an earlier run contains some of these calls, which would be paid for twice: run with "
-        "mode=batch to collect it. If you do not want to wait for it, cancel it at the provider first"
-    )
+    why = f"batch {batch} of an earlier run contains some of these calls, which would be paid for twice"
+    return StopCalls(why, model.endpoint, "open")
 
 
-def check_answered(unanswered: Sequence[Outcome], num_calls: int, *, wait: bool, about: str = "") -> None:
+def check_answered(
+    unanswered: Sequence[Outcome], num_calls: int, *, wait: bool, stage: str | None = None
+) -> None:
     """Raise a `UserError` if calls are unanswered; unless ``wait`` (``on_unanswered``) or most of them are, only say so.
 
-    ``num_calls``: all calls of the work, also those that earlier runs made. ``about`` begins the message.
+    ``num_calls``: all calls of the work, also those that earlier runs made.
     """
     if not unanswered:
         return
-    again = "run the same command again to repeat"
     message = (
-        f"{about}{len(unanswered)} of {num_calls} calls are unanswered, such as: {unanswered[0].error}. "
-        + (
-            f"The other answers are stored; {again} only these calls"
-            if len(unanswered) < num_calls
-            else f"{again.capitalize()} them"
-        )
+        f"{len(unanswered)} of {num_calls} calls are unanswered, such as: {unanswered[0].error}. "
+        "Run the same command again to repeat only these calls"
     )
+    error = UserError(message, key=stage, kind="unanswered")
     if 2 * len(unanswered) > num_calls:
-        raise UserError(message)
+        raise error
     if wait:
-        raise UserError(f"{message}. on_unanswered=proceed continues without their items")
-    sys.stderr.write(f"{message}; their items are left out until then\n")
+        error.reason += ". on_unanswered=proceed continues without their items"
+        raise error.about("on_unanswered")
+    sys.stderr.write(f"{error}; their items are left out until then\n")

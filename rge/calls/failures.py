@@ -35,32 +35,78 @@ QUEUE_FULL = "token_limit_exceeded"
 """The error code of a full queue, when a batch is created or fails."""
 
 
+Stop = Literal[
+    "key", "access", "credit", "address", "settings", "limited", "unanswered", "budget",
+    "batch", "queue", "open", "unknown", "waiting", "expired", "cancelled", "gone",
+]  # fmt: skip
+"""Why calls stop; those of the second line concern a batch."""
+FIX: dict[str, str] = {
+    **dict.fromkeys(("key", "access", "credit"), "Fix this and run the same command again"),
+    "address": "Is base_url the address of an OpenAI-compatible API that has this model? Most end in /v1",
+    "settings": "It also rejects a harmless request with the same settings: change the model's settings (token_limit, "
+    "send_temperature, send_seed, extra_body, max_side_px ...) and run the same command again; answers so far are stored",
+    **dict.fromkeys(("limited", "unanswered"), "Answers so far are stored; run the same command again later"),
+    "budget": "Raise that budget and run the same command again",
+    "batch": "Change the model's settings, or use plain calls (mode=calls), and run the same command again",
+    "queue": "Wait until fewer tokens are queued, or use plain calls (mode=calls), and run the same command again",
+    "open": "Run with mode=batch to collect it. If you do not want to wait for it, cancel it at the provider first",
+    "unknown": "Run the same command to search again",
+    "waiting": "Nothing is lost: run the same command to keep waiting",
+    **dict.fromkeys(
+        ("expired", "cancelled", "gone"),
+        "Stopped rather than make plain calls at full price: run the same command again to submit the rest as a new batch, or with "
+        "mode=calls",
+    ),
+}
+"""What to do if calls stop."""
+
+
 class StopCalls(UserError):
-    """No further call to this endpoint can succeed."""
+    """No further call to this endpoint can succeed.
+
+    Attributes:
+        key: the model's name.
+        kind: why, see `Stop`.
+        status: the HTTP status that says so.
+    """
+
+    def __init__(self, reason: str, model: str = "", kind: Stop = "unanswered", status: int | None = None):
+        super().__init__(reason, key=model, kind=kind)
+        self.status = status
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}. {FIX[self.kind]}"
 
 
 class BudgetReached(StopCalls):
-    """The next call might exceed the budget."""
+    """The next call might exceed a budget."""
 
 
+@dataclass(eq=False)
 class Unanswered(ReplyError):
     """The endpoint gave no answer; the next run tries again."""
 
     kind = "unanswered"
+    model: str
+    why: Exception
+    """The last attempt's error, a picture's, or that of an answer without content."""
+
+    def __str__(self) -> str:
+        return f"{self.model}: {self.why}"
 
 
+@dataclass(eq=False)
 class Rejection(ReplyError):
-    """The endpoint cannot process this request; stored, so that it is not sent again.
-
-    Args:
-        certain: whether status or code blame this request; if not, a canary finds out whether all requests are rejected.
-    """
+    """The endpoint cannot process this request; stored, so that it is not sent again."""
 
     kind = "rejected request"
+    reason: str
+    status: int | None = None
+    certain: bool = True
+    """Whether status or code blame this request; if not, a canary finds out whether all requests are rejected."""
 
-    def __init__(self, message: str, *, certain: bool = True):
-        super().__init__(message)
-        self.certain = certain
+    def __str__(self) -> str:
+        return self.reason
 
 
 class Gone(Rejection):
@@ -71,21 +117,27 @@ class QueueFull(Rejection):
     """The provider's queue has no room for a batch until others have ended."""
 
 
-@dataclass
+@dataclass(eq=False)
 class AttemptFailed(Exception):
     """One attempt failed; a retry may succeed."""
 
     reason: str
-    limited: bool = False  # a 429: not processed and not billed
+    status: int | None = None
     wait_s: float | None = None  # Retry-After
     billed: bool = False  # the provider may have processed the request and may bill it
     no_chat: bool = False  # what came is no chat completion, so the address may be wrong
+    num: int = 1  # attempts of the call, all of which failed
+
+    @property
+    def limited(self) -> bool:
+        """Whether it was neither processed nor billed, since there were too many."""
+        return self.status == 429
 
     def __str__(self) -> str:
-        return self.reason
+        return f"{self.reason} ({self.num} attempts)" if self.num > 1 else self.reason
 
 
-@dataclass
+@dataclass(eq=False)
 class NoContent(AttemptFailed):
     """A chat completion without content: the provider bills it, but it answers nothing."""
 
@@ -198,9 +250,8 @@ def failure(
     message = f"HTTP {status}: {excerpt}"
     if 300 <= status < 400:
         # Redirects are not followed, so that the key goes only to the configured address.
-        return StopCalls(
-            f"{model.name}: the address has moved to {mask(str(headers.get('location')))}: set base_url"
-        )
+        moved = f"the address has moved to {mask(str(headers.get('location')))}"
+        return StopCalls(moved, model.name, "address", status)
     content = parse(raw)
     # What the server broke off may be billed, whatever it says then.
     is_begun = bool(as_dict(content).get("choices"))
@@ -209,8 +260,8 @@ def failure(
     if meaning == "policy":
         return None
     if meaning == "account":
-        why = _account_problem(status, codes(content), model.key_env)
-        return StopCalls(f"{model.name}: {why}; {message}. Fix this and run the same command again")
+        kind, why = _account_problem(status, codes(content), model.key_env)
+        return StopCalls(f"{why}; {message}", model.name, kind, status)
     if meaning == "overload":
         # Gemini reports the wait in the body instead of a header.
         details = dict_items(_error_of(content).get("details"))
@@ -218,19 +269,19 @@ def failure(
         # A wait of 0 says nothing: with it, calls would be repeated without a pause.
         wait_s = next(filter(None, map(parse_seconds, delays)), None)
         billed = is_begun or status in MAYBE_BILLED
-        return AttemptFailed(message, limited=status == 429, wait_s=wait_s, billed=billed)
-    return Rejection(message, certain=meaning == "request")
+        return AttemptFailed(message, status, wait_s=wait_s, billed=billed)
+    return Rejection(message, status, certain=meaning == "request")
 
 
-def _account_problem(status: int, error_codes: set[str], key_env: str | None) -> str:
+def _account_problem(status: int, error_codes: set[str], key_env: str | None) -> tuple[Stop, str]:
     key = f"the endpoint rejects the key (from {key_env or 'none: key_env is not set'})"
     if error_codes & KEY_CODES or status == 401:
-        return key
+        return "key", key
     if status == 403:
-        return f"{key}, or the key has no access to this model"
+        return "access", f"{key}, or the key has no access to this model"
     if status == 404:
-        return "no such model or address"
-    return "the account has no credit or quota left, or no access to this model"
+        return "address", "no such model or address"
+    return "credit", "the account has no credit or quota left, or no access to this model"
 
 
 def parse_seconds(text: Any) -> float | None:

@@ -232,7 +232,7 @@ class Grouping:
                 continue
             if isinstance(reply, Truncated):  # it never had any content
                 self.counts.unanswered += 1
-                reply = Unanswered(f"{model.name}: {reply}")
+                reply = Unanswered(model.name, reply)
             else:
                 self.counts.unreadable += problem is not None
             self.counts.cached += sample.cached

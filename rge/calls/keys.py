@@ -17,16 +17,12 @@ def read_key(name: str, variable: str) -> str:
     """Read a key from an environment variable. Raises `UserError`: the variable is not set, or its value cannot be a key."""
     key = os.environ.get(variable, "").strip()
     if not key:
-        raise UserError(f"{name}: the environment variable {variable} (key_env) is not set")
+        raise UserError(f"{name}: the environment variable of key_env is not set", key=variable)
     if not (key.isascii() and key.isprintable()):
-        raise UserError(
-            f"{name}: {variable} (key_env) contains characters that no key has: copy the key again"
-        )
+        raise UserError(f"{name}: it contains characters that no key has: copy it again", key=variable)
     if len(key) < MIN_CHARACTERS:
-        raise UserError(
-            f"{name}: {variable} (key_env) has {len(key)} characters, too few for a key (at least {MIN_CHARACTERS}); set "
-            "key_env to null if the endpoint needs no key"
-        )
+        few = f"it has {len(key)} characters, too few for a key (at least {MIN_CHARACTERS})"
+        raise UserError(f"{name}: {few}; set key_env to null if the endpoint needs none", key=variable)
     return key
 
 

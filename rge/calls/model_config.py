@@ -160,31 +160,28 @@ class ModelConfig:
 def check_model(where: str, model: ModelConfig) -> None:
     """Validate a configuration beyond what `build` checks. Raises `UserError`: names the setting and the fix."""
     if model.budget is not None and not model.paid():
-        raise UserError(
-            f"{where}.budget needs input_price and output_price: without prices nothing is ever spent"
-        )
+        needs = "it needs input_price and output_price: without prices nothing is ever spent"
+        raise UserError(needs, key=f"{where}.budget")
     if set(model.extra_body) & {"model", "messages", "n", "seed"}:
-        raise UserError(
-            f"{where}.extra_body must not set model, messages, n or seed: they are part of the cache key"
-        )
+        reserved = "it must not set model, messages, n or seed, which are part of the cache key"
+        raise UserError(reserved, key=f"{where}.extra_body", kind="reserved")
     try:
         json.dumps(model.extra_body, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise UserError(f"{where}.extra_body must be JSON: {error}") from None
+        raise UserError(f"it must be JSON: {error}", key=f"{where}.extra_body", kind="JSON") from None
     if model.base_url is None:
         return
     if model.mode == "batch" and model.address in WITHOUT_BATCHES:
-        raise UserError(f"{where}.mode=batch: {model.base_url} has no batches; use mode=calls")
+        raise UserError(f"{model.base_url} has no batches; use mode=calls", key=f"{where}.mode")
     try:
         url = httpx.URL(model.base_url)
     except httpx.InvalidURL:
         url = httpx.URL()
     if url.scheme not in ("http", "https") or not url.host or (url.port or 0) > 65535:
-        raise UserError(f"{where}.base_url must be http(s)://HOST..., got {model.base_url!r}")
+        raise UserError(f"it must be http(s)://HOST..., got {model.base_url!r}", key=f"{where}.base_url")
     if url.userinfo or url.query:
-        raise UserError(
-            f"{where}.base_url must not contain a user, password or query; pass keys through key_env"
-        )
+        secret = "it must not contain a user, password or query; pass keys through key_env"
+        raise UserError(secret, key=f"{where}.base_url")
 
 
 def cache_names(models: Mapping[str, ModelConfig]) -> dict[str, str]:
@@ -201,8 +198,12 @@ def cache_names(models: Mapping[str, ModelConfig]) -> dict[str, str]:
             continue
         other, address = unsaid.setdefault(model.name, (label, model.address))
         if address != model.address:
+            both = (
+                f"models {other} and {label} have the name {model.name!r} at {address} and at {model.address}"
+            )
             raise UserError(
-                f"models {other} and {label} have the name {model.name!r} at two addresses, {address} and {model.address}, so one might "
-                f"get the other's stored answers: set {label}.cache_as={model.name} if their weights are the same, else to a new name"
+                f"{both}, so one might get the other's stored answers: set it to {model.name} if their weights are the same, else "
+                "to a new name",
+                key=f"{label}.cache_as",
             )
     return {label: model.cache_as or model.name for label, model in models.items()}

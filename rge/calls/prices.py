@@ -50,4 +50,6 @@ def confirm(estimate: str, *, yes: bool) -> None:
         return
     sys.stderr.write("Continue? [y/N] ")
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):  # "": Ctrl-D
-        raise UserError("cancelled before any call was made; pass yes=true to skip the confirmation")
+        raise UserError(
+            "cancelled before any call was made; pass yes=true to skip the confirmation", kind="cancelled"
+        )

@@ -12,6 +12,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import httpx
@@ -166,7 +167,7 @@ class Sender:
                 raise NoContent(f"{error}; raise max_tokens, or set reasoning_effort", billed=True)
             return answer
         except ImageError as error:
-            raise self._unanswered(str(error)) from None
+            raise self._unanswered(error) from None
         except AttemptFailed as error:
             raise self._given_up(error) from None
         except Rejection as error:
@@ -207,7 +208,7 @@ class Sender:
                 await asyncio.sleep(max(wait_s, min(failed.wait_s or 0.0, model.max_backoff_s)))
                 num_retries += 1
             else:
-                raise replace(failed, reason=f"{failed} ({num_retries + 1} attempts)")
+                raise replace(failed, num=num_retries + 1)
 
     async def _attempt(self, call: Call, pictures: EncodedPictures) -> bytes:
         """Make one attempt; raises as `answer` does, after closing the attempt's ledger entry."""
@@ -281,11 +282,8 @@ class Sender:
             except AttemptFailed as failed:
                 raise self._given_up(failed) from None
             except Rejection:
-                raise StopCalls(
-                    f"{self.model.name}: the endpoint rejects the request; {error}. It also rejects a harmless one with the same "
-                    "settings: change the model's settings (token_limit, send_temperature, send_seed, extra_body, max_side_px ...) "
-                    "and run the same command again; answers so far are stored"
-                ) from None
+                why = f"the endpoint rejects the request; {error}"
+                raise StopCalls(why, self.model.name, "settings", error.status) from None
 
     async def _begin(self, call: Call) -> Attempt:
         """Enter an attempt in the ledger as soon as the budget allows it; raises why calls to the endpoint have stopped."""
@@ -355,7 +353,7 @@ class Sender:
 
     def rejected(self, key: str, error: Rejection) -> Rejection:
         """Record that the endpoint rejects a call, so that it is not sent again with the same settings."""
-        rejection = Rejection(f"{self.model.name}: {error}")
+        rejection = replace(error, reason=f"{self.model.name}: {error}")
         self.store.record_rejection(key, self.model.sent_by(), str(rejection))
         self.counts.rejected += 1
         return rejection
@@ -363,43 +361,33 @@ class Sender:
     def _must_wait_too_long(self, error: AttemptFailed) -> bool:
         return error.wait_s is not None and error.wait_s > self.model.max_limited_s
 
-    def _unanswered(self, why: str) -> Unanswered:
+    def _unanswered(self, why: AttemptFailed | ImageError) -> Unanswered:
         self.counts.unanswered += 1
-        return Unanswered(f"{self.model.name}: {why}")
+        return Unanswered(self.model.name, why)
 
     def _given_up(self, error: AttemptFailed) -> Unanswered | StopCalls:
         """The error of a call whose retries failed; `MAX_UNANSWERED_IN_A_ROW` of them stop the run."""
-        endpoint = self.endpoint
+        endpoint, stop = self.endpoint, partial(StopCalls, model=self.model.name, status=error.status)
         is_idle = time.monotonic() - endpoint.accepted_at >= self.model.max_limited_s
         if self._must_wait_too_long(error) or (error.limited and is_idle):
-            return StopCalls(
-                f"{self.model.name}: {error}. Answers so far are stored; run the same command later"
-            )
+            return stop(str(error), kind="limited")
         if error.no_chat and endpoint.accepted_at == -math.inf:
-            return StopCalls(
-                f"{self.model.name}: {error}. Is {self.model.address} (base_url) the address of an OpenAI-compatible "
-                "API? Most end in /v1"
-            )
-        unanswered = self._unanswered(str(error))
+            return stop(f"{error} (at {self.model.address})", kind="address")
+        unanswered = self._unanswered(error)
         endpoint.unanswered_in_a_row += 1
         if endpoint.unanswered_in_a_row >= MAX_UNANSWERED_IN_A_ROW:
-            endpoint.stop(
-                StopCalls(
-                    f"{endpoint.unanswered_in_a_row} calls in a row got no answer; last error: {unanswered}. Answers so far are stored; "
-                    "run the same command again"
-                )
-            )
+            why = f"{endpoint.unanswered_in_a_row} calls in a row got no answer; last error: {error}"
+            endpoint.stop(stop(why))
         return unanswered
 
     def budget_reached(self, max_cost: float) -> BudgetReached:
         """The error of a call whose maximum cost exceeds what is left of a budget."""
         # The tightest budget; of two that are equally tight, the model's own.
         name = min(self.budgets, key=lambda name: self.budgets[name] - self.store.spent(name))
-        whose, option = ("command's ", "budget") if name is None else ("", "the model's budget")
-        return BudgetReached(
-            f"{self.model.name}: {self.store.spent(name):.4f} of the {whose}budget {self.budgets[name]:g} is spent, and the next call "
-            f"might cost {max_cost:.4f}, so calls stop here. Raise {option} and run the same command again"
-        )
+        whose = "command's" if name is None else "model's"
+        spent = f"{self.store.spent(name):.4f} of the {whose} budget {self.budgets[name]:g} is spent"
+        why = f"{spent}, and the next call might cost {max_cost:.4f}"
+        return BudgetReached(why, self.model.name, "budget")
 
 
 def _canary(request: Request) -> Request:

@@ -141,7 +141,7 @@ class AnswerStore:
             self._db = _open(self.path or "")
             self._db.executescript(_SCHEMA)
         except (OSError, sqlite3.DatabaseError) as error:
-            raise UserError(f"{path} cannot be used as an answer store: {error}") from None
+            raise UserError(f"it cannot be used as an answer store: {error}", path) from None
 
     def close(self) -> None:
         """Close the file."""
@@ -363,10 +363,8 @@ class AnswerStore:
             yield
             self._db.execute("COMMIT")
         except sqlite3.DatabaseError as error:
-            raise UserError(
-                f"{self.path} could not be written ({error}), so calls stop here. Free up disk space and run the same command "
-                "again"
-            ) from None
+            full = f"it cannot be written ({error}), so calls stop here: free up disk space and run the same command again"
+            raise UserError(full, self.path) from None
         finally:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")

@@ -89,7 +89,7 @@ def served_model(model: ModelConfig) -> dict[str, Any]:
             response = client.get(f"{model.address}/models")
     except httpx.HTTPError as error:
         message = Mask([model.key()])(str(error) or type(error).__name__)
-        raise UserError(f"{model.name}: cannot list the models at {model.address}: {message}") from None
+        raise UserError(f"cannot list the models at {model.address}: {message}", key=model.name) from None
     return {"at": model.address, "served": _listed(response, model.name), "rge": rge.__version__}
 
 

@@ -3,15 +3,24 @@
 import json
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import json_repair
 
 
 class ReplyError(ValueError):
-    """An answer without the requested content. ``kind`` names it in tables and reports."""
+    """An answer without the requested content.
 
-    kind = "malformed"
+    Attributes:
+        kind: its name in tables and reports.
+        tag: the tag at fault.
+    """
+
+    kind: ClassVar[str] = "malformed"
+
+    def __init__(self, reason: str, tag: str | None = None):
+        super().__init__(reason)
+        self.tag = tag
 
 
 class NotAChat(ReplyError):
@@ -307,7 +316,7 @@ def tag(text: str, name: str) -> str:
         rf"<{re.escape(name)}>(.*?)</{re.escape(name)}>", text, flags=re.IGNORECASE | re.DOTALL
     )
     if not contents or not contents[-1].strip():
-        raise MissingTag(f"<{name}> is {'empty' if contents else 'missing'} in {_excerpt(text)}")
+        raise MissingTag(f"<{name}> is {'empty' if contents else 'missing'} in {_excerpt(text)}", name)
     return " ".join(contents[-1].split())
 
 
@@ -320,7 +329,7 @@ def parse_choice(text: str, name: str, allowed: dict[str, Any]) -> Any:
     """
     value = tag(text, name).strip(".*\"' ").lower()
     if value not in allowed:
-        raise BadValue(f"<{name}> must be one of {', '.join(allowed)}; got {value[:60]!r}")
+        raise BadValue(f"<{name}> must be one of {', '.join(allowed)}; got {value[:60]!r}", name)
     return allowed[value]
 
 

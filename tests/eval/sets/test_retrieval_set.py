@@ -137,7 +137,7 @@ def test_modalities(tmp_path):
     assert (text.text, text.instruction, len(text.pictures)) == ("question 0", "Find the picture.", 0)
     assert (image.text, image.instruction, len(image.pictures)) == (None, None, 1)
     only_pictures = load_set(write_tables(tmp_path / "small", small()))
-    with error_about(SetError, "1", "2", "query_modality=text", "'q2'"):
+    with error_about(SetError, "query_modality", "q2"):
         only_pictures.query_items("text")
 
 
@@ -171,7 +171,7 @@ def test_a_set_is_the_same_however_it_is_reported(tmp_path):
 def test_report_by_refuses_a_column_that_is_no_grouping(tmp_path):
     content = tables(num_queries=60)
     content["queries"]["note"] = [f"note {number}" for number in range(60)]
-    with error_about(SetError, "report_by", "note", "60", "50"):
+    with error_about(SetError, "note", "many"):
         load_set(write_tables(tmp_path, content, {"report_by": ["note"]}))
 
 
@@ -204,41 +204,35 @@ def _columns(table, **columns):
         (_drop("qrels", "score"), ("qrels.parquet", "score")),
         (
             _columns("corpus", id=["a", "b", "c"], title=["x", "y", "z"]),
-            ("text", "image", "content"),
+            ("corpus.parquet", "text, image, content"),
         ),
-        (_put("corpus", "id", 1, "b"), ("corpus.parquet", "'b'", "1")),
-        (_put("queries", "id", 1, "q1"), ("queries.parquet", "'q1'", "1")),
-        (
-            _put("corpus", "id", 1, "a b"),
-            ("corpus.parquet", "a b", "1"),
-        ),
-        (_put("corpus", "id", 1, ""), ("corpus.parquet", "1")),
-        (_put("queries", "group", 1, ""), ("'q2'",)),
-        (_put("queries", "group", 1, None), ("group", "1")),
-        (
-            _put("qrels", "corpus-id", 0, "z"),
-            ("qrels.parquet", "'z'", "'q1'", "corpus.parquet"),
-        ),
-        (_put("qrels", "query-id", 0, "q7"), ("qrels.parquet", "'q7'", "queries.parquet")),
-        (_put("qrels", "query-id", 2, "q1"), ("qrels.parquet", "1", "2", "'q2'")),
-        (_put("qrels", "score", 2, 0), ("1", "2", "'q2'")),
-        (_put("qrels", "score", 2, -1), ("'a'", "'q2'", "0", "-1")),
-        (_put("qrels", "corpus-id", 1, "c"), ("qrels.parquet", "'c'", "'q1'")),
+        (_put("corpus", "id", 1, "b"), ("corpus.parquet", "id", "row 1", "twice")),
+        (_put("queries", "id", 1, "q1"), ("queries.parquet", "id", "row 1", "twice")),
+        (_put("corpus", "id", 1, "a b"), ("corpus.parquet", "id", "row 1")),
+        (_put("corpus", "id", 1, ""), ("corpus.parquet", "id", "row 1")),
+        (_put("queries", "group", 1, ""), ("queries.parquet", "q2", "group")),
+        (_put("queries", "group", 1, None), ("queries.parquet", "row 1", "group")),
+        (_put("qrels", "corpus-id", 0, "z"), ("qrels.parquet", "q1", "z")),
+        (_put("qrels", "query-id", 0, "q7"), ("qrels.parquet", "q7")),
+        (_put("qrels", "query-id", 2, "q1"), ("qrels.parquet", "q2")),
+        (_put("qrels", "score", 2, 0), ("qrels.parquet", "q2")),
+        (_put("qrels", "score", 2, -1), ("qrels.parquet", "q2", "a")),
+        (_put("qrels", "corpus-id", 1, "c"), ("qrels.parquet", "q1", "c")),
         (
             _columns("negatives", query_id=["q1"], corpus_id=["z"]),
-            ("negatives.parquet", "'z'", "'q1'"),
+            ("negatives.parquet", "q1", "z"),
         ),
         (
             _columns("excluded", query_id=["q1"], corpus_id=["b"]),
-            ("excluded.parquet", "'b'", "'q1'"),
+            ("excluded.parquet", "q1", "b"),
         ),
         (
             _columns("candidates", query_id=["q1", "q1"], corpus_id=["b", "c"]),
-            ("candidates.parquet", "'a'", "'q2'"),
+            ("candidates.parquet", "q2", "a"),
         ),
         (
             _columns("candidates", query_id=["q1", "q1", "q2"], corpus_id=["b", "a", "a"]),
-            ("candidates.parquet", "'c'", "'q1'"),
+            ("candidates.parquet", "q1", "c"),
         ),
     ],
 )
@@ -255,13 +249,13 @@ def test_what_breaks_the_format_is_named(tmp_path, change, named):
 @pytest.mark.parametrize(
     ("table", "column", "values", "named"),
     [
-        ("corpus", "id", [1, 2, 3], ("'id'", "int64")),
-        ("queries", "category", [1.0, 2.0], ("category",)),
-        ("queries", "text", [1, 2], ("text", "int64")),
-        ("qrels", "score", [1.0, 2.0, 1.0], ("score",)),
-        ("queries", "num_missing_positives", [0, None], ("num_missing_positives", "1")),
-        ("queries", "image", [[1], [2]], ("'q1'",)),
-        ("queries", "image", [[], []], ("'q2'",)),
+        ("corpus", "id", [1, 2, 3], ("id", "type")),
+        ("queries", "category", [1.0, 2.0], ("category", "type")),
+        ("queries", "text", [1, 2], ("text", "type")),
+        ("qrels", "score", [1.0, 2.0, 1.0], ("score", "type")),
+        ("queries", "num_missing_positives", [0, None], ("num_missing_positives", "row 1")),
+        ("queries", "image", [[1], [2]], ("q1", "image")),
+        ("queries", "image", [[], []], ("q2",)),
     ],
 )
 def test_wrong_types_are_named(tmp_path, table, column, values, named):
@@ -276,7 +270,7 @@ def test_an_empty_candidate_is_named_when_it_is_read(tmp_path):
     content = small()
     content["corpus"]["image"][2] = None
     found = load_set(write_tables(tmp_path, content))
-    with error_about(SetError, "corpus.parquet", "'c'"):
+    with error_about(SetError, "corpus.parquet", "c"):
         list(found.corpus_items())
 
 
@@ -285,34 +279,32 @@ def test_a_changed_set_is_refused(tmp_path):
     write_tables(tmp_path, content)
     content["qrels"]["corpus-id"][0] = "a"
     pq.write_table(pa.table(content["qrels"]), tmp_path / "qrels.parquet")
-    with error_about(SetError, ", but the tables next to it have "):
+    with error_about(SetError, "meta.json", "fingerprint"):
         load_set(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("meta", "message"),
+    ("meta", "key"),
     [
-        ("[]", "Input should be a valid dictionary"),
-        ("{}", "name: Field required"),
-        ('{"name": "x", "fingerprint": 3}', "fingerprint: Input should be a valid string, got 3"),
-        ("{", "meta.json cannot be read: Expecting property name"),
-        (
-            '{"name": "x", "fingerprint": "y", "report_by": "pair"}',
-            "report_by: Input should be a valid list, got 'pair'",
-        ),
-        ('{"name": "x", "notes": "old"}', "notes: Input should be a valid list, got 'old'"),
-        (None, "meta.json cannot be read"),
+        ("[]", ""),
+        ("{}", "name"),
+        ('{"name": "x", "fingerprint": 3}', "fingerprint"),
+        ("{", None),
+        ('{"name": "x", "fingerprint": "y", "report_by": "pair"}', "report_by"),
+        ('{"name": "x", "notes": "old"}', "notes"),
+        (None, None),
     ],
 )
-def test_meta_must_be_there_and_be_right(tmp_path, meta, message):
+def test_meta_must_be_there_and_be_right(tmp_path, meta, key):
     write_tables(tmp_path, small())
     (tmp_path / "meta.json").unlink() if meta is None else (tmp_path / "meta.json").write_text(meta)
-    with pytest.raises(SetError, match=message):
+    with error_about(SetError, "meta.json") as caught:
         load_set(tmp_path)
+    assert caught.value.key == key
 
 
 def test_files_that_are_missing_empty_or_no_parquet(tmp_path):
-    with pytest.raises(SetError, match="is not a directory"):
+    with error_about(SetError, tmp_path / "none"):
         load_set(tmp_path / "none")
     path = write_tables(tmp_path / "set", small())
     pq.write_table(

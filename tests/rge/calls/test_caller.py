@@ -5,7 +5,6 @@ import hashlib
 import io
 import json
 import os
-import re
 import sqlite3
 import tempfile
 import threading
@@ -162,19 +161,20 @@ def test_transient_faults_are_retried(store, first):
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"),
+    ("answer", "no_chat", "status"),
     [
-        (Answer("<html>gateway</html>", content_type="text/html"), "not JSON but '<html>gateway</html>'"),
-        (Answer({"object": "something else"}), "unexpected JSON: .*something else"),
-        (Answer({"error": {"message": "busy"}}, 503), "HTTP 503: .*busy"),
+        (Answer("<html>gateway</html>", content_type="text/html"), True, None),
+        (Answer({"object": "something else"}), True, None),
+        (Answer({"error": {"message": "busy"}}, 503), False, 503),
     ],
     ids=["html", "schema", "503"],
 )
-def test_a_fault_that_stays_is_named_and_nothing_is_kept(store, answer, said):
+def test_a_fault_that_stays_is_named_and_nothing_is_kept(store, answer, no_chat, status):
     with LocalServer(Echo(chat("fine"), answer, answer)) as server:
         _, outcome = Caller(model(server, max_retries=1, concurrency=1), store).run([ask("b"), ask("a")])
         assert outcome.unanswered
-        assert re.search(f"{said}.*2 attempts", str(outcome.error))
+        why = outcome.error.why
+        assert (why.no_chat, why.status, why.num) == (no_chat, status, 2)
         assert store.get(outcome.key) is None
         assert Caller(model(server), store).run([ask("a")])[0].reply.text == "you said a"
 
@@ -208,7 +208,7 @@ def test_a_slow_endpoint_times_out_and_the_run_goes_on(store):
         caller = Caller({**model(server), "slow": hasty}, store)
         slow, fast = caller.run([Request("slow", ("slow",)), ask("fast")])
     assert slow.unanswered
-    assert "slow: no answer within 0.1 s (2 attempts)" in str(slow.error)
+    assert (slow.error.model, slow.error.why.status, slow.error.why.num) == ("slow", None, 2)
     assert fast.reply.text == "you said fast"
     assert store.get(slow.key) is None
     (spent,) = store.ledger()[1:]
@@ -221,7 +221,7 @@ def test_a_wrong_key_stops_at_once(store, monkeypatch):
     echo = Echo(*[refusal] * 2000, delay_s=0.01)
     with LocalServer(echo) as server:
         caller = Caller(model(server, key_env="A_KEY", concurrency=8), store)
-        with error_about(StopCalls, "A_KEY", "HTTP", "401") as raised:
+        with error_about(StopCalls, "key", 401) as raised:
             caller.run([ask(str(number)) for number in range(2000)])
     assert sum(echo.seen.values()) <= 8
     assert "sk-very" not in str(raised.value)
@@ -238,7 +238,7 @@ def test_a_key_that_is_not_set_is_named_before_any_call(store, monkeypatch):
     ["http://me:pw@host/v1", "http://host/v1?key=1", "host:8000", "http://host:x/v1", "http://host:99999/v1"],
 )
 def test_addresses_with_secrets_or_without_a_host_are_refused(store, url):
-    with error_about(UserError, "base_url"):
+    with error_about(UserError, "models.m.base_url"):
         Caller({"m": ModelConfig(name="m", base_url=url)}, store)
 
 
@@ -247,13 +247,13 @@ def test_an_endpoint_that_is_down(store, monkeypatch):
     settings = ModelConfig(
         name="m", base_url="http://127.0.0.1:9/v1", max_retries=1, backoff_s=0.01, concurrency=2
     )
-    with pytest.raises(StopCalls, match="3 calls in a row got no answer.*no connection"):
+    with error_about(StopCalls, "unanswered"):
         Caller({"m": settings}, store).run([ask(str(number)) for number in range(100)])
 
 
 def test_a_model_that_is_not_there(store):
     with LocalServer(Echo(Answer({"error": {"message": "no model m"}}, 404))) as server:
-        with error_about(StopCalls, "HTTP", "404"):
+        with error_about(StopCalls, "address", 404):
             Caller(model(server), store).run([ask("a")])
 
 
@@ -289,7 +289,7 @@ def test_the_budget_stops_and_the_next_run_goes_on(store):
     echo = Echo()
     requests = [ask(str(number), max_tokens=100) for number in range(20)]
     with LocalServer(echo) as server:
-        with error_about(BudgetReached, "120.0000", "200"):
+        with pytest.raises(BudgetReached):
             Caller(model(server, output_price=1e6, budget=200), store).run(requests)
         assert sum(echo.seen.values()) == 6
         assert store.spent(f"m at {server.url}") == 120
@@ -298,7 +298,7 @@ def test_the_budget_stops_and_the_next_run_goes_on(store):
 
 
 def test_a_budget_without_prices_is_refused(store):
-    with error_about(UserError, "input_price", "output_price"):
+    with error_about(UserError, "models.m.budget"):
         Caller({"m": ModelConfig(name="m", budget=1)}, store)
 
 
@@ -328,16 +328,14 @@ def test_an_answer_is_never_changed(store):
     assert store.get("k") == first
     assert store.spent("m") == 1.0, "both were paid"
     for statement in ("UPDATE replies SET raw = ''", "DELETE FROM replies"):
-        with pytest.raises(sqlite3.IntegrityError, match="an answer is never"):
+        with pytest.raises(sqlite3.IntegrityError):
             store._db.execute(statement)
 
 
 def test_a_full_disk_stops(store):
     number = store.begin_attempt("m", "k", (1, 2), 9.0, {})
     store._db.execute(f"PRAGMA max_page_count={store._db.execute('PRAGMA page_count').fetchone()[0]}")
-    with pytest.raises(
-        UserError, match=r"could not be written \(database or disk is full\), so calls stop here"
-    ):
+    with error_about(UserError, store.path.name):
         store.put(number, "k", "m", b"x" * 100_000, Usage(1, 2, 0, False), 0.5, 0.1)
     assert store.get("k") is None
     assert store.spent("m") == 9.0, "it stays at the most it may have cost"
@@ -362,7 +360,7 @@ def test_what_was_under_way_when_a_process_was_killed_stays_in_the_ledger(tmp_pa
 
 def test_a_file_that_is_no_cache(tmp_path):
     (tmp_path / "x").write_bytes(b"not a database at all" * 100)
-    with pytest.raises(UserError, match="cannot be used as an answer store"):
+    with error_about(UserError, "x"):
         AnswerStore(tmp_path / "x")
 
 
@@ -598,12 +596,11 @@ def test_probabilities_of_tokens_are_content():
 
 def test_tags():
     assert tag("<x>one</x> <X>\n two  words</X>", "x") == "two words"
-    with error_about(MissingTag, "<x>", "nothing"):
-        tag("nothing", "x")
-    with error_about(MissingTag, "<x>"):
-        tag("<x> </x>", "x")
+    for text in ("nothing", "<x> </x>"):
+        with error_about(MissingTag, "x"):
+            tag(text, "x")
     assert parse_choice("<x>Yes.</x>", "x", {"yes": 1, "no": 0}) == 1
-    with error_about(BadValue, "<x>", "maybe"):
+    with error_about(BadValue, "x"):
         parse_choice("<x>maybe</x>", "x", {"yes": 1, "no": 0})
 
 

@@ -204,7 +204,7 @@ def test_an_empty_answer_that_an_earlier_version_stored_is_open(store):
 
 def test_an_endpoint_that_gives_no_content_is_given_up(store):
     server = Server(lambda text, number: None if number <= 3 else NO_CONTENT["reasoning"])
-    with LocalServer(server) as at, pytest.raises(StopCalls, match="no content, only reasoning"):
+    with LocalServer(server) as at, error_about(StopCalls, "unanswered"):
         Caller(model(at), store).run(asks(100))
     assert server.num < 100
 
@@ -271,7 +271,7 @@ LM_STUDIO = Answer({"error": "Unexpected endpoint or method. (POST /chat/complet
 @pytest.mark.parametrize("answer", [PAGE, LM_STUDIO, Answer("Ollama is running"), Answer({"status": "ok"})])
 def test_a_wrong_address_that_answers_200_stops_and_costs_nothing(store, answer):
     with LocalServer(Server(lambda text, number: answer)) as at:
-        with pytest.raises(StopCalls, match="address"):
+        with error_about(StopCalls, "address"):
             Caller(model(at, output_price=1e6, budget=1e9), store).run(asks(40))
     assert store.spent(None) == 0
 
@@ -325,9 +325,8 @@ def test_an_account_without_credit_stops_costs_nothing_and_keeps_what_was_answer
     server = Server(lambda text, number: no if number > 6 else None, delay_s=0.05)
     with LocalServer(server) as at:
         models = model(at, input_price=1, output_price=1)
-        with error_about(StopCalls, "HTTP 4") as raised:
+        with error_about(StopCalls, "key" if no.status == 401 else "credit", no.status):
             Caller(models, store).run(asks(100))
-        assert ("rejects the key" in str(raised.value)) == (no.status == 401)
         assert server.num <= 6 + 4
         assert store.num_replies() == store.ledger()[0].calls == 6
         assert store.spent(models["m"].endpoint) == pytest.approx(6 * 120e-6), (
@@ -404,7 +403,7 @@ def test_a_picture_that_cannot_be_opened_leaves_its_call_open(store, tmp_path, m
         models = model(at, mode=mode, batch_poll_s=0.01)
         requests = [*(Request("m", (str(one), picture)) for one in range(30)), *asks(1)]
         *gone, other = Caller(models, store).run(requests)
-        assert all(one.unanswered and "a.png" in str(one.error) for one in gone)
+        assert {(one.unanswered, Path(one.error.why.file).name) for one in gone} == {(True, "a.png")}
         assert other.reply is not None, "however many there are, it is no fault of the endpoint"
         elsewhere.rename(path)
         assert all(one.reply for one in Caller(models, store).run(requests))
@@ -426,7 +425,7 @@ def test_a_canary_shows_as_many_pictures(store, tmp_path):
         )
 
     pictures = [Picture(path, hashlib.sha256(Path(path).read_bytes()).hexdigest()) for path in paths]
-    with LocalServer(at_most_one) as at, pytest.raises(StopCalls, match="At most 1 image"):
+    with LocalServer(at_most_one) as at, error_about(StopCalls, "settings", 400):
         Caller(model(at), store).run([Request("m", ("a", *pictures))])
     assert shown == [2, 2]
 
@@ -455,7 +454,7 @@ def test_a_wait_of_nothing_is_no_reason_to_call_without_a_pause(retry_after):
 def test_a_wait_that_is_too_long_is_an_error_at_once(store, status):
     with LocalServer(Server(lambda text, number: Answer({}, status, headers={"retry-after": "3600"}))) as at:
         began = time.monotonic()
-        with error_about(StopCalls, "3,600", "max_limited_s=600"):
+        with error_about(StopCalls, "limited", status):
             Caller(model(at), store).run(asks(3))
     assert time.monotonic() - began < 10
 
@@ -532,7 +531,7 @@ def test_a_budget_learns_from_bills(store):
         models = model(
             at, input_price=1e3, concurrency=32, budget=20
         )  # 100 tokens, as estimated: 0.1; 1,700: 1.7
-        with error_about(BudgetReached, "18.7000", "20", "1.7000"):
+        with error_about(BudgetReached, "budget"):
             Caller(models, store).run([Request("m", (f"{number:>300}",)) for number in range(60)])
     (spent,) = store.ledger()
     assert (spent.calls, spent.cost) == (11, pytest.approx(18.7))
@@ -545,7 +544,7 @@ def test_a_budget_of_the_command_is_one_for_all_models(store):
     with LocalServer(server) as at:
         both = {name: ModelConfig(name=name, base_url=at.url, output_price=1e6) for name in ("m", "n")}
         requests = [Request(name, (str(number),), max_tokens=20) for number in range(20) for name in both]
-        with error_about(BudgetReached, "200.0000", "200"):
+        with error_about(BudgetReached, "budget"):
             Caller(both, store, budget=200).run(requests)
     assert store.spent(None) == 200
     assert server.num == 10
@@ -586,7 +585,7 @@ def test_prices_come_from_a_table_where_none_are_given(tmp_path, monkeypatch):
     assert given["served"].cost(10**6, 0, batch=True) == 3.5
     for row in ("input: 7", "input_price: -1, output_price: 2", "input_price: 1, output_price: .nan"):
         mine.write_text(f"{known}: {{{row}}}\n")
-        with error_about(UserError, known):
+        with pytest.raises(UserError):
             fill_prices(models, mine)
 
 
@@ -598,5 +597,5 @@ def test_one_is_asked_only_on_a_terminal(monkeypatch, capsys, typed):
     confirm("about 6", yes=True)
     assert capsys.readouterr().err == "about 5\nabout 6\n"
     monkeypatch.setattr("sys.stdin.readline", lambda: typed)
-    with pytest.raises(UserError, match="cancelled before any call was made"):
+    with error_about(UserError, "cancelled"):
         confirm("about 7", yes=False)

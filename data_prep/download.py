@@ -63,10 +63,10 @@ def run(options: DownloadOptions) -> Counter[str]:
     """
     source, pictures = options.records, options.out / "pictures"
     if not str(source).lower().endswith(TABLES):
-        raise UserError(f"records={source} must end in {', '.join(TABLES)}")
+        raise UserError(f"it must end in {', '.join(TABLES)}", source, key="records")
     target = options.out / f"{source.stem}.jsonl"
     if target.resolve() == source.resolve():
-        raise UserError(f"out={options.out} is the folder of records={source}, which would be overwritten")
+        raise UserError(f"it is the folder of {source}, which would be overwritten", options.out, key="out")
     form = TableFormat(options.quoting, options.sheet)
     # Two passes, so that a table may be larger than memory: the addresses are all that is kept.
     addresses = {
@@ -77,7 +77,7 @@ def run(options: DownloadOptions) -> Counter[str]:
     }
     lost = fetch([str(ref) for ref in addresses], pictures, options.download, progress=True)
     if lost and options.missing == "error":
-        raise UserError(_listed(lost))
+        raise UserError(_listed(lost), kind="lost")
     counts = Counter(pictures=len(addresses) - len(lost), records=0)
     with replacing(target) as waiting, waiting.open("w", encoding="utf-8") as lines:
         for row in table_rows(source, form=form):
@@ -91,9 +91,9 @@ def run(options: DownloadOptions) -> Counter[str]:
             try:
                 lines.write(json_line(row))
             except TypeError as error:
-                raise UserError(f"{source}: a value cannot be written as JSON: {error}") from None
+                raise UserError(f"a value cannot be written as JSON: {error}", source) from None
         if not counts["records"]:
-            raise UserError(f"no record of {source} is left ({dict(counts)})")
+            raise UserError(f"no record is left ({dict(counts)})", source)
     if lost:
         print(_listed(lost))
     return counts
@@ -129,14 +129,12 @@ def _pictures(row: dict[str, Any], options: DownloadOptions) -> Iterator[tuple[A
             try:
                 ref = picture_of(holder[key])
             except ValueError as error:
-                raise UserError(f"{options.records}: {name}: {error}") from None
+                raise UserError(str(error), options.records, key=name) from None
             if ref is not None:
                 yield holder, key, ref
     if not found:
-        raise UserError(
-            f"{options.records}: a row has none of the fields {', '.join(options.fields)}; fields= names those with pictures. It has "
-            f"{', '.join(map(str, row))}"
-        )
+        fix = f"a row has none of them; fields= names those with pictures. It has {', '.join(map(str, row))}"
+        raise UserError(fix, options.records, key=", ".join(options.fields))
 
 
 def _places(value: Any, parts: Sequence[str]) -> Iterator[tuple[Any, Any]]:

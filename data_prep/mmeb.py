@@ -164,9 +164,11 @@ def convert(options: MmebOptions) -> dict[str, Any]:
     files = {name: _files(src, name, split) for name in names}
     if absent := [name for name, found in files.items() if not found]:
         present = sorted(path.name for path in src.glob("*/"))
+        lacking = f"{split} files of {len(absent)} sets are missing: {', '.join(absent)}"
         raise UserError(
-            f"{src} lacks {split} files of {len(absent)} sets: {', '.join(absent)} (found: {', '.join(present) or 'none'}); "
-            "sets=NAME,... converts only the named ones"
+            f"{lacking} (found: {', '.join(present) or 'none'}); sets=NAME,... converts only the named ones",
+            src,
+            key="sets",
         )
     report: dict[str, Any] = {
         "source": f"TIGER-Lab/MMEB-train, split {split}", "instructions": options.instructions, "wording": "included",
@@ -184,6 +186,8 @@ def convert(options: MmebOptions) -> dict[str, Any]:
 
 Part = tuple[str, str]
 """Text and picture path of a query or a target; "" stands for a missing one."""
+Where = tuple[str, str]
+"""A set and the row in it, for messages."""
 
 
 class _Import:
@@ -214,23 +218,26 @@ class _Import:
         num_lost = self.counts[f"left out: {NO_PICTURE}"]
         if num_lost and self.options.missing == "error":
             shown = next(path for path, found in self.known.items() if found is None)
+            roots = ", ".join(map(str, self.roots))
             raise UserError(
-                f"{self.name}: {num_lost:,} of {self.counts['read']:,} rows have no picture, such as {shown!r} below "
-                f"{', '.join(map(str, self.roots))}: unpack the set's archive, give images=DIR, or leave such rows out with "
-                "missing=drop"
+                f"{num_lost:,} of {self.counts['read']:,} rows have no picture, such as this one below {roots}: unpack the set's "
+                "archive, give images=DIR, or leave such rows out with missing=drop",
+                self.name,
+                key=shown,
+                kind="missing",
             )
         if not num_records:
-            raise UserError(f"{self.name}: no row is left ({dict(self.counts)})")
+            raise UserError(f"no row is left ({dict(self.counts)})", self.name)
 
     def _record(self, row: dict[str, Any], number: int) -> Record | None:
         name, counts, split = self.name, self.counts, self.options.split
-        where = f"{name}, row {number + 1}"
+        where = name, f"row {number + 1}"
         if lacking := [column for column in COLUMNS if column not in row]:
-            raise UserError(f"{where}: column {lacking[0]!r} is missing; found: {', '.join(row)}")
+            raise UserError(f"the column is missing; found: {', '.join(row)}", *where, lacking[0])
         counts["read"] += 1
         queries = _parts(row, "qry", "qry_image_path", where)
         if len(queries) != 1:
-            raise UserError(f"{where}: {len(queries)} queries; one is needed")
+            raise UserError(f"{len(queries)} queries; one is needed", *where, "qry")
         [(whole, path)] = queries
         instruction, text = split_instruction(name, whole)
         positives = [part for part in _parts(row, "pos_text", "pos_image_path", where) if any(part)]
@@ -294,23 +301,23 @@ class _Import:
         return self.known[path]
 
 
-def _parts(row: dict[str, Any], text: str, image: str, where: str) -> list[Part]:
+def _parts(row: dict[str, Any], text: str, image: str, where: Where) -> list[Part]:
     """(text without picture placeholders, picture path) pairs of two parallel columns."""
-    texts, paths = (_cells(row[column], f"{where}: {column}") for column in (text, image))
+    texts, paths = (_cells(row[column], where, column) for column in (text, image))
     size = max(len(texts), len(paths), 1)
     texts, paths = texts or [""] * size, paths or [""] * size
     if len(texts) != len(paths):
-        raise UserError(f"{where}: {len(texts)} values in {text}, {len(paths)} in {image}")
+        raise UserError(f"{len(texts)} values in {text}, {len(paths)} in this column", *where, image)
     return list(zip(map(plain, texts), paths, strict=True))
 
 
-def _cells(value: Any, name: str) -> list[str]:
+def _cells(value: Any, where: Where, column: str) -> list[str]:
     """The texts of a cell, "" for missing ones. Raises `UserError`: it holds anything else."""
     if value is None:
         return []
     found = list(value) if isinstance(value, (list, tuple)) else [value]
     if wrong := [one for one in found if not isinstance(one, str | None)]:
-        raise UserError(f"{name} must be a text, got {wrong[0]!r}")
+        raise UserError(f"it must be a text, got {wrong[0]!r}", *where, column)
     return [one or "" for one in found]
 
 

@@ -195,7 +195,9 @@ def reword(
     caller.run(requests, take, read=partial(wordings, count=options.count), title="paraphrases")
     check_answered(unanswered, len(questions), wait=options.on_unanswered == "wait")
     if not found:
-        raise UserError(f"{options.model.name} reworded none of {len(questions)} questions: {dict(counts)}")
+        raise UserError(
+            f"it reworded none of {len(questions)} questions: {dict(counts)}", key=options.model.name
+        )
     return found, counts
 
 
@@ -240,13 +242,13 @@ class _Set:
         self.replies.parent.mkdir(parents=True, exist_ok=True)
         self.queries = pq.read_table(self.src / QUERIES)
         if self.out.resolve() == self.src.resolve():
-            raise UserError(f"out={self.out} would overwrite the set")
+            raise UserError("it would overwrite the set", self.out, key="out")
         if self.out.exists():  # said before any call
-            raise UserError(f"out={self.out} exists: delete it, or give another folder")
+            raise UserError("it exists: delete it, or give another folder", self.out, key="out")
         if COLUMN in self.queries.column_names:
-            raise UserError(f"{self.src} has a column {COLUMN!r}: its questions are reworded already")
+            raise UserError("the column is there: its questions are reworded already", self.src, key=COLUMN)
         if not any(self._texts()):
-            raise UserError(f"the queries of {self.src} have no text that could be reworded")
+            raise UserError("its queries have no text that could be reworded", self.src)
 
     def _texts(self) -> list[str]:
         return [(text or "").strip() for text in self._column("text")]
@@ -274,9 +276,7 @@ class _Set:
             names += names_of[name]
             texts += [self._column_text(row), *more]
         if len(set(names)) < len(names):
-            raise UserError(
-                f"{self.src} has queries whose ids end in ~1, ~2, ..., as those of wordings would"
-            )
+            raise UserError("some ids end in ~1, ~2, ..., as those of wordings would", self.src, key="id")
         with replacing_folder(self.out, overwrite=False) as out:
             shown = self.queries if "image" not in self.queries.column_names else self._by_reference(out)
             queries = shown.take(pa.array(rows, pa.int64()))

@@ -138,9 +138,10 @@ def main(arguments: list[str]) -> None:
         return
     if missing := [number for number, run in enumerate(runs) if not study.is_finished(*run)]:
         folder = study.folder(*runs[missing[0]])
-        raise UserError(
-            f"{len(missing)} of {len(runs)} runs are not finished, e.g. index={missing[0]} ({folder}); run them first"
+        unfinished = (
+            f"{len(missing)} of {len(runs)} runs are not finished, e.g. index={missing[0]}; run them first"
         )
+        raise UserError(unfinished, folder, missing[0], "index")
     write_tables(study, compared, options)
 
 
@@ -166,11 +167,15 @@ def read_options(arguments: list[str]) -> tuple[Options, Comparison]:
         return options, Comparison("", {})
     if not name:
         if not (options.recipe and options.sweep):
-            raise UserError("give recipe= and sweep=, or finding=, or kept=")
+            raise UserError("give recipe= and sweep=, or finding=, or kept=").about(
+                "recipe", "sweep", "finding", "kept"
+            )
         key, values = parse_sweep(options.sweep)
         compared = Comparison(key, {value: [f"{key}={value}"] for value in values})
     if unknown := [arm for arm in arms if arm not in compared.arms]:
-        raise UserError(f"with.{unknown[0]} names no value of the sweep: {', '.join(compared.arms)}")
+        raise UserError(
+            f"it names no value of the sweep: {', '.join(compared.arms)}", key=f"with.{unknown[0]}"
+        )
     # An arm's own overrides are the later ones.
     words_of = {arm: [*extra, *words, *arms.get(arm, [])] for arm, words in compared.arms.items()}
     return options, replace(compared, arms=words_of)
@@ -190,7 +195,7 @@ def parse_sweep(sweep: str) -> tuple[str, list[str]]:
     """``loss.ratio=[1:1,1:10]`` as key and values. Commas inside brackets belong to a value."""
     key, mark, inside = sweep.partition("=")
     if not mark or not (inside.startswith("[") and inside.endswith("]")):
-        raise UserError(f"sweep must be KEY=[VALUE,VALUE,...], got {sweep!r}")
+        raise UserError(f"it must be KEY=[VALUE,VALUE,...], got {sweep!r}", key="sweep")
     values, depth = [""], 0
     for letter in inside[1:-1]:
         depth += (letter in "[{") - (letter in "]}")
@@ -200,13 +205,14 @@ def parse_sweep(sweep: str) -> tuple[str, list[str]]:
             values[-1] += letter
     values = [value.strip() for value in values]
     if "" in values:
-        raise UserError(f"sweep must be KEY=[VALUE,VALUE,...] without empty values, got {sweep!r}")
+        raise UserError(
+            f"it must be KEY=[VALUE,VALUE,...] without empty values, got {sweep!r}", key="sweep", kind="empty"
+        )
     folders: dict[str, str] = {}
     for value in values:
         if (name := folder_name(value)) in folders:
-            raise UserError(
-                f"{folders[name]} and {value} of the sweep are the same run, or would be written to the same folder {name}"
-            )
+            same = f"{folders[name]} is the same run, or would be written to the same folder {name}"
+            raise UserError(same, place=str(value), key="sweep")
         folders[name] = value
     return key, values
 
@@ -219,14 +225,12 @@ def folder_name(value: str) -> str:
 def plan(options: Options, compared: Comparison) -> tuple[Options, Study]:
     """The options with defaults filled in, and a study with one arm per value; an error if the recipe refuses one of them."""
     if not compared.arms:
-        raise UserError(
-            f"finding={compared.title} has kept hits only; what its runs were trained on is not made any more"
-        )
+        only = f"{compared.title} has kept hits only; what its runs were trained on is not made any more"
+        raise UserError(only, key="finding")
     for word in (word for words in compared.arms.values() for word in words):
         if split_word(word)[0] == "train.seed":
-            raise UserError(
-                f"{word} would make every seed of an arm the same run: leave it out, and give seeds=N"
-            )
+            same = "it would make every seed of an arm the same run: leave it out, and give seeds=N"
+            raise UserError(same, key=word)
     first = [word for word in next(iter(compared.arms.values())) if split_word(word)[0] not in OF_ARM]
     options = complete(options, compared.title, first)
     recipe = (f"recipe={options.recipe}", f"init={options.init}")
@@ -257,7 +261,9 @@ def complete(options: Options, key: str, overrides: Sequence[str]) -> Options:
     words = [f"recipe={options.recipe}", f"stage={options.stage}", f"init={before}", *overrides]
     out = load_recipe(words).out
     if not options.set and options.recipe != "demo":
-        raise UserError("set= must be given: the retrieval set that every run is evaluated on")
+        raise UserError(
+            "it must be given: the retrieval set that every run is evaluated on", key="set", kind="missing"
+        )
     return replace(
         options,
         init=options.init or f"{out}/{before}",
@@ -272,8 +278,9 @@ def chosen(options: Options, runs: list[tuple[Arm, int]]) -> list[tuple[Arm, int
         return runs
     if not 0 <= options.index < len(runs):
         raise UserError(
-            f"index must be 0 to {len(runs) - 1}, since the sweep has {len(runs)} runs "
-            f"(a Slurm array: --array=0-{len(runs) - 1}); got {options.index}"
+            f"it must be 0 to {len(runs) - 1}, since the sweep has {len(runs)} runs "
+            f"(a Slurm array: --array=0-{len(runs) - 1}); got {options.index}",
+            key="index",
         )
     return [runs[options.index]]
 
@@ -284,14 +291,15 @@ def check_places(options: Options) -> None:
     if is_suite(place):
         load_suite(place)
     elif not (place / "queries.parquet").is_file():
-        raise UserError(
-            f"set={options.set} is no retrieval set (no queries.parquet) and no suite (no suite.json)"
-        )
+        neither = "it is no retrieval set (no queries.parquet) and no suite (no suite.json)"
+        raise UserError(neither, options.set, key="set")
     for init in dict.fromkeys(options.init.replace("{seed}", str(seed)) for seed in range(options.seeds)):
         if not checkpoint_folder(Path(init)).is_dir() and init.count("/") != 1:  # one slash: may be a hub id
             raise UserError(
-                f"init={init} does not exist; train it with "
-                f"`accelerate launch rge/train.py recipe={options.recipe} stage={BEFORE[options.stage]}`, or name a checkpoint"
+                "it does not exist; train it with "
+                f"`accelerate launch rge/train.py recipe={options.recipe} stage={BEFORE[options.stage]}`, or name a checkpoint",
+                init,
+                key="init",
             )
 
 
@@ -303,9 +311,8 @@ def slices_of(frame: pd.DataFrame, options: Options) -> tuple[dict[str, Slice], 
 
     if not is_suite(Path(options.set)):
         if options.by not in frame and options.by != Options.by:
-            raise UserError(
-                f"by={options.by}: evaluations have no such column; report_by in the set's meta.json names theirs"
-            )
+            none = f"evaluations have no column {options.by}; report_by in the set's meta.json names theirs"
+            raise UserError(none, key="by")
         return {"all": Slice()} | (values(options.by) if options.by in frame else {}), {}
     shown = {"all": Slice(of_members=True)}
     members = load_suite(Path(options.set)).members.values()
@@ -318,7 +325,7 @@ def check_run(study: Study, arm: Arm, seed: int) -> None:
     """Refuse a finished run of other settings, or of other records or another start than the arm's first seed."""
     folder = study.folder(arm, seed)
     if other := study.changed(arm, seed):
-        raise UserError(f"{folder} was trained with other settings: {', '.join(other)}")
+        raise UserError(f"it was trained with other settings: {', '.join(other)}", folder, kind="settings")
     # A start per seed differs by intention.
     parts = (
         ("records",)
@@ -330,9 +337,8 @@ def check_run(study: Study, arm: Arm, seed: int) -> None:
         for about in (read_json(study.checkpoint(arm, one) / RGE_JSON) or {} for one in (0, seed))
     ]
     if other := in_words(differences(*inputs)):
-        raise UserError(
-            f"{folder} was not trained from what {study.folder(arm, 0)} was: {'; '.join(other)}. Delete the older one, and run it again"
-        )
+        apart = f"it was not trained from what {study.folder(arm, 0)} was: {'; '.join(other)}"
+        raise UserError(f"{apart}. Delete the older one, and run it again", folder, kind="start")
 
 
 def write_tables(study: Study, compared: Comparison, options: Options) -> None:
@@ -343,10 +349,8 @@ def write_tables(study: Study, compared: Comparison, options: Options) -> None:
     results = Results.of_study(study)
     for (name, seed), frame in results.runs.items():
         if missing := [metric for metric in options.metrics if metric not in frame]:
-            raise UserError(
-                f"{study.evaluation(study.by_name[name], seed)} was not evaluated for {missing[0]}; "
-                f"there are: {', '.join(map(str, frame.columns))}"
-            )
+            there = f"it was not evaluated for it; there are: {', '.join(map(str, frame.columns))}"
+            raise UserError(there, study.evaluation(study.by_name[name], seed), key=missing[0])
     arms = {value: arm.name for value, arm in zip(compared.arms, study.arms, strict=True)}
     rows = [Row(value, {name: 1.0}) for value, name in arms.items()]
     first, *others = arms
@@ -390,7 +394,7 @@ def evidence(hits: pd.DataFrame) -> Iterator[str]:
             seeds = results.seeds(list(weights))
             found = results.measure(weights, "hit@1", where)
             if found is None:
-                raise UserError(f"finding={name} has no kept runs of {claim.sum}")
+                raise UserError(f"{name} has no kept runs of {claim.sum}", key="finding")
             cell = percent(found["mean"], found["low"], found["high"], sign="+" if len(weights) > 1 else "")
             number = f"{len(seeds)}{'†' if is_apart(found) else ''}"
             if claim.is_null:

@@ -49,7 +49,7 @@ def main(words: list[str]) -> None:
     options = parse_options(Options, words, "python scripts/lowest_versions.py")
     uv = shutil.which("uv") or shutil.which("uv", path=str(Path(sys.executable).parent))
     if uv is None:
-        raise UserError("uv is not installed: pip install uv")
+        raise UserError("it is not installed: pip install uv", key="uv", kind="package")
     python = install(uv, options.dir)
     use(python, options.dir / "runs")
     if options.tests:
@@ -98,7 +98,7 @@ def use(python: Path, folder: Path) -> None:
         shutil.rmtree(path)
     call(train, cwd=folder, env=environment())
     if (after := last_loss(joint)) != before:
-        raise UserError(f"resumed from {first}, the last loss is {after}, and was {before}")
+        raise UserError(f"resumed from it, the last loss is {after}, and was {before}", first)
     given = [f"checkpoint={joint / 'final'}", "set=set", "out=evaluated", "query_mode=direct"]
     call([str(python), "-m", "rge", "eval", "run", *given], cwd=folder, env=environment())
 

@@ -139,9 +139,8 @@ def given(recipe: dict[str, Any], stage: str) -> dict[str, Any]:
 def refuse_launcher(script: str) -> None:
     """Fail under a launcher, where every process would make all runs."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UserError(
-            f"start {script} with python, not with a launcher; put that into launcher='accelerate launch ...'"
-        )
+        python = "start it with python, not with a launcher; put that into launcher='accelerate launch ...'"
+        raise UserError(python, script, key="launcher")
 
 
 def in_clone(name: str) -> str:
@@ -244,9 +243,11 @@ def check_evaluation(study: Study, arm: Arm, seed: int) -> None:
     about, note = study.checkpoint(arm, seed) / RGE_JSON, _note_of_set(out)
     then, _, of = note.read_text().partition("\n") if note.is_file() else (str(path), "", "")
     if then != str(path):
-        raise UserError(f"{out} is an evaluation on {then}, now set={path}: use another out=, or delete it")
+        raise UserError(
+            f"it is an evaluation on {then}, now set={path}: use another out=, or delete it", out, key="set"
+        )
     if of and about.is_file() and of != _hash(about):  # the checkpoint may have been deleted since
-        raise UserError(f"{out} is an evaluation of another checkpoint than {about.parent}: delete it")
+        raise UserError(f"it is an evaluation of another checkpoint than {about.parent}: delete it", out)
 
 
 def _note_of_set(out: Path) -> Path:
@@ -318,7 +319,10 @@ class Results:
                 key = frame["queries"].iloc[0]
                 if first not in ("", key):
                     raise UserError(
-                        f"{name}, seed {seed}, was evaluated on other queries than the runs before it"
+                        "it was evaluated on other queries than the runs before it",
+                        name,
+                        f"seed {seed}",
+                        kind="queries",
                     )
                 first = key
                 chosen = frame[frame[where.column].astype(str) == where.value] if where.column else frame

@@ -52,9 +52,8 @@ def load_icons(family: Family, folder: Path) -> dict:
         _fetch(family, package)
     version = json.loads((package / "package.json").read_text(encoding="utf-8"))["version"]
     if version != family.version:
-        raise UserError(
-            f"{package} is version {version}, but the pictures need {family.version}: remove it or pass another icons="
-        )
+        other = f"it is version {version}, but the pictures need {family.version}: remove it or pass another icons="
+        raise UserError(other, package, kind="version")
     return json.loads((package / "icons.json").read_text(encoding="utf-8"))
 
 
@@ -66,10 +65,11 @@ def _fetch(family: Family, package: Path) -> None:
             subprocess.run(command, check=True, capture_output=True, text=True)
         except FileNotFoundError:
             raise UserError(
-                f"npm is needed to fetch {name}: install it, or pass icons=DIR, laid out like node_modules"
+                f"npm is needed to fetch {name}: install it, or pass a folder laid out like node_modules",
+                key="icons",
             ) from None
         except subprocess.CalledProcessError as error:
-            raise UserError(f"npm pack {name} failed: {error.stderr.strip()}") from None
+            raise UserError(f"npm pack failed: {error.stderr.strip()}", key=name) from None
         (archive,) = Path(scratch).glob("*.tgz")
         shutil.unpack_archive(archive, scratch, filter="data")
         shutil.copytree(Path(scratch) / "package", package, dirs_exist_ok=True)

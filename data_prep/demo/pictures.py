@@ -92,7 +92,7 @@ def _icon(icons: dict, name: str, family: Family) -> dict:
     while found in icons.get("aliases", {}):
         found = icons["aliases"][found]["parent"]
     if found not in icons["icons"]:
-        raise UserError(f"{family.name} {family.version} has no icon {name!r}")
+        raise UserError(f"{family.name} {family.version} has no such icon", key=name)
     sizes = {"left": 0, "top": 0, "width": icons.get("width", 16), "height": icons.get("height", 16)}
     return {**sizes, **icons["icons"][found]}
 
@@ -101,7 +101,9 @@ def _rasterise(body: str, left: float, top: float, side: float, pixels: int) -> 
     try:
         from resvg_py import svg_to_bytes
     except ImportError:
-        raise UserError("rendering needs resvg: pip install -e '.[pictures]'") from None
+        raise UserError(
+            "rendering needs it: pip install -e '.[pictures]'", key="resvg", kind="package"
+        ) from None
     svg = (
         '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '
         f'viewBox="{left:.4f} {top:.4f} {side:.4f} {side:.4f}">{body}</svg>'

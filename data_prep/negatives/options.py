@@ -63,8 +63,9 @@ class NegativesOptions(MiningRules, ModelOptions, PluginOptions):
         self.check()
         self.check_model()
         if self.judge is not None and self.judge_endpoint is not None:
-            raise UserError("give either judge=MODEL or judge_endpoint.name=NAME, not both")
-        if self.num == 0 and not self.judges:
-            raise UserError(
-                "num=0 mines nothing: it only lets a judge score the targets that are there, so give judge="
+            raise UserError("give either judge=MODEL or judge_endpoint.name=NAME, not both").about(
+                "judge", "judge_endpoint"
             )
+        if self.num == 0 and not self.judges:
+            nothing = "0 mines nothing: it only lets a judge score the targets that are there, so give judge="
+            raise UserError(nothing, key="num")

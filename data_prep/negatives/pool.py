@@ -35,9 +35,8 @@ def pool_targets(path: Path) -> Iterator[Target]:
 def _of_folder(path: Path) -> Iterator[Target]:
     files = find(str(path))
     if files.kind != "folder":
-        raise UserError(
-            f"pool={path} is neither training records, a retrieval set, a table with id and image, nor a folder of pictures"
-        )
+        neither = "it is neither training records, a retrieval set, a table with id and image, nor a folder of pictures"
+        raise UserError(neither, path, key="pool")
     count = 0
     for row in picture_rows(files, pictures=False):
         image = Path(row.cells["image"])
@@ -47,16 +46,15 @@ def _of_folder(path: Path) -> Iterator[Target]:
         )
         count += 1
     if not count:
-        raise UserError(f"pool={path} has no pictures")
+        raise UserError("it has no pictures", path, key="pool")
 
 
 def _of_table(path: Path) -> Iterator[Target]:
     file = pq.ParquetFile(path)
     columns = [name for name in ("id", "text", "image") if name in file.schema_arrow.names]
     if "id" not in columns or len(columns) < 2:
-        raise UserError(
-            f"pool={path} needs a column id, and text, image or both; it has {', '.join(file.schema_arrow.names)}"
-        )
+        has = f"it needs a column id, and text, image or both; it has {', '.join(file.schema_arrow.names)}"
+        raise UserError(has, path, key="pool")
     for batch in file.iter_batches(READ_ROWS, columns=columns):
         ids = batch.column("id").to_pylist()
         texts = batch.column("text").to_pylist() if "text" in columns else [None] * len(ids)

@@ -139,17 +139,16 @@ def sources_of(options: Files) -> list[Source]:
     """The files to process, every record checked. Raises `UserError`: none, unreadable, or `out` would overwrite them."""
     records, out = options.records, options.out
     if out.resolve() == records.resolve():
-        raise UserError(f"out={out} would overwrite the records")
+        raise UserError("it would overwrite the records", out, key="out")
     if records.exists() and out.exists() and out.is_dir() != records.is_dir():
-        raise UserError(
-            f"out={out} must be a {'folder' if records.is_dir() else 'file'}, as records={records} is"
-        )
+        form = f"it must be a {'folder' if records.is_dir() else 'file'}, as records={records} is"
+        raise UserError(form, out, key="out", kind="form")
     files = {records: out}
     if records.is_dir():
         paths = [path for path in sorted(records.glob("[!.]*.jsonl")) if not path.name.endswith(SCORES)]
         files = {path: out / path.name for path in paths}
     if not files:
-        raise UserError(f"records={records} is a folder without .jsonl files")
+        raise UserError("it is a folder without .jsonl files", records, key="records")
     pictures = PictureIndex()
     return [Source(RecordFile(path, pictures=pictures), target) for path, target in files.items()]
 
@@ -209,9 +208,8 @@ def read_captions(records: Path, given: Path | None) -> dict[str, str]:
             return {}  # a library of pictures may have the same name
         table = pq.read_table(path, columns=["id", "caption"])
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(
-            f"captions={path} is not a Parquet file with columns id and caption: {error}"
-        ) from None
+        other = f"it is not a Parquet file with columns id and caption: {error}"
+        raise UserError(other, path, key="captions") from None
     rows = zip(table["id"].to_pylist(), table["caption"].to_pylist(), strict=True)
     found = {str(name): caption for name, caption in rows if caption}
     return {os.path.normpath(name): caption for name, caption in found.items()} | found

@@ -56,7 +56,10 @@ class Writing:
                     "encoder looks at every target's" if options.select is None else "select looks at every"
                 )
                 listed = "\n".join(faults)
-                raise UserError(f"{looks} picture: repair these, or leave out their records:\n{listed}")
+                raise UserError(
+                    f"{looks} picture: repair these, or leave out their records:\n{listed}",
+                    key="encoder" if options.select is None else "select",
+                )
         self.judge = None if options.select is None else _judge(options.select)
         self.by_sight: ImageEncoder | None = None
         if options.encoder is not None:
@@ -76,8 +79,10 @@ class Writing:
             for pair in source.pairs()
         ):
             raise UserError(
-                f"leak={self.options.leak} cannot be measured: the targets of {source.records.path} are pictures without captions. "
-                "Pass captions= (Parquet with id and caption) or encoder="
+                f"{self.options.leak} cannot be measured: the targets are pictures without captions. Pass captions= (Parquet with "
+                "id and caption) or encoder=",
+                source.records.path,
+                key="leak",
             )
 
     def run(self) -> dict[str, Any]:
@@ -136,7 +141,8 @@ class Writing:
             caller.store.forget_rejections(outcome.key for outcome in lost)
             raise UserError(
                 f"all {len(lost)} calls were rejected, such as: {lost[0].error}. Nothing was written; change the model's "
-                "settings and run the same command again"
+                "settings and run the same command again",
+                kind="rejected",
             )
 
     def _wanted(self, written: Sequence[Candidate], rewrite: bool) -> list[int]:

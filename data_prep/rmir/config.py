@@ -328,26 +328,27 @@ def check(config: RmirConfig) -> None:
         kinds = IMAGE_ENCODERS if spec.side == "image" else CAPTION_ENCODERS
         check_encoder(f"retrieve.more.{number}.encoder", spec.encoder, kinds)
         if spec.name in names:
-            raise UserError(f"retrieve.more: index names must be unique; got {spec.name!r} twice")
+            raise UserError(f"index names must be unique; got {spec.name!r} twice", key="retrieve.more")
         names.append(spec.name)
     one_of("generate.categories", config.generate.categories, tuple(wording(config.prompts).codes))
     for stage, name in models_used(config):
         if name not in config.models:
-            raise UserError(
-                f"{stage}: no model {name!r} under models (found: {', '.join(config.models) or 'none'})"
-            )
+            found = f"there is no {name!r} under models (found: {', '.join(config.models) or 'none'})"
+            raise UserError(found, key=stage)
     for name, model in config.models.items():
         check_model(f"models.{name}", model)
     cache_names({f"models.{name}": model for name, model in config.models.items()})
     if config.library.path is None and not config.oracle:
-        raise UserError("library.path is missing: give a folder of pictures, or a table")
+        raise UserError("it is missing: give a folder of pictures, or a table", key="library.path")
 
 
 def check_encoder(key: str, encoder: EncoderConfig, kinds: Sequence[str]) -> None:
     """Check one encoder's settings. Raises `UserError`: a kind that is not allowed, or no path."""
     one_of(f"{key}.kind", [encoder.kind], kinds)
     if encoder.path is None and encoder.kind not in WITHOUT_MODEL:
-        raise UserError(f"{key}.path is missing: give the {encoder.kind} model's hub name or folder")
+        raise UserError(
+            f"it is missing: give the {encoder.kind} model's hub name or folder", key=f"{key}.path"
+        )
 
 
 def models_used(config: RmirConfig) -> list[tuple[str, str]]:

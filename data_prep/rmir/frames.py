@@ -96,13 +96,15 @@ def read_table(path: Path) -> pa.Table:
     if path.is_dir():
         return pa.concat_tables([SCHEMAS[name].empty_table(), *parts(path)])
     if not path.exists():
-        raise UserError(f"{path} does not exist: finish the run first (python -m data_prep rmir)")
+        raise UserError("it does not exist: finish the run first (python -m data_prep rmir)", path)
     try:
         table = pq.read_table(path)
     except (OSError, pa.ArrowInvalid) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
+        raise UserError(f"it cannot be read: {error}", path) from None
     if not table.schema.equals(SCHEMAS[name]):
-        raise UserError(f"{path}: expected the schema {name}:\n{SCHEMAS[name]}\ngot:\n{table.schema}")
+        raise UserError(
+            f"expected the schema {name}:\n{SCHEMAS[name]}\ngot:\n{table.schema}", path, kind="schema"
+        )
     return table
 
 

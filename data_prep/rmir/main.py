@@ -95,10 +95,8 @@ def _models_asked(run: Run, stages: Sequence[str]) -> list[ModelConfig]:
         model.key()
     for name, model in asked.items():
         if config.budget is not None and not model.has_price():
-            raise UserError(
-                f"budget needs the price of models.{name}, which no table lists: set its input_price and output_price (0 if it "
-                "costs nothing)"
-            )
+            unknown = "budget needs its price, which no table lists: set its input_price and output_price (0 if it is free)"
+            raise UserError(unknown, key=f"models.{name}", kind="price")
     return [*asked.values()]
 
 
@@ -107,17 +105,15 @@ def run_stages(run: Run, stages: Sequence[str]) -> None:
     present = stages_of(run.config)
     todo = [stage for stage in stages if stage in present]
     if not todo:
-        raise UserError(
-            "stage=caption needs a model that writes captions: set, for example, caption.model=writer"
-        )
+        writes = "stage=caption needs a model that writes captions: set, for example, caption.model=writer"
+        raise UserError(writes, key="caption.model")
     # Later stages show no model a picture, and the export checks its own.
     if STAGES.index(todo[0]) <= STAGES.index("judge"):
         settle_library(run)
     for before in present[: present.index(todo[0])]:
         if run.done(before) is None:
-            raise UserError(
-                f"stage={todo[0]} needs stage={before}, which is not finished with these settings"
-            )
+            unfinished = f"{todo[0]} needs {before}, which is not finished with these settings"
+            raise UserError(unfinished, place=todo[0], key="stage", kind=before)
     whole = asdict(run.config)
     kept = {item.name: whole[item.name] for item in fields(RmirConfig)}
     write_text(run.out / SETTINGS, yaml.safe_dump(json.loads(json.dumps(kept, default=str)), sort_keys=False))

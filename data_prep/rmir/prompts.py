@@ -115,7 +115,7 @@ def read_generated(reply: Reply, code: str, max_words: tuple[int, int]) -> dict[
     try:
         block = tag(reply.text, name)
     except MissingTag:
-        raise MissingTag(f"no block <{name}>") from None
+        raise MissingTag(f"no block <{name}>", name) from None
     found = {key: tag(block, key) for key in ("query", "target_desc", "reasoning")}
     if any(value.upper().startswith("ABSTAIN") for value in found.values()):
         raise Abstained(f"{code}: the writer abstains")
@@ -126,7 +126,7 @@ def read_generated(reply: Reply, code: str, max_words: tuple[int, int]) -> dict[
 
 def _check_length(name: str, text: str, max_words: int) -> None:
     if (num_words := len(text.split())) > max_words:
-        raise BadValue(f"<{name}> has {num_words} words, more than {max_words}")
+        raise BadValue(f"<{name}> has {num_words} words, more than {max_words}", name)
 
 
 def read_filtered(reply: Reply) -> dict[str, str]:

@@ -83,7 +83,9 @@ def review(words: Sequence[str]) -> None:
     """Write the page, or apply verdicts."""
     options = parse_options(ReviewOptions, words, "rge data review")
     if (options.out is None) == (not options.apply):
-        raise UserError("give either out=FILE.html to write a page, or apply=FILES to apply verdicts")
+        raise UserError("give either out=FILE.html to write a page, or apply=FILES to apply verdicts").about(
+            "out", "apply"
+        )
     if options.out is None:
         apply(options.run, options.apply, options.agree)
         return
@@ -98,14 +100,14 @@ def review(words: Sequence[str]) -> None:
 def apply(out: Path, files: Sequence[Path], agree: int) -> None:
     """Write ``reviewed.json`` and redo pool, sets, audit, report and card; makes no model calls."""
     if len(files) < agree:
-        raise UserError(
-            f"apply= has the verdicts of {len(files)} people, but agree={agree} people must give the same verdict"
+        few = (
+            f"it has the verdicts of {len(files)} people, but agree={agree} people must give the same verdict"
         )
+        raise UserError(few, key="apply")
     with closing(Run(_settings(out))) as run:
         if run.done("keep") is None:
-            raise UserError(
-                f"the panel's decisions in {out} are not finished: run the command that made it again"
-            )
+            open_ones = "the panel's decisions are not finished: run the command that made it again"
+            raise UserError(open_ones, out)
         people = read_verdicts(out, files)
         found = settle(out, people, agree)
         write_about_panel(out / REVIEWED, found)
@@ -124,13 +126,12 @@ def _settings(out: Path) -> RmirConfig:
     path = out / SETTINGS
     again = f"run the command that made {out} again (it makes no new calls), then this one"
     if not path.is_file():
-        raise UserError(f"{path} does not exist: {again}")
+        raise UserError(f"it does not exist: {again}", path)
     try:
         return load_config([f"config={path}", f"out={out}"])
     except UserError as error:
-        raise UserError(
-            f"{path} is perhaps of an earlier version, with other keys: {again}.\n{error}"
-        ) from None
+        earlier = f"it is perhaps of an earlier version, with other keys: {again}.\n{error}"
+        raise UserError(earlier, path, kind="version") from None
 
 
 def draw(run: Path, size: int, split: str, seed: int) -> list[Row]:
@@ -159,7 +160,7 @@ def draw(run: Path, size: int, split: str, seed: int) -> list[Row]:
 
     kept, rejected = in_state(maths.KEPT), in_state(maths.REJECTED)
     if not kept and not rejected:
-        raise UserError(f"{run} has no decided triplet in split={split}")
+        raise UserError(f"it has no decided triplet in split={split}", run, key="split")
     rng = random.Random(seed)
     num_kept = min(len(kept), size - min(len(rejected), size // 2))
     chosen = rng.sample(kept, num_kept) + rng.sample(rejected, min(len(rejected), size - num_kept))
@@ -344,9 +345,8 @@ def read_verdicts(run: Path, files: Sequence[Path]) -> dict[str, Said]:
     for file in files:
         by, said = _verdicts(file, known)
         if by in people:
-            raise UserError(
-                f"{file}: two files are from {by!r}; change the name (`by`) in one file, or its file name"
-            )
+            twice = "two files are from this person; change the name (`by`) in one file, or its file name"
+            raise UserError(twice, file, key=by)
         people[by] = said
     return people
 
@@ -367,10 +367,12 @@ def _verdicts(file: Path, known: dict[str, str]) -> tuple[str, Said]:
     try:
         saved = _Saved.model_validate_json(file.read_bytes().removeprefix(BOM_UTF8))  # an editor may add it
     except OSError as error:
-        raise UserError(f"{file} cannot be read: {error.strerror or error}") from None
+        raise UserError(f"it cannot be read: {error.strerror or error}", file) from None
     except ValidationError as error:
         why = error.errors(include_url=False)[0]["msg"]
-        raise UserError(f"{file} holds no verdicts ({why}): save them with the page's key S") from None
+        raise UserError(
+            f"it holds no verdicts ({why}): save them with the page's key S", file, kind="format"
+        ) from None
     rows = {
         key: {"verdict": row.verdict or "", "comment": row.comment or ""}
         for key, row in saved.verdicts.items()
@@ -378,10 +380,8 @@ def _verdicts(file: Path, known: dict[str, str]) -> tuple[str, Said]:
     }
     strange = [key for key in saved.verdicts if key not in rows]
     if not rows:
-        raise UserError(
-            f"{file}: a verdict is on {strange[0]!r}, which this run did not decide, or whose question or pictures have "
-            "changed; is run= correct?"
-        )
+        undecided = "this run did not decide it, or its question or pictures have changed; is run= correct?"
+        raise UserError(undecided, file, key=strange[0])
     if strange:
         print(
             f"{file}: {len(strange)} of {len(saved.verdicts)} verdicts are left out, such as that on {strange[0]!r}, which this run "

@@ -435,8 +435,11 @@ class _Shards:
                 outcome.key for model in silent for outcome in self.rejected[model]
             )
             raise UserError(
-                f"{self.stage}: all {len(rejected)} calls of models.{silent[0]} were rejected, such as: {rejected[0].error}. The "
-                "stage is not done; change the model's settings and run the same command again"
+                f"all {len(rejected)} calls were rejected, such as: {rejected[0].error}. The stage is not done; change the "
+                "model's settings and run the same command again",
+                place=self.stage,
+                key=f"models.{silent[0]}",
+                kind="rejected",
             )
         if silent and wait:  # written, they would count as answered next time
             self.unanswered += missing

@@ -54,10 +54,9 @@ def seed(run: Run) -> dict[str, Any]:
     # Checked before anything is embedded; `cluster` checks again with the usable pictures.
     listed = sum(1 for _ in islice(library.rows(pictures=False), config.seed.clusters))
     if listed < config.seed.clusters and not state.extensions:
-        raise UserError(
-            f"seed.clusters={config.seed.clusters} needs at least as many pictures; {config.library.path} lists {listed:,}. Set "
-            f"seed.clusters={max(1, listed // 2)}, or add pictures"
-        )
+        few = f"{config.seed.clusters} need at least as many pictures; there are {listed:,}"
+        fix = f"{few}. Set seed.clusters={max(1, listed // 2)}, or add pictures"
+        raise UserError(fix, config.library.path, key="seed.clusters")
     if skipped := library.skipped():
         print(f"library.path {config.library.path}: skipped {skipped}", file=sys.stderr, flush=True)
     encoder, captioner = load_encoder(config.image_encoder), load_encoder(config.caption_encoder)
@@ -67,9 +66,8 @@ def seed(run: Run) -> dict[str, Any]:
     unique, bad = usable(table, state, most_bits, [image["id"] for image in images])
     listed = len(table) - len(state.gone)
     if not len(unique):
-        raise UserError(
-            f"library.path {config.library.path}: none of the {listed} pictures is usable: {reasons(bad)}"
-        )
+        none = f"none of the {listed} pictures is usable: {reasons(bad)}"
+        raise UserError(none, config.library.path, key="library.path")
     new, share_new = unique, None
     if state.extensions:
         # Repeats of pictures that are gone now count as pictures of their own.
@@ -236,8 +234,10 @@ def settle_library(run: Run) -> None:
         return
     if config.changed == "stop":
         raise UserError(
-            f"library.path {config.path} has changed since it was read: {found}. library.changed=extend adds new pictures, "
-            "removes missing ones and keeps the results of the others; a different out= starts over"
+            f"it has changed since it was read: {found}. library.changed=extend adds new pictures, removes missing ones and "
+            "keeps the results of the others; a different out= starts over",
+            config.path,
+            key="library.changed",
         )
     print(f"library.path {config.path} has changed: {found}", file=sys.stderr, flush=True)
     _carry_over(folder, state, found, table, finished)
@@ -258,10 +258,10 @@ def _check_outside_library(run: Run) -> None:
         else:
             is_read = would_find(pattern, file)
         if is_read:
-            raise UserError(
-                f"out={run.out}: the run's own files, such as {file}, would be taken for the library's (library.path={path}): "
-                "choose another out="
+            own = (
+                f"the run's own files, such as {file}, would be taken for the library's (library.path={path})"
             )
+            raise UserError(f"{own}: choose another", run.out, key="out")
 
 
 def _carry_over(folder: Path, state: LibraryState, found: Changes, table: pa.Table, finished: bool) -> None:
@@ -389,10 +389,8 @@ def _unread(library: Library, state: LibraryState, tables: list[pa.Table]) -> It
 
     def add(name: str) -> None:
         if (written := safe_id(name)) in seen:
-            raise UserError(
-                f"library.path {library.config.path}: the id {name!r} occurs twice (white space counts as %20): choose another "
-                "library.id_column; null numbers the rows"
-            )
+            twice = "the id occurs twice (white space counts as %20): choose another library.id_column"
+            raise UserError(f"{twice}; null numbers the rows", library.config.path, key=name, kind="twice")
         seen.add(written)
 
     names = [name for table in tables for name in table["id"].to_pylist()]
@@ -430,14 +428,11 @@ def keep_pictures(run: Run, library: Library, images: Rows) -> None:
                 changed.add(row["id"])
         os.sync()
     if changed:
-        raise UserError(
-            f"library.path {run.config.library.path}: picture {min(changed)!r} has changed since it was inspected: delete "
-            f"{run.path('seed')} and run the same command again"
-        )
+        fix = f"the picture has changed since it was inspected: delete {run.path('seed')} and run the same command again"
+        raise UserError(fix, run.config.library.path, key=min(changed), kind="changed")
     if wanted:
-        raise UserError(
-            f"library.path {run.config.library.path}: picture {min(wanted)!r} cannot be read now: run the same command again"
-        )
+        again = "the picture cannot be read now: run the same command again"
+        raise UserError(again, run.config.library.path, key=min(wanted), kind="unreadable")
     for image in missing.values():
         image["ref"] = str(path(image))
     own = os.path.join(os.path.abspath(run.out), "")
@@ -465,7 +460,9 @@ def cluster(vectors_ND: np.ndarray, num_clusters: int, seed: int) -> np.ndarray:
 
     num, width = vectors_ND.shape
     if num_clusters > num:
-        raise UserError(f"seed.clusters={num_clusters} needs at least as many pictures; {num} are usable")
+        raise UserError(
+            f"{num_clusters} need at least as many pictures; {num} are usable", key="seed.clusters"
+        )
     limits = {"min_points_per_centroid": 1, "max_points_per_centroid": 256}
     means = faiss.Kmeans(width, num_clusters, niter=ITERATIONS, seed=seed, **limits)
     means.train(vectors_ND)

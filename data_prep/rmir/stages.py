@@ -70,7 +70,9 @@ def generate(run: Run) -> dict[str, Any]:
     config, codes_of = run.config.generate, wording(run.config.prompts).codes
     encoders = (run.config.image_encoder, *(spec.encoder for spec in run.config.retrieve.more))
     if any(encoder.kind == "pixels" for encoder in encoders) and not run.images().having("caption"):
-        raise UserError(NO_CAPTIONS)  # else `retrieve` would say so, after all questions are paid
+        raise UserError(
+            NO_CAPTIONS, kind="captions"
+        )  # else `retrieve` would say so, after all questions are paid
     images, limits = drawn(run, config.max_inputs), (config.max_query_words, config.max_target_words)
 
     def ask(image: Row) -> Iterator[Request]:

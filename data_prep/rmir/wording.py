@@ -58,12 +58,15 @@ def wording(folder: str | None = None) -> Wording:
     kinds = re.findall(r"^([A-Z]+) \((\w+)\):", texts["kinds.md"], flags=re.M)
     for words in zip(*kinds, strict=True):
         if twice := [word for word in words if words.count(word) > 1]:
-            raise UserError(
-                f"{folder}/kinds.md: {twice[0]} stands for two kinds; each needs its own code and name"
-            )
+            both = "it stands for two kinds; each needs its own code and name"
+            raise UserError(both, f"{folder}/kinds.md", key=twice[0])
     codes = {name: code for code, name in kinds}
     if not codes:
-        raise UserError(f"{folder}/kinds.md has no line such as 'FUNC (functional): which tool is needed'")
+        raise UserError(
+            "it has no line such as 'FUNC (functional): which tool is needed'",
+            f"{folder}/kinds.md",
+            kind="empty",
+        )
     inner = {"kinds": texts["kinds.md"], "constraints": texts["constraints.md"]}
     return Wording(
         codes,
@@ -79,12 +82,21 @@ def _replaced(folder: Path) -> dict[str, str]:
     """Texts of a user's folder, by file name; raises as `wording` does."""
     texts = {path.name: _text(path) for path in sorted(folder.glob("[!.]*.md"))}
     if not texts:
-        raise UserError(f"prompts={folder} is no folder with any of the files {', '.join(FILES)}")
+        raise UserError(f"it is no folder with any of the files {', '.join(FILES)}", folder, key="prompts")
     for name, text in texts.items():
         if name not in FILES:
-            raise UserError(f"{folder / name} does not replace any prompt; the files are {', '.join(FILES)}")
+            raise UserError(
+                f"it does not replace any prompt; the files are {', '.join(FILES)}",
+                folder / name,
+                kind="unknown",
+            )
         if missing := [part for part in NEEDED.get(name, ()) if part not in text]:
-            raise UserError(f"{folder / name} must contain {missing[0]!r}, or its answers cannot be parsed")
+            raise UserError(
+                "it must contain this, or its answers cannot be parsed",
+                folder / name,
+                key=missing[0],
+                kind="lacking",
+            )
     return texts
 
 
@@ -99,4 +111,4 @@ def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig").strip("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
+        raise UserError(f"it cannot be read: {error}", path, kind="unreadable") from None

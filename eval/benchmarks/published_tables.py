@@ -221,12 +221,11 @@ def _read(path: Path) -> Published:
     try:
         table = Published.model_validate(json.loads(path.read_text(encoding="utf-8")) | {"key": path.stem})
     except (OSError, ValueError, TypeError) as error:
-        raise UserError(f"{path} is not a valid published table: {type(error).__name__}: {error}") from error
+        raise UserError(f"it is no published table: {type(error).__name__}: {error}", path) from error
     if table.benchmark not in BENCHMARKS or path.parent != BENCHMARKS[table.benchmark].published:
-        raise UserError(
-            f"{path} names benchmark {table.benchmark!r}, whose published tables are not in that folder"
-        )
+        other = f"the published tables of {table.benchmark!r} are not in that folder"
+        raise UserError(other, path, key="benchmark")
     for row in table.rows:
         if len(row.values) != len(table.columns):
-            raise UserError(f"{path}: row {row.model!r} has {len(row.values)} of {len(table.columns)} values")
+            raise UserError(f"it has {len(row.values)} of {len(table.columns)} values", path, row.model)
     return table

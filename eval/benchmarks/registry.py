@@ -37,13 +37,17 @@ class Benchmark:
         one_of(f"profiles of {self.name}", [protocol.profile for protocol in self.protocols], PROFILES)
         for protocol in self.protocols:
             if protocol.benchmark != self.name:
-                raise UserError(f"benchmark {self.name!r} has a protocol of {protocol.benchmark!r}")
+                raise UserError(
+                    f"it has a protocol of {protocol.benchmark!r}", key=self.name, kind="protocol"
+                )
 
     def options(self) -> type:
         """The class of the importer's options."""
         kinds = [kind for name, kind in get_type_hints(self.importer).items() if name != "return"]
         if len(kinds) != 1:
-            raise UserError(f"the importer of {self.name!r} must take exactly one annotated argument")
+            raise UserError(
+                "its importer must take exactly one annotated argument", key=self.name, kind="importer"
+            )
         return kinds[0]
 
 
@@ -88,7 +92,7 @@ BENCHMARKS: Registry[Benchmark] = Registry(
 def register_benchmark(benchmark: Benchmark) -> Benchmark:
     """Register a benchmark."""
     if benchmark.name == GENERIC:
-        raise UserError(f"the name {GENERIC!r} is reserved for sets without a benchmark")
+        raise UserError("the name is reserved for sets without a benchmark", key=GENERIC, kind="reserved")
     return BENCHMARKS.add(benchmark.name, benchmark)
 
 
@@ -105,15 +109,14 @@ def protocol_for(
     known = (Protocol(),) if benchmark == GENERIC else BENCHMARKS[benchmark].protocols
     protocol = next((candidate for candidate in known if candidate.profile == profile), None)
     if protocol is None:
-        raise UserError(f"benchmark={benchmark} has only profile={known[0].profile}, got profile={profile}")
+        raise UserError(f"{benchmark} has only {known[0].profile}, got {profile}", key="profile")
     if wanted is not None and benchmark != GENERIC and wanted.meta.get("benchmark") != benchmark:
-        raise UserError(
-            f"benchmark={benchmark}, but {wanted.path} was not imported as that (its benchmark is "
-            f"{wanted.meta.get('benchmark')!r}): run rge eval import {benchmark} src=DIR out=DIR"
-        )
+        other = f"it was not imported as {benchmark}, but as {wanted.meta.get('benchmark')!r}"
+        fix = f"run rge eval import {benchmark} src=DIR out=DIR"
+        raise UserError(f"{other}: {fix}", wanted.path, key="benchmark")
     for name in metrics:
         parse_name(name)
     protocol = replace(protocol, metrics=tuple(metrics))
     if wanted is not None and (taken := set(wanted.report_by).intersection(protocol.names(wanted))):
-        raise UserError(f"{wanted.path}: cannot report by {min(taken)!r}, which is the name of a metric")
+        raise UserError("figures cannot be reported by the name of a metric", wanted.path, key=min(taken))
     return protocol

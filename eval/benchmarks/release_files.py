@@ -30,7 +30,14 @@ from rge.tables.rows import INVISIBLE, TABLES, table_rows
 
 
 class ReleaseError(UserError):
-    """A release cannot be imported; the message names the file, the field and the fix."""
+    """A release cannot be imported: the ``file``, the row or cell (``place``), the column, picture or query (``key``)."""
+
+    problems: Sequence["ReleaseError"] = ()
+    """All that is wrong with a table."""
+
+
+Where = tuple[Path, str | None]
+"""A file and the row in it, for messages."""
 
 
 @dataclass
@@ -58,13 +65,17 @@ class ReleaseOptions(PluginOptions):
     ) -> list[str]:
         """Write all members of a suite, then the suite; returns their names. ``suite``: see `write_suite`."""
         if is_suite(self.out) and not self.overwrite:
-            raise UserError(f"out {self.out} already holds a suite: choose another, or pass overwrite=true")
+            raise UserError(
+                "it already holds a suite: choose another, or pass overwrite=true", self.out, key="out"
+            )
         for number, name in enumerate(members):
             try:
                 write_one(name)
             except UserError as error:
-                written = f"{number} of {len(members)} sets were written to {self.out}: pass overwrite=true next time"
-                raise ReleaseError(f"{error}\n{written}" if number else str(error)) from error
+                if number:
+                    written = f"{number} of {len(members)} sets were written to {self.out}: pass overwrite=true next time"
+                    error.reason += f"\n{written}"
+                raise
         write_suite(self.out, members=members, **suite)
         return list(members)
 
@@ -92,7 +103,7 @@ class Draft:
     def add(
         self,
         query: Query,
-        where: str,
+        where: Where,
         gains: Mapping[str, int],
         wrong: Iterable[str] = (),
         own: Iterable[str] = (),
@@ -110,10 +121,10 @@ class Draft:
         self.negatives += [(query.id, safe_id(name)) for name in self._in_pool(wrong)]
         self.excluded += [(query.id, safe_id(name)) for name in self._in_pool(own) if name not in gains]
 
-    def claim(self, name: str, where: str) -> None:
+    def claim(self, name: str, where: Where) -> None:
         """Raise a `ReleaseError` if a query's id repeats; for queries that are left out too."""
         if name in self._ids:
-            raise ReleaseError(f"{where}: query {name!r} occurs twice")
+            raise ReleaseError("the query occurs twice", *where, name, "twice")
         self._ids.add(name)
 
     def _in_pool(self, names: Iterable[str]) -> list[str]:
@@ -122,10 +133,9 @@ class Draft:
     def refuse_lost(self, where: str, *, allowed: bool) -> None:
         """Raise a `ReleaseError` if right candidates are missing from the pool, unless ``allowed``."""
         if self.lost and not allowed:
-            raise ReleaseError(
-                f"{len(self.lost)} right candidates are not in {where}: {some(self.lost)}. A pool without them would be "
-                "easier; allow_missing=true keeps them in every denominator"
-            )
+            lost = f"{len(self.lost)} right candidates are not in {where}: {some(self.lost)}. A pool without them would be"
+            why = f"{lost} easier; allow_missing=true keeps them in every denominator"
+            raise ReleaseError(why, place=self.lost[0], key="allow_missing")
 
 
 def chosen(option: str, wanted: Sequence[str], known: Iterable[str]) -> tuple[str, ...]:
@@ -142,23 +152,22 @@ def content_id(*parts: str) -> str:
 
 
 class Row(dict[str, Any]):
-    """A row of a table by column name; ``where`` is its location for messages: ``FILE, row 3``."""
+    """A row of a table by column name; ``where``: its file and number, for messages."""
 
-    def __init__(self, cells: Mapping[str, Any], where: str):
+    def __init__(self, cells: Mapping[str, Any], where: Where):
         super().__init__(cells)
         self.where = where
 
-    def error(self, words: str) -> ReleaseError:
-        """An error that names the row."""
-        return ReleaseError(f"{self.where}: {words}")
+    def error(self, reason: str, key: str, kind: str = "") -> ReleaseError:
+        """An error of a column or cell of this row."""
+        return ReleaseError(reason, *self.where, key, kind)
 
     def value(self, *names: str) -> Any:
         """The value of a column, which may have one of several names; an error if it is missing or null."""
         for name in names:
             if self.get(name) is not None:
                 return self[name]
-        listed = " or ".join(map(repr, names))
-        raise self.error(f"column {listed} is missing or empty; found: {', '.join(self)}")
+        raise self.error(f"it is missing or empty; found: {', '.join(self)}", " or ".join(names))
 
     def id(self, *names: str) -> str:
         """The same as an id of ours, see `safe_id`."""
@@ -174,7 +183,7 @@ class Row(dict[str, Any]):
 
     def _text(self, name: str, value: Any) -> str:
         if value is not None and not isinstance(value, str):
-            raise self.error(f"column {name!r} must hold text, got {value!r} ({type(value).__name__})")
+            raise self.error(f"it must hold text, got {value!r} ({type(value).__name__})", name)
         return value or ""
 
 
@@ -187,7 +196,7 @@ def iter_rows(
     a ``needed`` column; that message ends with ``hint``.
     """
     for number, cells in enumerate(table_rows(path, columns), 1):
-        row = Row(cells, f"{path}, row {number}")
+        row = Row(cells, (path, f"row {number}"))
         need_columns(row.where, row, needed, hint)
         yield row
 
@@ -204,22 +213,22 @@ def read_qrels(files: Iterable[Path]) -> dict[str, dict[str, int]]:
         query, candidate = row.id("query-id", "query_id"), row.id("corpus-id", "corpus_id")
         score = str(row.value("score")).removesuffix(".0")
         if not re.fullmatch(r"-?\d+", score):
-            raise row.error(f"score must be an integer gain, got {score!r}")
+            raise row.error(f"it must be an integer gain, got {score!r}", "score")
         judged[query][candidate] = max(judged[query].get(candidate, 0), int(score))
     return judged
 
 
-def need_columns(where: object, present: Iterable[str], needed: Iterable[str], hint: str = "") -> None:
+def need_columns(where: Where, present: Iterable[str], needed: Iterable[str], hint: str = "") -> None:
     """Raise a `ReleaseError` if a table lacks a needed column."""
     names = list(present)
     if lacking := [name for name in needed if name not in names]:
-        raise ReleaseError(f"{where}: column {lacking[0]!r} is missing; found: {', '.join(names)}{hint}")
+        raise ReleaseError(f"the column is missing; found: {', '.join(names)}{hint}", *where, lacking[0])
 
 
 def existing(path: Path, release: str) -> Path:
     """The path; a `ReleaseError` if a release lacks it."""
     if not path.exists():
-        raise ReleaseError(f"{path} does not exist: src must be a copy of {release}")
+        raise ReleaseError(f"it does not exist: src must be a copy of {release}", path, kind="missing")
     return path
 
 
@@ -229,10 +238,8 @@ def files_of_split(folder: Path, split: str) -> list[Path]:
         path for path in folder.glob("*") if path.suffix in TABLES and re.match(rf"{split}\b", path.name)
     )
     if not files:
-        raise ReleaseError(
-            f"{folder} has no table of split {split} ({split}-*.parquet or {split}.jsonl): src must be a folder in the "
-            "hub's layout"
-        )
+        lacking = f"it has no table of split {split} ({split}-*.parquet or {split}.jsonl)"
+        raise ReleaseError(f"{lacking}: src must be a folder in the hub's layout", folder, key=split)
     return files
 
 
@@ -285,31 +292,28 @@ def match_columns(
         found.setdefault(given.get(name, key), []).append((-1 if name in given else rank, name))
     found.pop("ignore", None)
     if unknown := [name for _, name in found.pop("", ())]:
-        raise ReleaseError(
-            f"{path}: unknown columns {', '.join(unknown)}. Known fields are {', '.join(aliases)}; pass "
-            f"field_map={unknown[0]}=FIELD or =ignore"
-        )
+        known_fields = f"unknown columns. Known fields are {', '.join(aliases)}; pass"
+        fix = f"{known_fields} field_map={unknown[0]}=FIELD or =ignore"
+        raise ReleaseError(fix, path, key=", ".join(unknown), kind="unknown")
     if lacking := [key for key in needed if key not in found]:
-        raise ReleaseError(
-            f"{path}: no column {lacking[0]} ({', '.join(aliases[lacking[0]])}); found: {', '.join(names)}; pass "
-            f"field_map=THEIRS={lacking[0]}"
+        accepted = (
+            f"no column has one of its names ({', '.join(aliases[lacking[0]])}); found: {', '.join(names)}"
         )
+        raise ReleaseError(f"{accepted}; pass field_map=THEIRS={lacking[0]}", path, key=lacking[0])
     for key, theirs in found.items():
         theirs.sort(key=itemgetter(0))  # those of field_map first
         (rank, first), *others = theirs
         if others and (others[0][0] < 0 or (rank >= 0 and key not in prefer)):
-            raise ReleaseError(
-                f"{path}: columns {first!r} and {others[0][1]!r} could both be {key!r}: choose with "
-                f"field_map={others[0][1]}=ignore"
-            )
+            both = f"columns {first!r} and {others[0][1]!r} could both be it: choose with field_map={others[0][1]}=ignore"
+            raise ReleaseError(both, path, key=key, kind="twice")
     return {key: theirs[0][1] for key, theirs in found.items()}
 
 
 def _mapping(word: str, aliases: Iterable[str]) -> tuple[str, str]:
     column, mark, key = (part.strip() for part in word.partition("="))
     if not mark or key not in (*aliases, "ignore"):
-        known = ", ".join(aliases)
-        raise ReleaseError(f"field_map must be theirs=ours with ours one of {known} or ignore, got {word!r}")
+        pairs = f"it must be theirs=ours with ours one of {', '.join(aliases)} or ignore, got {word!r}"
+        raise ReleaseError(pairs, key="field_map")
     return column, key
 
 
@@ -338,7 +342,9 @@ class Pictures:
         if manifest is not None:
             self._read_manifest(manifest)
 
-    def find(self, ref: Any, where: str = "", *, by_stem: bool = False, hint: str = "") -> bytes | Path:
+    def find(
+        self, ref: Any, where: Where | None = None, *, by_stem: bool = False, hint: str = ""
+    ) -> bytes | Path:
         """Find the picture of a reference: bytes, ``{bytes, path}``, a path, or an id.
 
         ``where``: for messages. ``by_stem``: also accept a file ``REF.jpg`` anywhere below the roots. ``hint``: for
@@ -355,13 +361,14 @@ class Pictures:
             path = Path(entry)
             files = self._stems.get(path.stem if path.suffix.lower() in SUFFIXES else path.name, [])
             if len(files) > 1:
-                raise ReleaseError(f"picture {name!r} could be {files[0]} or {files[1]}: keep one of them")
+                raise ReleaseError(
+                    f"the picture could be {files[0]} or {files[1]}: keep one of them", key=name, kind="twice"
+                )
         if not files:
             listed = f", which the manifest lists as {entry!r}," if name in self.manifest else ""
             places = ", ".join(map(str, self.roots)) or "any folder"
-            raise ReleaseError(
-                f"{where}{': ' if where else ''}picture {name!r}{listed} is not below {places}: {hint or self.hint}"
-            )
+            lost = f"the picture{listed} is not below {places}: {hint or self.hint}"
+            raise ReleaseError(lost, *(where or (None, None)), key=str(name), kind="missing")
         return Path(os.path.abspath(files[0]))
 
     @cached_property
@@ -388,7 +395,7 @@ class Pictures:
             if isinstance(entry, str) and "://" in entry:
                 entry = "/".join(entry.split("/")[-2:])  # Visual Genome: .../VG_100K_2/1.jpg
             if name in self.manifest:
-                raise row.error(f"id {name!r} is listed twice")
+                raise row.error("it is listed twice", name, "twice")
             self.manifest[name] = entry
             if row.get("coco_id") not in (None, ""):
                 self.coco[name] = int(float(row["coco_id"]))

@@ -78,14 +78,14 @@ def load_suite(path: Path) -> Suite:
     try:
         suite = Suite(**json.loads(file.read_text(encoding="utf-8")) | {"path": path})
     except (OSError, ValueError, TypeError) as error:
-        raise UserError(f"{file} cannot be read: {error}") from None
+        raise UserError(f"it cannot be read: {error}", file) from None
     if not suite.members:
-        raise UserError(f"{file} has no members")
+        raise UserError("it has no members", file)
     for name in suite.members:
         if Path(name).is_absolute() or not name.strip() or ".." in Path(name).parts:
-            raise UserError(f"{file}: member {name!r} is not a folder in the suite")
+            raise UserError("the member is not a folder in the suite", file, key=name, kind="outside")
         if not (path / name / "meta.json").is_file():
-            raise UserError(f"{path / name}, listed in {file}, is not a retrieval set: import it again")
+            raise UserError("the member is not a retrieval set: import it again", file, key=name)
     return suite
 
 
@@ -93,10 +93,14 @@ def member_dirs(directory: Path, results: Results) -> dict[str, Path]:
     """Evaluation directories of a suite's members; a `UserError` if they are not recorded, or one is missing."""
     dirs = {name: directory / where for name, where in results.member_dirs.items()}
     if not dirs:
-        raise UserError(f"{directory} does not record where its members' evaluations are: evaluate it again")
+        raise UserError(
+            "it does not record where its members' evaluations are: evaluate it again", directory, kind="old"
+        )
     for name, path in dirs.items():
         if not path.is_dir():
-            raise UserError(f"{path}, the evaluation of {name}, is missing; {directory} needs all of them")
+            raise UserError(
+                f"the evaluation of {name} is missing; {directory} needs all of them", path, kind="missing"
+            )
     return dirs
 
 
@@ -162,9 +166,10 @@ def _aggregate(
 def _check_same_settings(first: Path, other: Path) -> None:
     for key, (expected, value) in differences(read_results(first), read_results(other)).items():
         if not key.startswith(PER_MEMBER):
-            raise UserError(
-                f"{other} has {key} = {value!r}, {first} {expected!r}: evaluate all members with the same settings"
+            apart = (
+                f"it is {value!r}, but {expected!r} in {first}: evaluate all members with the same settings"
             )
+            raise UserError(apart, other, key=key)
 
 
 def _check_joint_out(suite: Suite, out: Path, *, overwrite: bool) -> None:
@@ -173,10 +178,8 @@ def _check_joint_out(suite: Suite, out: Path, *, overwrite: bool) -> None:
         return
     old = read_results(out)
     if not old.suite or set(old.set.members or suite.members) != set(suite.members):
-        raise UserError(
-            f"{out} already holds an evaluation of {old.set.name}, this one is of {suite.name}: choose another out=, "
-            "or pass overwrite=true"
-        )
+        taken = f"it already holds an evaluation of {old.set.name}, this one is of {suite.name}"
+        raise UserError(f"{taken}: choose another, or pass overwrite=true", out, key="out")
 
 
 def _joint_table(suite: Suite, dirs: Mapping[str, Path]) -> pd.DataFrame:

@@ -98,7 +98,7 @@ def audit_command(options: AuditOptions) -> Any:
     if options.evals and not options.train:
         return _evaluations(options)
     if options.evals or not options.train or options.set is None:
-        raise UserError("give either set=DIR train=FILE,... or evals=DIR,...")
+        raise UserError("give either set=DIR train=FILE,... or evals=DIR,...").about("set", "train", "evals")
     sources = [_source(name) for name in options.train]
     suite = is_suite(options.set)
     names = load_suite(options.set).members if suite else [""]
@@ -125,7 +125,9 @@ def _evaluations(options: AuditOptions) -> dict[str, Any]:
         }
     }
     if not content["shortcuts"]:
-        raise UserError("evals= needs evaluations with query_modality=both,text,image in one query mode")
+        raise UserError(
+            "it needs evaluations with query_modality=both,text,image in one query mode", key="evals"
+        )
     print(json.dumps(content, indent=1, ensure_ascii=False))
     return content
 
@@ -148,15 +150,14 @@ def shortcut_rates(evaluations: Sequence[Evaluation], metric: str) -> dict[str, 
     same = {(one.results.checkpoint_hash, one.results.query_mode) for one in evaluations}
     if tables.keys() != {*MODALITIES} or len(evaluations) > len(tables) or len(same) > 1:
         shown = (f"{one.directory} ({one.results.query_modality})" for one in evaluations)
-        raise UserError(
-            "shortcuts need three evaluations of one set, checkpoint and query mode, with query_modality=both,text,image; "
-            f"got {', '.join(shown)}"
+        needed = (
+            "shortcuts need three evaluations of one set, checkpoint and query mode, with both,text,image"
         )
+        raise UserError(f"{needed}; got {', '.join(shown)}", key="query_modality")
     for one in evaluations:
         if metric not in one.per_query or not pd.api.types.is_numeric_dtype(one.per_query[metric]):
-            raise UserError(
-                f"metric must be a column of numbers in {one.directory / PER_QUERY}, got {metric!r}"
-            )
+            no_numbers = f"it must be a column of numbers, got {metric!r}"
+            raise UserError(no_numbers, one.directory / PER_QUERY, key="metric")
     solved = pd.DataFrame({name: table[metric] for name, table in tables.items()}).dropna() > 0
     either = solved["text"] | solved["image"]
     shares = solved.assign(either=either, needs_both=solved["both"] & ~either)

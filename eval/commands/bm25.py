@@ -92,7 +92,9 @@ def rank(wanted: RetrievalSet, options: Bm25Options, depth: int) -> Ranking:
     try:
         import bm25s
     except ImportError:
-        raise UserError("BM25 needs bm25s: pip install -e '.[baselines]', or pip install bm25s") from None
+        raise UserError(
+            "BM25 needs it: pip install -e '.[baselines]', or pip install bm25s", key="bm25s", kind="package"
+        ) from None
     texts = [""] * len(wanted.corpus_ids)
     for row, item in zip(wanted.file_order_C.tolist(), wanted.corpus_items(), strict=True):
         texts[row] = written(item)
@@ -105,13 +107,12 @@ def rank(wanted: RetrievalSet, options: Bm25Options, depth: int) -> Ranking:
                 stopwords=stopwords, return_ids=False, show_progress=False, token_pattern=WORD,
             )  # fmt: skip
         except ValueError as error:
-            raise UserError(f"stopwords: {error}") from None
+            raise UserError(str(error), key="stopwords") from None
 
     tokens_C = words(texts)
     if not any(tokens_C):
-        raise UserError(
-            f"{wanted.path}: no candidate has text that BM25 can use: words of two letters, no stop words"
-        )
+        none = "no candidate has text that BM25 can use: words of two letters, no stop words"
+        raise UserError(none, wanted.path)
     index = bm25s.BM25(k1=options.k1, b=options.b, method=METHOD)
     index.index(tokens_C, show_progress=False)
     rankings = []

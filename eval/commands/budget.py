@@ -80,9 +80,8 @@ def budget(options: BudgetOptions, load: Callable[[], Embeds] | None = None) -> 
     """Evaluate all points, print the table, write curves and page; returns ``out``. ``load``: see `eval.commands.run.run`."""
     given = (options.query_mode, options.query_modality, options.max_rationale_tokens)
     if given != (("reasoning",), ("both",), None):
-        raise UserError(
-            "budget sets query mode, modality and cap itself: leave out query_mode=, query_modality= and max_rationale_tokens="
-        )
+        themselves = "budget sets query mode, modality and cap itself: leave them out"
+        raise UserError(themselves).about("query_mode", "query_modality", "max_rationale_tokens")
     options.check_model()
     metric = options.metric or options.protocol().headline[0]
     suite, load = is_suite(options.set), cache(load or options.loader())  # all members share one model
@@ -126,7 +125,7 @@ def _of_set(options: BudgetOptions, metric: str, load: Callable[[], Embeds]) -> 
     protocol, wanted = session.measurement.protocol, session.measurement.wanted
     if metric not in (known := dict.fromkeys((*protocol.names(wanted), *protocol.headline))):
         raise UserError(
-            f"metric must be one of {', '.join(known)}, or one that metrics= adds, got {metric!r}"
+            f"it must be one of {', '.join(known)}, or one that metrics= adds, got {metric!r}", key="metric"
         )
     session.embeddings.fill_candidates()
     for mode in BASES:
@@ -174,7 +173,7 @@ def _row(directory: Path, metric: str) -> dict[str, Any]:
     """A point's row of budget.json, except comparisons with other points."""
     results = read_results(directory)
     if metric not in results.overall:
-        raise UserError(f"metric must be one of {', '.join(results.overall)}, got {metric!r}")
+        raise UserError(f"it must be one of {', '.join(results.overall)}, got {metric!r}", key="metric")
     assert results.budget is not None
     kinds = {WRONG_KIND: results.overall[WRONG_KIND]} if WRONG_KIND in results.overall else {}
     return results.budget.as_json() | {"metric": metric, **results.overall[metric], **kinds}

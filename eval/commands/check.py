@@ -75,7 +75,7 @@ def check_set(path: Path) -> Checked:
     candidates, queries = _count(pool, "candidate", bad), _count(wanted.queries, "query", bad)
     if bad:
         more = f"\nand {len(bad) - MAX_LISTED} more" if len(bad) > MAX_LISTED else ""
-        raise SetError(f"{path}: {len(bad)} items cannot be read:\n" + "\n".join(bad[:MAX_LISTED]) + more)
+        raise SetError(f"{len(bad)} items cannot be read:\n" + "\n".join(bad[:MAX_LISTED]) + more, path)
     contents = contents_of(wanted, ["both"])
     rights = [len(rows) for rows, _ in wanted.positives]
     each = " to ".join(map(str, sorted({min(rights), max(rights)})))

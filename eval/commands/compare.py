@@ -118,7 +118,9 @@ def _budget(options: CompareOptions) -> dict[str, Any] | None:
     known = {letter: one for letter, one in of_sides.items() if one is not None}
     if len({one["metric"] for one in known.values()}) > 1:
         names = ", ".join(f"{letter} by {one['metric']}" for letter, one in known.items())
-        raise UserError(f"the curves are of different metrics: {names}; measure both with one metric=")
+        raise UserError(
+            f"the curves are of different metrics: {names}; measure both with one metric=", key="metric"
+        )
     return side_by_side(known) if known else None
 
 
@@ -226,7 +228,7 @@ def _metrics(requested: tuple[str, ...], a: Evaluation, frame_b: pd.DataFrame) -
     names = known if requested == ("all",) else list(dict.fromkeys([*requested, *unasked]))
     for name in names:
         if name not in known:
-            raise UserError(f"metric {name!r} is not in both evaluations; both have {', '.join(known)}")
+            raise UserError(f"the metric is not in both evaluations; both have {', '.join(known)}", key=name)
     return names
 
 

@@ -72,9 +72,8 @@ def export(options: ExportOptions) -> Path:
     for warning in caveats(results):
         print(f"WARNING: {warning}", file=sys.stderr, flush=True)
     if results.suite and options.format in OF_ONE_SET:
-        raise UserError(
-            f"{options.eval} is of a suite, and format={options.format} of one set: export those in its members/"
-        )
+        mean = f"it is of a suite, and format={options.format} of one set: export those in its members/"
+        raise UserError(mean, options.eval, kind="suite")
     content = FORMATS[options.format](options, results)
     if budget is not None:
         content = with_budget(content, budget)
@@ -98,20 +97,18 @@ def _ranked(options: ExportOptions, results: Results) -> dict[str, list[str]]:
     lines = read_lines(options.eval / RUN).select(["query", "candidate"]).to_pandas().astype(str)
     rankings = lines.groupby("query", sort=False)["candidate"].agg(list).to_dict()
     if len(rankings) < results.set.num_queries:
-        raise UserError(
-            f"{options.eval / RUN} has only {len(rankings)} of {results.set.num_queries} queries; evaluate.py would "
-            "silently leave the others out"
-        )
+        some_only = f"it has only {len(rankings)} of {results.set.num_queries} queries"
+        fix = f"{some_only}; evaluate.py would silently leave the others out"
+        raise UserError(fix, options.eval / RUN)
     return rankings
 
 
 def _mmeb(options: ExportOptions, results: Results) -> dict[str, Any]:
     why = published()["mmeb"].not_this_set(results.set)
     if why or results.benchmark != "mmeb":
-        raise UserError(
-            f"format=mmeb needs an evaluation of all {len(SETS)} sets with benchmark=mmeb; {options.eval} has "
-            f"benchmark={results.benchmark}" + (f", and {why}" if why else "")
-        )
+        has = f"it has benchmark={results.benchmark}" + (f", and {why}" if why else "")
+        needs = f"{has}; format=mmeb needs an evaluation of all {len(SETS)} sets with benchmark=mmeb"
+        raise UserError(needs, options.eval, kind="subset" if why else "benchmark")
     return {
         "metadata": {
             "model_name": options.model,
@@ -133,7 +130,7 @@ def _mmeb(options: ExportOptions, results: Results) -> dict[str, Any]:
 
 def _mteb(options: ExportOptions, results: Results) -> dict[str, Any]:
     if options.main not in results.micro:
-        raise UserError(f"main must be one of {', '.join(results.micro)}, got {options.main!r}")
+        raise UserError(f"it must be one of {', '.join(results.micro)}, got {options.main!r}", key="main")
     values = {name: round(value, 5) for name, value in _values(results.micro).items()}
     scores = {
         **{re.sub("^hit@", "hit_rate@", name).replace("@", "_at_"): value for name, value in values.items()},
@@ -162,9 +159,9 @@ def _card(path: Path, results: Results) -> str:
     from rge.checkpoints.export import checkpoint_hash  # imports torch
 
     if not path.is_file() or checkpoint_hash(path.parent) != results.checkpoint_hash:
+        other = f"it is not the model card of the evaluated checkpoint ({results.checkpoint}): it does not exist, or"
         raise UserError(
-            f"{path} is not the model card of the evaluated checkpoint ({results.checkpoint}): it does not exist, or "
-            "the hash of the files next to it is not checkpoint_hash in results.json"
+            f"{other} the hash of the files next to it is not checkpoint_hash in results.json", path
         )
     return path.read_text(encoding="utf-8")
 
@@ -240,14 +237,14 @@ def _indexed(card: str, name: str, condition: str, figures: list[dict[str, Any]]
     try:
         read = RepoCard(card if REGEX_YAML_BLOCK.search(card) else f"---\n\n---\n{card}")
     except (ValueError, TypeError, yaml.YAMLError) as error:
-        raise UserError(f"the front matter of the model card cannot be read: {error}") from None
+        raise UserError(f"it cannot be read: {error}", key="front matter") from None
     title = next((line[2:] for line in read.text.splitlines() if line.startswith("# ")), "this model")
     models = read.data.get("model-index") or [{"name": title}]
     try:
         results = [dict(one) for one in models[0].get("results") or ()]
     except (AttributeError, LookupError, TypeError, ValueError):
         raise UserError(
-            "model-index in the model card's front matter must be a list of mappings with `results`"
+            "it must be a list of mappings with `results`, in the front matter", key="model-index"
         ) from None
     metrics = [
         {"type": one["metric"].replace("@", "_at_"), "name": one["metric"], "value": one["value"]}

@@ -88,15 +88,15 @@ def _release(options: FetchOptions, key: str) -> Release:
     release = RELEASES[key]
     for option in ("repo", "revision"):
         if getattr(options, option) is not None and len(release.repos) > 1:
-            raise UserError(f"{option}= is for a release in one repository; {key} is in {len(release.repos)}")
+            raise UserError(
+                f"it is for a release in one repository; {key} is in {len(release.repos)}", key=option
+            )
     if options.repo is not None:
         place = next(iter(release.repos.values()), ("", ()))
         return replace(release, repos={options.repo: place})
     if not release.repos:
-        raise UserError(
-            "PinPoint is not on the hub: clone github.com/pinterest/pinpoint-dataset, or pass repo=OWNER/NAME to fetch a copy "
-            "on the hub"
-        )
+        clone = "PinPoint is not on the hub: clone github.com/pinterest/pinpoint-dataset, or pass OWNER/NAME of a copy"
+        raise UserError(f"{clone} on the hub", key="repo")
     return release
 
 
@@ -148,8 +148,9 @@ def _num_rows(path: Path) -> int:
         return 0
     try:
         return num_rows(path) if path.suffix in (".parquet", ".jsonl") else sum(1 for _ in iter_rows(path))
-    except ValueError as error:
-        raise UserError(f"{error}; delete it and run the same command again") from None
+    except UserError as error:
+        error.reason += "; delete it and run the same command again"
+        raise
 
 
 def _lacking(counts_of: Mapping[str, Mapping[str, int]]) -> list[str]:

@@ -105,15 +105,19 @@ def rag(options: RagOptions) -> list[Path]:
         UserError: no reference answers, a ranking of another set, or unanswered calls (all others are stored).
     """
     if join().size > 1:
-        raise UserError("rag runs in one process, which makes generator.concurrency calls at a time")
+        raise UserError(
+            "rag runs in one process, which makes generator.concurrency calls at a time", kind="processes"
+        )
     rows: dict[str, Path | None] = dict.fromkeys(options.rows)
     for label, path in map(labelled, options.of):
         name = re.sub(r"[^\w.-]+", "_", label or path.name)
         if name in (*rows, NONE, ORACLE):
-            raise UserError(f"of={path}: {name!r} names another row; pass of=LABEL:DIR")
+            raise UserError("it names another row; pass of=LABEL:DIR", path, key=name)
         rows[name] = path
     if not rows:
-        raise UserError("there is nothing to answer with: pass of=DIR, or rows=none,oracle")
+        raise UserError("there is nothing to answer with: pass of=DIR, or rows=none,oracle").about(
+            "of", "rows"
+        )
     models = {"generator": options.generator, "judge": options.judge, "second_judge": options.second_judge}
     store = AnswerStore(options.cache or options.out / "answers.sqlite")
     caller = Caller({name: model for name, model in models.items() if model}, store, progress=True)
@@ -137,7 +141,9 @@ def _row(options: RagOptions, row: str, of: Path | None, caller: Caller) -> Path
 
     def member(name: str, of_member: RagOptions) -> list[Path]:
         if of is not None and name not in inner:
-            raise UserError(f"{of} has no evaluation of {name}: it is of another suite than {options.set}")
+            raise UserError(
+                f"it has no evaluation of it, since it is of another suite than {options.set}", of, key=name
+            )
         _measure(of_member, row, inner.get(name), caller)
         return [of_member.out]
 
@@ -163,9 +169,8 @@ def _measure(options: RagOptions, row: str, of: Path | None, caller: Caller) -> 
     wanted = whole.first(options.limit)
     references = reference_answers(wanted)
     if not any(references):
-        raise UserError(
-            f"{options.set} has no reference answers: its queries.parquet needs a column answers (docs/own_data.md)"
-        )
+        none = "there are no reference answers: its queries.parquet needs this column (docs/own_data.md)"
+        raise UserError(none, options.set, key="answers")
     ranking = _shown(options, whole, wanted, row, of)
     names = (SCORE, SECOND) if options.second_judge else (SCORE,)
     protocol = AnswerProtocol(benchmark, "clean", (SCORE,), STATEMENTS, metrics=names)
@@ -222,9 +227,8 @@ def _shown(
     check_measured_on(whole, old.set)
     limit = old.set.limit
     if limit is not None and (options.limit is None or options.limit > limit):
-        raise UserError(
-            f"{of} has only the first {limit} queries: pass limit={limit}, or evaluate it without limit"
-        )
+        first = f"it has only the first {limit} queries: pass limit={limit}, or evaluate it without limit"
+        raise UserError(first, of, key="limit")
     ranking = read_run(of / RUN, whole.first(limit)).ranking
     top = slice(len(wanted.queries)), slice(min(options.top_n, ranking.depth))
     return Ranking(ranking.rows_QW[top], ranking.score_QW[top], min(options.top_n, ranking.depth))
@@ -300,7 +304,6 @@ def _scores(
         except ReplyError as error:
             counts[f"no score by {judge} ({error.kind}), left out"] += 1
     if asked and np.isnan(score_Q[asked]).mean() > 0.5:
-        raise UserError(
-            f"{judge} gave no readable score for most answers: take another model, or raise judge_tokens"
-        )
+        unread = "it gave no readable score for most answers: take another model, or raise judge_tokens"
+        raise UserError(unread, key=judge, kind="unreadable")
     return score_Q

@@ -100,12 +100,13 @@ class Judged:
 def rerank_command(options: RerankOptions) -> Path:
     """Rerank a finished evaluation, write the outputs, and return their directory."""
     if (options.judge is None) == (options.endpoint is None):
-        raise UserError("pass either judge=MODEL or endpoint.name=NAME with endpoint.base_url=ADDRESS")
+        raise UserError("pass either judge=MODEL or endpoint.name=NAME with endpoint.base_url=ADDRESS").about(
+            "judge", "endpoint"
+        )
     make, old = SCORERS[options.ask], read_results(options.of)
     if options.endpoint is not None and join().size > 1:
-        raise UserError(
-            "an endpoint is asked by one process, which makes endpoint.concurrency calls at a time"
-        )
+        one_process = "an endpoint is asked by one process, which makes endpoint.concurrency calls at a time"
+        raise UserError(one_process, kind="processes")
     # only the first process stores scores
     answers = AnswerStore((options.cache or options.out / "judge.sqlite") if join().is_first else None)
 
@@ -129,7 +130,9 @@ def _rerank_suite(
 ) -> None:
     path, of = set_path(old.set, options.set), member_dirs(options.of, old)
     if not is_suite(path) or load_suite(path).members.keys() != of.keys():
-        raise UserError(f"{path} is not the suite that {options.of} was measured on: pass set=DIR")
+        raise UserError(
+            f"it is not the suite that {options.of} was measured on: pass set=DIR", path, key="set"
+        )
 
     def rerank_member(name: str, of_member: RerankOptions) -> list[Path]:
         _rerank_set(replace(of_member, of=of[name]), judge, answers)
@@ -187,9 +190,8 @@ def _rerank_set(options: RerankOptions, judge: Callable[[], Scorer], answers: An
         first = Path(about.rerank.of)
         about = read_results(first)
         if (about.checkpoint_hash, about.run_hash) != (old.checkpoint_hash, old.run_hash):
-            raise UserError(
-                f"{first}, which {options.of} reordered, holds another ranking now: rerank it again"
-            )
+            again = f"it was reordered by {options.of}, and holds another ranking now: rerank it again"
+            raise UserError(again, first)
     rationales = pd.read_parquet(first / PER_QUERY).set_index("query_id")["rationale"].dropna()
     queries = wanted.query_items(old.query_modality or "both")  # without what the embedder did not see
     prepared = process_group.once(lambda: loaded.prepare(queries, rationales.to_dict(), answers))

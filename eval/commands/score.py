@@ -55,9 +55,15 @@ def score(options: ScoreOptions, *, of_suite: bool = False) -> Path:
     read = read_run(path, wanted, allow_ties=options.allow_ties)
     if read.missing and not options.allow_missing:
         counted = "leaves them out, as the released code does," if protocol.skips_missing else "scores them 0"
+        lacking = (
+            f"{len(read.missing)} of {len(wanted.queries)} queries have no line, first {read.missing[0]!r}"
+        )
         raise UserError(
-            f"{options.run}: {len(read.missing)} of {len(wanted.queries)} queries have no line, first {read.missing[0]!r}. "
-            f"Leaving them out would flatter the run; allow_missing=true {counted} and reports the coverage"
+            f"{lacking}. Leaving them out would flatter the run; allow_missing=true {counted} and reports the coverage",
+            options.run,
+            read.missing[0],
+            "allow_missing",
+            "skipped" if protocol.skips_missing else "",
         )
     needed = deepest(protocol.names(wanted))
     short = int((wanted.pool_sizes().clip(max=needed) > (read.ranking.rows_QW >= 0).sum(axis=1)).sum())
@@ -91,4 +97,4 @@ def _run_of_member(folder: Path, name: str) -> Path:
     places = (folder / f"{name}.trec", folder / f"{name}.trec.gz", folder / "members" / name / RUN)
     if path := next(filter(Path.is_file, places), None):
         return path
-    raise UserError(f"{places[0]} does not exist: a suite needs a run file for each of its members")
+    raise UserError("it does not exist: a suite needs a run file for each of its members", places[0])

@@ -136,13 +136,11 @@ def _check(options: LabelOptions, wanted: RetrievalSet, columns: Sequence[str]) 
     made: dict[str, str] = wanted.meta.get("labels", {})
     for column in columns:
         if column in names and column not in made:
-            raise UserError(
-                f"{wanted.path}: queries.parquet already has a column {column!r} of its own: rename it"
-            )
+            own = "the set already has a column of this name: rename it"
+            raise UserError(own, wanted.path / "queries.parquet", key=column)
         if made.get(column, options.model.name) != options.model.name and not options.overwrite:
-            raise UserError(
-                f"{wanted.path} already has {column!r} by {made[column]}: pass overwrite=true to replace it"
-            )
+            taken = f"it is there already, by {made[column]}: pass overwrite=true to replace it"
+            raise UserError(taken, wanted.path, key=column)
 
 
 def _labels(options: LabelOptions, wanted: RetrievalSet, caller: Caller, kind: str) -> dict[str, list[str]]:

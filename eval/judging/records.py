@@ -56,7 +56,9 @@ def _to_describe(
         if _identity(positive) in description_of
     }
     if not answers:
-        raise UserError("descriptions= describes no positive of src=; they are matched by identity, or by id")
+        raise UserError(
+            "no positive of src= is described; they are matched by identity, or by id", key="descriptions"
+        )
     pictures: dict[str, set[str]] = defaultdict(set)
     for record in (*records, *described):
         for target in (*record.positives, *record.negatives):

@@ -134,13 +134,14 @@ class Rewriter:
             self._caller.run(list(map(self._request, todo.values())), take, read=_whole)
         if unanswered:
             raise UserError(
-                f"{len(unanswered)} of {len(todo)} calls to {self._shown} are unanswered, such as: "
-                f"{unanswered[0].error}; the other answers are stored, run the same command again to continue"
+                f"{len(unanswered)} of {len(todo)} calls are unanswered, such as: {unanswered[0].error}; the other answers are "
+                "stored, run the same command again to continue",
+                key=self._shown,
+                kind="unanswered",
             )
         if todo and not any(known.values()):
-            raise UserError(
-                f"{self._shown} wrote nothing for any of {sum(key is not None for key in keys)} queries"
-            )
+            nothing = f"it wrote nothing for any of {sum(key is not None for key in keys)} queries"
+            raise UserError(nothing, key=self._shown, kind="empty")
         self.answers.put_values(dict.fromkeys(refused, ""))
         return [None if key is None else known[key] for key in keys]
 
@@ -186,7 +187,7 @@ class RewriteOptions:
             raise UserError(
                 f"rewrite={' or '.join(PROMPTS)} needs rewriter=ADDRESS of an OpenAI-compatible endpoint and "
                 "rewriter_model=NAME, and these need rewrite="
-            )
+            ).about("rewrite", "rewriter", "rewriter_model")
         one_of("rewrite", [kind], tuple(PROMPTS))
         return Rewriter(kind, url, model, self.rewriter_key_env, AnswerStore(cache / "rewrites.sqlite"))
 

@@ -87,7 +87,7 @@ class Evaluation:
             entry = {"value": entry}
         given = [number for key in ("low", "high") if (number := entry.get(key)) is not None]
         if not all(isinstance(number, int | float) for number in (entry.get("value"), *given)):
-            raise UserError(f"{self.directory / RESULTS}: {'.'.join(path)} must be a number, got {entry}")
+            raise UserError(f"it must be a number, got {entry}", self.directory / RESULTS, key=".".join(path))
         return Figure(entry["value"], entry.get("low"), entry.get("high"))
 
 
@@ -120,7 +120,7 @@ def read_evaluations(runs: Sequence[str]) -> list[Evaluation]:
     evaluations += baselines
     (label, num) = Counter(one.label for one in evaluations).most_common(1)[0]
     if num > 1:
-        raise UserError(f"labels of evaluations must be unique, got {label!r} twice")
+        raise UserError("labels of evaluations must be unique, and this one is there twice", key=label)
     return sorted(evaluations, key=lambda one: one.order)
 
 
@@ -133,7 +133,7 @@ def _as_baseline(one: Evaluation, label: str) -> Evaluation:
 def expand(directory: Path) -> list[Path]:
     """The directory itself if it is an evaluation or holds none, else the evaluations in it; of `budget` the base points."""
     if not directory.is_dir():
-        raise UserError(f"{directory} is not a directory: pass the output of `rge eval run`")
+        raise UserError("it is not a folder: pass the output of `rge eval run`", directory)
     if (directory / BUDGET).exists():
         return [directory / name for name in BASES]
 
@@ -182,7 +182,7 @@ def _per_query(path: Path) -> pd.DataFrame:
         table = pd.read_parquet(path).set_index(QUERY_COLUMN, verify_integrity=True)
         table[[RANK_COLUMN, TOP_COLUMN]]
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{path} cannot be read: {error}; run the evaluation again") from error
+        raise UserError(f"it cannot be read: {error}; run the evaluation again", path) from error
     return table
 
 
@@ -190,24 +190,28 @@ def check_one_set(evaluations: Sequence[Evaluation]) -> None:
     """Raise a `UserError` for evaluations of different retrieval sets, protocols or queries."""
     first, *others = evaluations
     for other in others:
-        if why := set_mismatch(first.results.set, other.results.set):
+        if mismatch := set_mismatch(first.results.set, other.results.set):
+            key, why = mismatch
+            sets = (
+                f"it was measured on {other.results.set.name}, {first.directory} on {first.results.set.name}"
+            )
             raise UserError(
-                f"{first.directory} was measured on {first.results.set.name}, {other.directory} on "
-                f"{other.results.set.name}: different retrieval sets ({why}), whose figures are not comparable"
+                f"{sets}: different retrieval sets ({why}), whose figures are not comparable",
+                other.directory,
+                key=key,
             )
         for key in ("benchmark", "profile"):
             expected, value = (getattr(evaluation.results, key) for evaluation in (first, other))
             if expected != value:
-                raise UserError(
-                    f"{first.directory} has {key} {expected!r}, {other.directory} {value!r}, so their figures are not "
-                    "comparable"
+                apart = (
+                    f"it is {value!r}, but {expected!r} in {first.directory}, so figures are not comparable"
                 )
+                raise UserError(apart, other.directory, key=key)
         missing = first.per_query.index.symmetric_difference(other.per_query.index)
         if len(missing):
-            raise UserError(
-                f"{first.directory} has {len(first.per_query)} queries, {other.directory} {len(other.per_query)}; "
-                f"{missing[0]!r} is only in one of them. Was one run with limit=?"
-            )
+            sizes = f"{first.directory} has {len(first.per_query)} queries, {other.directory} {len(other.per_query)}"
+            once = f"{sizes}; this one is only in one of them. Was one run with limit=?"
+            raise UserError(once, other.directory, missing[0])
 
 
 def featured(evaluations: Sequence[Evaluation]) -> Evaluation:

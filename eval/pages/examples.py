@@ -107,7 +107,7 @@ class Gallery:
                 else:
                     pictures += [self.add(image) for image in shown(part)]
         except ImageError as error:
-            raise UserError(f"{owner}: {error}") from error
+            raise UserError.caused_by(error, place=owner) from error
         return pictures
 
     def cover(self, item: Item, owner: str) -> Picture | None:
@@ -119,7 +119,7 @@ class Gallery:
             pictures = [image for part in visual for image in shown(part)][:SHOWN]
             return self.add(sheet(pictures)) if pictures else None
         except ImageError as error:
-            raise UserError(f"{owner}: {error}") from error
+            raise UserError.caused_by(error, place=owner) from error
 
     def add(self, picture: bytes | Image.Image) -> Picture:
         """Embed a picture, unless it already is."""

@@ -77,21 +77,18 @@ def report(options: ReportOptions) -> Path:
     """
     runs = [word for word in options.runs if word]
     if not runs:
-        raise UserError("runs must name at least one evaluation directory")
+        raise UserError("it must name at least one evaluation directory", key="runs")
     metric, budget = options.metric, read_json(Path(runs[0]) / BUDGET) if len(runs) == 1 else None
     evaluations = read_evaluations(runs)
     if of_suite := next((one for one in evaluations if one.results.suite), None):
-        raise UserError(
-            f"{of_suite.directory} is the mean of a suite, and a page shows one set: name a member's evaluation, "
-            f"{of_suite.directory}/members/NAME, or compare two suites with `rge eval compare`"
-        )
+        mean = "it is the mean of a suite, and a page shows one set: name a member's evaluation, members/NAME, or"
+        fix = f"{mean} compare two suites with `rge eval compare`"
+        raise UserError(fix, of_suite.directory, kind="suite")
     check_one_set(evaluations)
     main = featured(evaluations)
     if main.figure("micro", metric) is None:
-        known = ", ".join(main.results.micro)
-        raise UserError(
-            f"metric must be one that {main.directory}/results.json holds, got {metric!r}; it holds {known}"
-        )
+        known = f"there is no {metric!r}; there are {', '.join(main.results.micro)}"
+        raise UserError(known, main.directory, key="metric")
     rows = compared(evaluations)
     gallery = Gallery()
     loaded = set_of(main, options.set)
@@ -173,12 +170,11 @@ def read_training_logs(paths: Sequence[Path]) -> pd.DataFrame:
             _check_row(path, row)
         table = pd.DataFrame(rows)
         if not {"stage", "step"} <= set(table):
-            raise UserError(f"training log {path} does not exist, or has no lines with stage and step")
+            raise UserError("the training log does not exist, or has no lines with stage and step", path)
         stage = str(table["stage"].iloc[0])
         if stage in tables:
-            raise UserError(
-                f"training log {path} repeats a stage of an earlier one: log= takes the stages of one run"
-            )
+            twice = "the log repeats a stage of an earlier one: log= takes the stages of one run"
+            raise UserError(twice, path, key=stage)
         tables[stage] = table.assign(step=table["step"] + end, stage=stage.replace("_", " "))
         end = tables[stage]["step"].max()
     return pd.concat(tables.values(), ignore_index=True)
@@ -186,13 +182,11 @@ def read_training_logs(paths: Sequence[Path]) -> pd.DataFrame:
 
 def _check_row(path: Path, row: Any) -> None:
     if not isinstance(row, dict):
-        raise UserError(f"training log {path} has a line that is no JSON object: {row!r}")
+        raise UserError(f"a line is no JSON object: {row!r}", path, kind="JSON")
     for key in ("step", *filter(_is_curve, row)):
         value = row.get(key)
         if value is not None and not (isinstance(value, int | float) and math.isfinite(value)):
-            raise UserError(
-                f"training log {path}: {key} of step {row.get('step')} is {value!r}, not a number"
-            )
+            raise UserError(f"it must be a number, got {value!r}", path, f"step {row.get('step')}", key)
 
 
 def _is_curve(key: str) -> bool:

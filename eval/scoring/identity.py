@@ -117,15 +117,15 @@ def differences(a: Measured, b: Measured) -> dict[str, tuple[Any, Any]]:
     return run_identity.differences(identity_of(a), identity_of(b))
 
 
-def set_mismatch(one: SetFacts, other: SetFacts) -> str | None:
-    """Reason why two evaluations are not of the same set; None if they are, as far as recorded."""
+def set_mismatch(one: SetFacts, other: SetFacts) -> tuple[str, str] | None:
+    """What tells two evaluations' sets apart, as a key and in words; None: nothing that is recorded."""
     if one.fingerprint != other.fingerprint:
-        return f"fingerprints {one.fingerprint[:12]} and {other.fingerprint[:12]}"
+        return "set.fingerprint", f"fingerprints {one.fingerprint[:12]} and {other.fingerprint[:12]}"
     if one.content and other.content and one.content != other.content:
         apart = run_identity.differences({"made_with": one.made_with}, {"made_with": other.made_with})
         made = [f"{key}: {x!r} and {y!r}" for key, (x, y) in apart.items()]
         why = f"; imported with {', '.join(made)}" if made else ""
-        return (
+        return next(iter(apart), "set.content"), (
             "ids and judgements are the same, but texts or pictures are not (content "
             f"{one.content[:12]} and {other.content[:12]}{why})"
         )

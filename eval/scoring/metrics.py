@@ -110,9 +110,9 @@ def register_metric(
         UserError: the name is taken or invalid, or a k is out of range.
     """
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
-        raise UserError(f"a metric's name must consist of a-z, 0-9 and _, got {name!r}")
+        raise UserError("a metric's name must consist of a-z, 0-9 and _", key=name, kind="name")
     if cutoffs is not None and not all(k >= 1 for k in cutoffs):
-        raise UserError(f"metric {name!r}: cutoffs must be at least 1, got {tuple(cutoffs)}")
+        raise UserError(f"cutoffs must be at least 1, got {tuple(cutoffs)}", key=name, kind="cutoffs")
 
     def register(values: Values) -> Values:
         fixed = None if cutoffs is None else tuple(cutoffs)
@@ -348,9 +348,8 @@ def wrong_kind(judged: Judged, k: int) -> np.ndarray:
     Source: MMEB-V3 (arXiv:2604.23321), which finds that models miss the modality that an instruction names.
     """
     if judged.wrong_kind_QK is None:
-        raise UserError(
-            "wrong_kind needs a pool of several kinds of candidates, and this one has a single kind"
-        )
+        single = "it needs a pool of several kinds of candidates, and this one has a single kind"
+        raise UserError(single, key="wrong_kind", kind="pool")
     wrong_QK = judged.wrong_kind_QK[:, :k]
     known_QK = np.isfinite(wrong_QK)
     num_Q = known_QK.sum(axis=1)
@@ -414,7 +413,7 @@ def parse_name(name: str) -> tuple[str, int | None]:
     if kind in METRICS and re.fullmatch(r"[1-9]\d*", k):
         return kind, int(k)
     known = (metric.name if metric.cutoffs is None else f"{metric.name}@k" for metric in METRICS.values())
-    raise UserError(f"no metric {name!r}; there are {', '.join(known)}")
+    raise UserError(f"there is no such metric, but {', '.join(known)}", key=name)
 
 
 def deepest(names: Sequence[str]) -> int:
@@ -433,10 +432,10 @@ def compute(name: str, judged: Judged) -> np.ndarray:
     depth = judged.gain_QK.shape[1] if k is None else k
     value_Q = np.asarray(METRICS[kind].values(judged, depth), np.float64)
     if value_Q.shape != judged.num_positives_Q.shape or np.isinf(value_Q).any():
-        raise UserError(
-            f"metric {name} must give a finite number or NaN for each of {len(judged.num_positives_Q)} queries, got "
-            f"{value_Q.shape}{' with infinite ones' if np.isinf(value_Q).any() else ''}"
-        )
+        infinite = np.isinf(value_Q).any()
+        wanted = f"it must give a finite number or NaN for each of {len(judged.num_positives_Q)} queries"
+        got = f"{value_Q.shape}{' with infinite ones' if infinite else ''}"
+        raise UserError(f"{wanted}, got {got}", key=name, kind="infinite" if infinite else "shape")
     return value_Q
 
 
@@ -499,7 +498,9 @@ def _precision_sum(gain_QK: np.ndarray, k: int) -> np.ndarray:
 
 def _negatives(judged: Judged) -> tuple[np.ndarray, np.ndarray]:
     if judged.negative_QK is None or judged.num_negatives_Q is None:
-        raise UserError("this metric needs explicit negatives (negatives.parquet), which the set lacks")
+        raise UserError(
+            "the metric needs explicit negatives, which the set lacks", "negatives.parquet", kind="missing"
+        )
     return judged.negative_QK, judged.num_negatives_Q
 
 

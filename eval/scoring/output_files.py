@@ -234,14 +234,17 @@ def set_path(measured: SetFacts, given: Path | None, *, otherwise: str = "") -> 
     """
     path = given or Path(measured.path or "unknown")
     if not find_shipped(path).is_dir():
-        raise UserError(f"retrieval set {path} does not exist; if it was moved, pass set=DIR{otherwise}")
+        raise UserError(
+            f"the retrieval set does not exist; if it was moved, pass set=DIR{otherwise}", path, key="set"
+        )
     return path
 
 
 def check_measured_on(wanted: RetrievalSet, measured: SetFacts) -> None:
     """Raise a `UserError` if a set is not the one of an evaluation, or has changed since."""
-    if why := set_mismatch(set_facts(wanted), measured):
-        raise UserError(f"{wanted.path} is not the retrieval set that was measured ({why}): pass set=DIR")
+    if mismatch := set_mismatch(set_facts(wanted), measured):
+        other = f"it is not the retrieval set that was measured ({mismatch[1]}): pass set=DIR"
+        raise UserError(other, wanted.path, key="set", kind=mismatch[0])
 
 
 def statistics_settings(seed: int) -> dict[str, Any]:
@@ -270,7 +273,7 @@ def check_out(out: Path, measured: Measured, *, overwrite: bool) -> None:
     ``measured``: the new one, as far as it is known.
     """
     if out.is_file():
-        raise UserError(f"out {out} is a file")
+        raise UserError("it is a file", out, key="out")
     if overwrite or not (out / RESULTS).exists():
         return
     old, new = read_results(out), measured.as_read()
@@ -280,8 +283,8 @@ def check_out(out: Path, measured: Measured, *, overwrite: bool) -> None:
     if apart:
         told = "; ".join(f"{key} = {was!r}, this one has {value!r}" for key, (was, value) in apart.items())
         raise UserError(
-            f"{out} already holds an evaluation with {told}: choose another out=, or pass overwrite=true"
-        )
+            f"it already holds an evaluation with {told}: choose another out=, or pass overwrite=true", out
+        ).about("out", *apart)
 
 
 def read_results(directory: Path) -> Results:
@@ -292,17 +295,23 @@ def read_results(directory: Path) -> Results:
         return Results.model_validate(content)
     except FileNotFoundError:
         inner = sorted(child.parent.name for child in directory.glob(f"*/{RESULTS}"))
-        words = f"has no {RESULTS}: the evaluation is unfinished or in another directory"
         if inner:
-            words = f"holds {len(inner)} evaluations: pass one of {', '.join(inner)}"
-        raise UserError(f"{directory} {words}") from None
+            several = f"it holds {len(inner)} evaluations: pass one of {', '.join(inner)}"
+            raise UserError(several, directory, kind="several") from None
+        none = "it does not exist: the evaluation is unfinished or in another directory"
+        raise UserError(none, path, kind="missing") from None
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+        raise UserError(f"it cannot be read: {error.strerror}", path) from None
     except ValidationError as error:
-        wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
-        raise UserError(f"{path} is damaged ({wrong}): evaluate again with overwrite=true") from None
+        wrong = {".".join(map(str, one["loc"])): one["msg"] for one in error.errors()}
+        told = "; ".join(f"{key}: {message}" for key, message in wrong.items())
+        raise UserError(
+            f"it is damaged ({told}): evaluate again with overwrite=true", path, kind="damaged"
+        ).about(*wrong) from None
     except ValueError as error:
-        raise UserError(f"{path} is damaged ({error}): evaluate again with overwrite=true") from None
+        raise UserError(
+            f"it is damaged ({error}): evaluate again with overwrite=true", path, kind="damaged"
+        ) from None
 
 
 def _not_finite(name: str) -> None:

@@ -117,29 +117,28 @@ def _check(path: Path, lines: pd.DataFrame, wanted: RetrievalSet, *, allow_ties:
     above = lines.groupby("query").shift()
     tied = above["score"] == lines["score"]
     wrong = {
-        "score of {name} is {score}, which cannot be ranked": ~np.isfinite(lines["score"]),
-        "{name} has rank {rank:g} and score {score:.9g}, while a higher score has rank {above:g}: are the scores distances? "
+        "its score is {score}, which cannot be ranked": ~np.isfinite(lines["score"]),
+        "it has rank {rank:g} and score {score:.9g}, while a higher score has rank {above:g}: are the scores distances? "
         "They must decrease with the rank (or all ranks be equal)": above["rank"] > lines["rank"],
-        "{name} has the same score as another candidate, {score:.9g}; {num} lines tie. Tools disagree on the order of ties, "
+        "it has the same score as another candidate, {score:.9g}; {num} lines tie. Tools disagree on the order of ties, "
         "so make scores strictly decreasing (1000 - rank will do), or pass allow_ties=true to order ties by id and report "
         "their best and worst case": tied & (not allow_ties),
-        "{name} is ranked twice": lines.duplicated(["query", "row"]),
+        "it is ranked twice": lines.duplicated(["query", "row"]),
     }
     if wanted.candidates is not None:
         outside = ~_among(lines, wanted, wanted.candidates)
-        wrong["{name} is not in the query's list in candidates.parquet"] = outside
-    for message, bad in wrong.items():
+        wrong["it is not in the query's list in candidates.parquet"] = outside
+    for reason, bad in wrong.items():
         if bad.any():
             line = lines[bad].iloc[0]
             query, candidate = wanted.query_ids[int(line["query"])], wanted.corpus_ids[int(line["row"])]
-            words = message.format(
-                name=f"query {query!r}, candidate {candidate!r}",
+            words = reason.format(
                 score=line["score"],
                 rank=line["rank"],
                 above=above[bad].iloc[0]["rank"],
                 num=bad.sum(),
             )
-            raise UserError(f"{path}: {words}")
+            raise UserError(words, path, query, candidate)
 
 
 def read_lines(path: Path) -> pa.Table:
@@ -153,16 +152,17 @@ def read_lines(path: Path) -> pa.Table:
         data = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
         data.decode("utf-8")
     except (OSError, EOFError, zlib.error) as error:
-        raise UserError(f"run {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        raise UserError(
+            f"it cannot be read: {getattr(error, 'strerror', None) or error}", path, kind="unreadable"
+        ) from None
     except UnicodeDecodeError:
-        raise UserError(f"run {path} is not UTF-8 (UTF-16, perhaps): save it as UTF-8") from None
+        raise UserError("it is not UTF-8 (UTF-16, perhaps): save it as UTF-8", path, kind="UTF-8") from None
     if re.search(rb"(?m)^ |\t|  | $|\r", data):
         lines = (line.strip() for line in re.sub(rb"[ \t]+", b" ", data).splitlines())
         data = b"\n".join(line for line in lines if line)
     if not data.strip():
-        raise UserError(
-            f"{path} is empty: it ranks no candidate for any query; its lines should be {' '.join(COLUMNS)}"
-        )
+        empty = f"it ranks no candidate for any query; its lines should be {' '.join(COLUMNS)}"
+        raise UserError(empty, path, kind="empty")
     try:
         return pyarrow.csv.read_csv(
             pa.py_buffer(data),
@@ -171,7 +171,7 @@ def read_lines(path: Path) -> pa.Table:
             convert_options=pyarrow.csv.ConvertOptions(column_types=COLUMNS, null_values=[]),
         )
     except pa.ArrowInvalid as error:
-        raise UserError(f"{path} is not a TREC run ({' '.join(COLUMNS)}): {error}") from None
+        raise UserError(f"it is not a TREC run ({' '.join(COLUMNS)}): {error}", path, kind="TREC") from None
 
 
 def _codes(
@@ -186,9 +186,9 @@ def _codes(
     bad = np.flatnonzero(code_N < 0)
     if len(bad):
         line = {name: table[name][int(bad[0])].as_py() for name in ("query", "candidate")}
+        pair = f"query {line['query']!r}, candidate {line['candidate']!r}"
         raise UserError(
-            f"{path}: {column} {line[column]!r} (line {bad[0] + 1}: query {line['query']!r}, candidate "
-            f"{line['candidate']!r}) is not in the set {wanted.path}"
+            f"the {column} is not in the set {wanted.path} ({pair})", path, bad[0] + 1, line[column]
         )
     return code_N
 

@@ -45,11 +45,7 @@ ALWAYS = ("batches", "reversed", "transformers", "bf16")
 
 
 class RouteError(UserError):
-    """A route cannot be used; ``route`` names it."""
-
-    def __init__(self, route: str, message: str):
-        super().__init__(f"{route}: {message}")
-        self.route = route
+    """A route, whose name is ``key``, cannot be used."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +112,7 @@ def routes_of(embedder: Embedder, plain: PlainModel, names: Sequence[str]) -> It
         elif name in makers:
             yield from makers[name](embedder, plain)
         else:
-            raise RouteError(name, f"is no route; there are {', '.join(makers)} and server:URL")
+            raise RouteError(f"is no route; there are {', '.join(makers)} and server:URL", key=name)
 
 
 def default_routes(embedder: Embedder) -> list[str]:
@@ -131,7 +127,7 @@ def default_routes(embedder: Embedder) -> list[str]:
 
 def _need(route: str, package: str) -> None:
     if find_spec(package) is None:
-        raise RouteError(route, f"needs the package {package}, which is not installed")
+        raise RouteError(f"needs the package {package}, which is not installed", key=route)
 
 
 def _found(embedder: Any, view: View, batch_size: int, step: int = 1) -> Found:
@@ -186,7 +182,9 @@ def _vllm(embedder: Embedder, _: PlainModel) -> Iterator[Route]:
 
 def _adapters(embedder: Embedder, _: PlainModel) -> Iterator[Route]:
     if embedder.base is None:
-        raise RouteError("adapters", "the checkpoint holds whole weights; there are no adapters to compare")
+        raise RouteError(
+            "the checkpoint holds whole weights; there are no adapters to compare", key="adapters"
+        )
     model = load_plain(embedder.checkpoint, embedder.base, merged=False)
     other = PlainModel(embedder, model.to(embedder.model.device))
     yield Route("adapters, not merged", partial(_plain, other, how=Departure()))
@@ -248,7 +246,7 @@ class Server:
         self.client = make_client(httpx.Client, timeout=TIMEOUT_S)
         models = self._answer("GET", "/v1/models").get("data") or []
         if not models:
-            raise RouteError(self.name, "/v1/models lists no model")
+            raise RouteError("/v1/models lists no model", key=self.name)
         self.model = str(models[0]["id"])
         self.is_ours = models[0].get("owned_by") == "rge"
 
@@ -279,10 +277,10 @@ class Server:
         try:
             body["messages"] = _as_message(content)
         except ValueError as error:  # frames, which have no address
-            raise RouteError(self.name, f"item {item.id!r}: {error}") from None
+            raise RouteError(f"item {item.id!r}: {error}", key=self.name) from None
         data = self._answer("POST", "/v1/embeddings", body).get("data") or []
         if len(data) != 1 or not isinstance(data[0].get("embedding"), list):
-            raise RouteError(self.name, f"answered {len(data)} embeddings for one item")
+            raise RouteError(f"answered {len(data)} embeddings for one item", key=self.name)
         answer: dict[str, Any] = data[0]
         return answer
 
@@ -295,9 +293,9 @@ class Server:
             content = answer.json()
         except httpx.HTTPStatusError as error:
             said = error.response.text[:200]
-            raise RouteError(self.name, f"{path} answered {error.response.status_code}: {said}") from None
+            raise RouteError(f"{path} answered {error.response.status_code}: {said}", key=self.name) from None
         except (httpx.HTTPError, ValueError) as error:
-            raise RouteError(self.name, f"{path} cannot be used: {error}") from None
+            raise RouteError(f"{path} cannot be used: {error}", key=self.name) from None
         if not isinstance(content, dict):
-            raise RouteError(self.name, f"{path} answered no JSON object")
+            raise RouteError(f"{path} answered no JSON object", key=self.name)
         return content

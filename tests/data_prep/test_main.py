@@ -1,7 +1,7 @@
 """The command line of data_prep."""
 
 import pytest
-from faults import error_about, raises
+from faults import error_about
 
 from data_prep.__main__ import COMMANDS, main
 from rge.common.errors import UserError
@@ -22,5 +22,5 @@ def test_without_a_command_all_are_listed(words, code, capsys):
 
 
 def test_unknown_key_names_the_nearest():
-    with raises(UserError, ("unknown", "ouut", ("out",))):
+    with error_about(UserError, ("unknown", "ouut", ("out",))):
         main(["demo", "ouut=here"])

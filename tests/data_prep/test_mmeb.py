@@ -7,7 +7,7 @@ import zipfile
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from faults import error_about, raises
+from faults import error_about
 from hub import COMMIT, hub
 from PIL import Image
 
@@ -252,7 +252,7 @@ def test_the_writer_sees_the_bare_question_and_answer_of_every_training_set(all_
 
 def test_a_missing_picture_stops_or_is_counted(release, tmp_path):
     (release / "images" / "I" / "0.png").unlink()
-    with error_about(UserError, "1", "3", "images/I/0.png", "missing=drop"):
+    with error_about(UserError, "images/I/0.png", "missing"):
         convert(release, tmp_path / "out", sets=["ImageNet-1K"])
     assert not (tmp_path / "out").exists()
     report = convert(release, tmp_path / "out", sets=["ImageNet-1K"], missing="drop")
@@ -273,27 +273,24 @@ def test_so_many_rows_of_a_set(release, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "field"),
     [
-        ([], r"lacks original files of 17 sets: .*found: ImageNet_1K, MSCOCO_t2i, OK-VQA, images"),
+        ([], "sets"),
         (["sets=OKVQA"], ("choice", "sets")),
-        (["sets=OK-VQA", "split=diverse_instruction"], "lacks diverse_instruction files of 1 sets"),
-        (
-            ["sets=OK-VQA", "split=test"],
-            ("choice", "split"),
-        ),
+        (["sets=OK-VQA", "split=diverse_instruction"], "sets"),
+        (["sets=OK-VQA", "split=test"], ("choice", "split")),
         (["sets=OK-VQA", "max_per_set=few"], ("type", "max_per_set")),
     ],
 )
-def test_wrong_words(release, tmp_path, words, message):
-    with raises(UserError, message):
+def test_wrong_words(release, tmp_path, words, field):
+    with error_about(UserError, field):
         main(["mmeb", f"src={release}", f"out={tmp_path / 'out'}", *words])
 
 
 def test_a_column_that_is_missing_is_named(release, tmp_path):
     rows = [{key: value for key, value in found.items() if key != "pos_text"} for found in ROWS["OK-VQA"]]
     pq.write_table(pa.Table.from_pylist(rows), release / "OK-VQA" / "original-00000-of-00001.parquet")
-    with error_about(UserError, "OK-VQA", "1", "pos_text"):
+    with error_about(UserError, "OK-VQA", "row 1", "pos_text"):
         convert(release, tmp_path / "out", sets=["OK-VQA"])
 
 
@@ -307,19 +304,19 @@ def test_a_query_that_is_only_its_instruction_is_empty(release, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changed", "named"),
+    ("changed", "key"),
     [
-        ({"qry": 5}, ("OK-VQA", "1", "5")),
-        ({"pos_image_path": [7]}, ("OK-VQA", "1", "pos_image_path", "7")),
-        ({"qry": ["a", "b"]}, ("OK-VQA", "1", "2", "qry_image_path")),
-        ({"qry": ["a", "b"], "qry_image_path": ["", ""]}, ("OK-VQA", "1", "2")),
+        ({"qry": 5}, "qry"),
+        ({"pos_image_path": [7]}, "pos_image_path"),
+        ({"qry": ["a", "b"]}, "qry_image_path"),
+        ({"qry": ["a", "b"], "qry_image_path": ["", ""]}, "qry"),
     ],
 )
-def test_a_row_that_does_not_fit_is_named(release, tmp_path, changed, named):
+def test_a_row_that_does_not_fit_is_named(release, tmp_path, changed, key):
     folder = release / "OK-VQA"
     (folder / "original-00000-of-00001.parquet").unlink()
     (folder / "original.jsonl").write_text(json.dumps(row("What is it?", pos="cat") | changed) + "\n")
-    with error_about(UserError, *named):
+    with error_about(UserError, "OK-VQA", "row 1", key):
         convert(release, tmp_path / "out", sets=["OK-VQA"])
 
 

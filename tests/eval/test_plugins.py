@@ -77,7 +77,7 @@ def test_a_module_of_the_users_is_found_from_any_folder(tmp_path, monkeypatch, c
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
     load_plugins(["plugin_one"])
     assert protocol_for("mine", "clean").benchmark == "mine"
-    with error_about(UserError, "profile=clean", "profile=official"):
+    with error_about(UserError, "profile"):
         protocol_for("mine", "official")
     assert main(["import", "min", "plugins=[plugin_one]"]) == 2
     assert "mine" in capsys.readouterr().err
@@ -125,20 +125,20 @@ def test_names_are_unique_and_the_nearest_is_named():
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("make", "fields"),
     [
-        (lambda: Benchmark("a", print, ()), "profiles of a must list at least one"),
-        (lambda: Benchmark("a", print, (Protocol("b"),)), "benchmark 'a' has a protocol of 'b'"),
-        (lambda: Benchmark("a", print, (Protocol("a", "mine"),)), "must be one of clean, official, got 'mine'"),
-        (lambda: register_benchmark(Benchmark("generic", print, (Protocol(),))), "the name 'generic' is reserved"),
-        (lambda: Benchmark("a", lambda options: None, (Protocol("a"),)).options(), "exactly one annotated argument"),
-        (lambda: register_metric("Mine", cutoffs=None, words=""), "name must consist of a-z"),
-        (lambda: register_metric("mine", cutoffs=(0,), words=""), r"cutoffs must be at least 1, got \(0,\)"),
-        (lambda: register_metric("ndcg", cutoffs=(1,), words="")(lambda j, k: j.gain_QK), "two metrics called"),
+        (lambda: Benchmark("a", print, ()), ("profiles of a",)),
+        (lambda: Benchmark("a", print, (Protocol("b"),)), ("a", "protocol")),
+        (lambda: Benchmark("a", print, (Protocol("a", "mine"),)), (("choice", "profiles of a"),)),
+        (lambda: register_benchmark(Benchmark("generic", print, (Protocol(),))), ("generic", "reserved")),
+        (lambda: Benchmark("a", lambda options: None, (Protocol("a"),)).options(), ("a", "importer")),
+        (lambda: register_metric("Mine", cutoffs=None, words=""), ("Mine", "name")),
+        (lambda: register_metric("mine", cutoffs=(0,), words=""), ("mine", "cutoffs")),
+        (lambda: register_metric("ndcg", cutoffs=(1,), words="")(lambda j, k: j.gain_QK), ("ndcg",)),
     ],
 )  # fmt: skip
-def test_what_cannot_be_registered(make, message):
-    with pytest.raises(UserError, match=message):
+def test_what_cannot_be_registered(make, fields):
+    with error_about(UserError, *fields):
         make()
 
 
@@ -155,10 +155,10 @@ def test_a_metric_is_reported_and_explained_and_its_values_are_looked_at():
     register_metric("whole", cutoffs=None, words="")(lambda judged, k: [k])
     assert compute("whole", judged) == [3.0]  # as deep as the ranking
     register_metric("wide", cutoffs=(1,), words="")(lambda judged, k: judged.gain_QK)
-    with error_about(UserError, "wide@1", "1", "3"):
+    with error_about(UserError, "wide@1", "shape"):
         compute("wide@1", judged)
     register_metric("endless", cutoffs=(1,), words="")(lambda judged, k: np.array([np.inf]))
-    with pytest.raises(UserError, match="with infinite ones"):
+    with error_about(UserError, "endless@1", "infinite"):
         compute("endless@1", judged)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from eval_fakes import write_set
-from faults import error_about, raises
+from faults import error_about
 from paths import ROOT
 
 from eval.benchmarks.suite import write_suite
@@ -151,13 +151,13 @@ def test_other_settings_are_left_to_the_trainer_to_refuse_and_another_set_is_ref
     other = tmp_path / "other"
     other.mkdir()
     (other / "queries.parquet").touch()
-    with error_about(UserError, "data_prep/demo/data/test", "set="):
+    with error_about(UserError, "set"):
         ablate.main([*ablate.given, "index=0", f"set={other}"])
 
 
 def test_a_table_is_of_the_settings_that_were_asked_for(ablate):
     ablate.main(ablate.given)
-    with error_about(UserError, "self/seed_0", "joint.lr"):
+    with error_about(UserError, "self/seed_0", "settings"):
         ablate.main([*ablate.given, "collect=true", "joint.lr=1e-4"])
 
 
@@ -166,7 +166,7 @@ def test_a_table_is_of_the_set_that_was_asked_for(ablate, tmp_path):
     other = tmp_path / "other"
     other.mkdir()
     (other / "queries.parquet").touch()
-    with error_about(UserError, "data_prep/demo/data/test", "set="):
+    with error_about(UserError, "set"):
         ablate.main([*ablate.given, "collect=true", f"set={other}"])
 
 
@@ -179,10 +179,7 @@ def test_seeds_from_another_start_or_other_records_make_no_table(ablate, tmp_pat
         identity = {"records": records, "start": {"sha256": start}, "machine": {"cpu": start}}
         path.write_text(json.dumps({"reasons": "query", "identity": identity}))
         (path.parents[2] / "eval.set").unlink()  # which says that the evaluation is of the checkpoint before
-    expected = (
-        r'oracle/seed_1 was not trained from what .*oracle/seed_0 was: start: sha256 "a" and "b"\. Delete'
-    )
-    with pytest.raises(UserError, match=expected):
+    with error_about(UserError, "oracle/seed_1", "start"):
         ablate.main([*ablate.given, "collect=true"])
 
 
@@ -244,7 +241,7 @@ def test_a_job_array_runs_one_run_each_and_a_last_call_makes_the_table(ablate, t
 
 def test_tables_need_every_run(ablate):
     ablate.main([*ablate.given, "index=1"])
-    with error_about(UserError, "5", "6", "e.g", "index=0"):
+    with error_about(UserError, "index", 0):
         ablate.main([*ablate.given, "collect=true"])
 
 
@@ -326,50 +323,44 @@ def test_runs_of_different_queries_make_no_table(ablate, tmp_path):
     ablate.main(ablate.given)
     path = tmp_path / "out" / "none" / "seed_0" / "eval" / "per_query.parquet"
     pd.read_parquet(path).iloc[:-1].to_parquet(path)
-    with pytest.raises(UserError, match="was evaluated on other queries than the runs before it"):
+    with error_about(UserError, "queries"):
         ablate.main([*ablate.given, "collect=true"])
-    with error_about(UserError, "by=pairs"):
+    with error_about(UserError, "by"):
         ablate.main([*ablate.given, "collect=true", "by=pairs"])
     given = [word for word in ablate.given if not word.startswith("metrics=")]
-    with error_about(UserError, "ndcg@7", "hit@1"):
+    with error_about(UserError, "ndcg@7"):
         ablate.main([*given, "collect=true", "metrics=ndcg@7"])
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"),
+    ("wrong", "fields"),
     [
-        (["sweep=loss.anchor"], r"sweep must be KEY=\[VALUE,VALUE,...\], got 'loss.anchor'"),
-        (["sweep=loss.anchor=[self,,none]"], "without empty values"),
-        (["sweep=loss.anchor=[]"], "without empty values"),
-        (["sweep=loss.ratio=[1:10,1_10]"], "1:10 and 1_10 of the sweep are the same run"),
-        (["sweep=loss.ankor=[self]"], ("unknown", "loss.ankor")),
-        (
-            ["sweep=loss.anchor=[self,oracel]"],
-            ("choice", "loss.anchor"),
-        ),
-        (["with.nothing=loss.ratio=none"], "with.nothing names no value of the sweep: self, oracle, none"),
-        (["with.none=loss.ratoi=none"], "did you mean loss.ratio"),
-        (["seeds=0"], ("range", "seeds")),
-        (
-            ["index=6"],
-            r"index must be 0 to 5, since the sweep has 6 runs \(a Slurm array: --array=0-5\); got 6",
-        ),
-        (["collect=perhaps"], ("type", "collect")),
-        (["metrics=hit@1,recal@1"], r"no metric 'recal@1'; there are .*recall@k"),
-        (["train.seed=5"], "train.seed=5 would make every seed of an arm the same run"),
-        (["with.none=train.seed=5"], "train.seed=5 would make every seed of an arm the same run"),
-        (["sweep=train.seed=[0,1]"], "train.seed=0 would make every seed of an arm the same run"),
-        (["init=runs/nowhere/final"], "init=runs/nowhere/final does not exist; train it with"),
-        (["set=recipes"], "set=recipes is no retrieval set"),
-        (["recipe=qwen25vl_3b"], "set= must be given"),
-        (["recipe=nothing"], "nothing.yaml does not exist: recipe must be one of "),
-        (["nonsense"], "arguments must be key=value, got 'nonsense'"),
+        (["sweep=loss.anchor"], ("sweep",)),
+        (["sweep=loss.anchor=[self,,none]"], ("sweep", "empty")),
+        (["sweep=loss.anchor=[]"], ("sweep", "empty")),
+        (["sweep=loss.ratio=[1:10,1_10]"], ("sweep", "1_10")),
+        (["sweep=loss.ankor=[self]"], (("unknown", "loss.ankor"),)),
+        (["sweep=loss.anchor=[self,oracel]"], (("choice", "loss.anchor"),)),
+        (["with.nothing=loss.ratio=none"], ("with.nothing",)),
+        (["with.none=loss.ratoi=none"], (("unknown", "loss.ratoi", ("loss.ratio",)),)),
+        (["seeds=0"], (("range", "seeds"),)),
+        (["index=6"], ("index",)),
+        (["collect=perhaps"], (("type", "collect"),)),
+        (["metrics=hit@1,recal@1"], ("recal@1",)),
+        (["train.seed=5"], ("train.seed=5",)),
+        (["with.none=train.seed=5"], ("train.seed=5",)),
+        (["sweep=train.seed=[0,1]"], ("train.seed=0",)),
+        (["init=runs/nowhere/final"], ("init", "runs/nowhere/final")),
+        (["set=recipes"], ("set", "recipes")),
+        (["recipe=qwen25vl_3b"], ("set", "missing")),
+        (["recipe=nothing"], ("nothing.yaml",)),
+        (["nonsense"], ("nonsense",)),
     ],
 )
-def test_what_is_wrong_is_said_before_anything_runs(ablate, wrong, message):
+def test_what_is_wrong_is_said_before_anything_runs(ablate, wrong, fields):
     names = {argument.split("=")[0] for argument in wrong}
     given = [argument for argument in ablate.given if argument.split("=")[0] not in names]
-    with raises(UserError, message):
+    with error_about(UserError, *fields):
         ablate.main([*given, *wrong])
     assert ablate.commands == []
 
@@ -390,7 +381,7 @@ def test_a_recipe_needs_only_what_the_swept_stage_needs(ablate, tmp_path, monkey
 
 def test_it_is_not_itself_launched(ablate, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="with python, not with a launcher"):
+    with error_about(UserError, "launcher"):
         ablate.main(ablate.given)
 
 
@@ -539,7 +530,7 @@ def test_paths_are_relative_to_the_working_directory(ablate, tmp_path, monkeypat
         ]
         assert {"init=cold", "out=sweep/self/seed_0"} <= set(command)
     assert Path("sweep/self/seed_0").is_dir()
-    with error_about(UserError, "init=nowhere"):
+    with error_about(UserError, "init", "nowhere"):
         ablate.main(["recipe=demo", SWEEP, "init=nowhere", "out=sweep"])
 
 

@@ -89,11 +89,11 @@ def test_a_command_that_fails_or_hangs_fails_its_check(gpu_check, monkeypatch):
 
 def test_errors(gpu_check, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with error_about(UserError, "GPU", "rehearse=true"):
+    with error_about(UserError, "rehearse"):
         gpu_check.main([])
-    with error_about(UserError, "1", "0"):
+    with error_about(UserError, ("range", "steps")):
         gpu_check.main(["rehearse=true", "steps=0"])
-    with pytest.raises(UserError, match="checks"):
+    with error_about(UserError, ("choice", "checks")):
         gpu_check.main(["rehearse=true", "checks=kernel"])
 
 

@@ -4,6 +4,7 @@ import importlib
 import shutil
 
 import pytest
+from faults import error_about
 from paths import ROOT
 
 from rge.common.errors import UserError
@@ -25,5 +26,5 @@ def test_the_lowest_versions_train_resume_and_evaluate(lowest, tmp_path):
 
 def test_a_missing_installer_is_named(lowest, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
-    with pytest.raises(UserError, match="pip install uv"):
+    with error_about(UserError, "uv", "package"):
         lowest.main([f"dir={tmp_path}"])

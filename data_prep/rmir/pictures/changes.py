@@ -86,7 +86,7 @@ def compare(library: Library, inspected: pa.Table, state: LibraryState) -> Chang
     for row in map(encodable, library.rows(pictures=False)):
         name = row["id"]
         if name in seen:
-            raise UserError(f"library.path {library.config.path}: the id {name!r} occurs twice")
+            raise UserError("the id occurs twice", library.config.path, key=name, kind="twice")
         seen.add(name)
         found.in_order &= next(order, name) == name
         if name not in known:

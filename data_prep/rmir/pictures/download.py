@@ -142,10 +142,10 @@ class Reached:
         self.some = self.some or len(unread) < len(rows)
         if not self.some and self.unread >= self.enough:
             raise UserError(
-                f"none of {self.unread:,} pictures can be read, such as {without_secrets(unread[0]['ref'])}: {unread[0][LOST]}. Run "
-                "the same command again when they can be reached; if they are gone for good, on_unanswered=proceed goes on "
-                "without them"
-            )
+                f"none of {self.unread:,} pictures can be read, such as this one: {unread[0][LOST]}. Run the same command again "
+                "when they can be reached; if they are gone for good, on_unanswered=proceed goes on without them",
+                without_secrets(unread[0]["ref"]),
+            ).about("on_unanswered")
 
 
 def resolve(

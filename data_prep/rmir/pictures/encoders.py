@@ -112,7 +112,7 @@ class PixelEncoder:
     def texts(self, texts: Sequence[str], *, query: bool = True) -> np.ndarray:
         """(N, D) float32, unit norm."""
         if not len(self._captions):
-            raise UserError(NO_CAPTIONS)
+            raise UserError(NO_CAPTIONS, kind="captions")
         alike = np.clip(HashingEncoder().texts(texts) @ self._captions.T, 0, None) ** 4
         if alike.shape[1] > self.num_neighbours:
             smallest = np.sort(alike, axis=1)[:, -self.num_neighbours, None]

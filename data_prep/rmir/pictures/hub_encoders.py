@@ -35,7 +35,7 @@ class _HubModel:
         try:
             return kind.from_pretrained(self.name, **settings)
         except (OSError, ValueError) as error:
-            raise UserError(f"encoder {self.name} cannot be loaded: {error}") from None
+            raise UserError(f"the encoder cannot be loaded: {error}", self.name) from None
 
     @torch.no_grad()
     def in_batches(self, items: Sequence[T], forward: Callable[[list[T]], Tensor]) -> np.ndarray:

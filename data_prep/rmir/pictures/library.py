@@ -43,10 +43,7 @@ class Library:
     """The pictures to start from; each pass reads them anew. Raises `UserError`: see `rge.tables.pictures.find`."""
 
     def __init__(self, config: LibraryConfig):
-        try:
-            self.config, self.files = config, tables.find(str(config.path), config.exclude)
-        except TableError as error:
-            raise UserError(f"library.path {error}") from None
+        self.config, self.files = config, tables.find(str(config.path), config.exclude)
 
     def skipped(self) -> Skipped:
         """What a folder holds besides its pictures; nothing of other libraries."""
@@ -80,7 +77,7 @@ class Library:
                 "stamp": row.stamp or _stamp(ref or ""),
             }
         if is_empty:
-            raise UserError(f"library.path {config.path} holds no picture")
+            raise UserError("it holds no picture", config.path, key="library.path", kind="empty")
 
     def _picture(self, row: tables.Row) -> tuple[str | None, bytes | None]:
         value = picture_cell(row.cells.get(self.config.image_column))
@@ -89,9 +86,7 @@ class Library:
         if value and not is_missing(value):
             return self._reference(str(value)), None
         if self.files.kind == "table":
-            raise UserError(
-                f"{self.files.address(row.shard)}: row {row.number} has no {self.config.image_column} (library.image_column)"
-            )
+            raise self._error(row, "image_column", f"it has no {self.config.image_column}")
         return None, None
 
     def _caption(self, row: tables.Row, *, strict: bool) -> str | None:
@@ -100,9 +95,9 @@ class Library:
         column = self.config.caption_column
         value = None if column is None else row.cells.get(column)
         if strict and isinstance(value, list | dict) and value:
-            raise UserError(
-                f"{self.files.address(row.shard)}: the {self.config.caption_column} of row {row.number} is not a text but a "
-                f"{type(value).__name__}: write one text into each cell, or choose another library.caption_column"
+            other = f"{self.config.caption_column} is not a text but a {type(value).__name__}"
+            raise self._error(
+                row, "caption_column", f"{other}: write one into each cell, or choose another column"
             )
         if is_missing(value) or value is False or value in ([], {}):
             return None
@@ -135,9 +130,7 @@ class Library:
         if named and present:
             key, name = next(iter(named.items()))
             has = ", ".join(filter(None, present))
-            raise UserError(
-                f"library.path {self.config.path} has no column {name} (library.{key}); there are: {has}"
-            )
+            raise UserError(f"there is no column {name}, but {has}", self.config.path, key=f"library.{key}")
 
     def _name(self, row: tables.Row) -> str:
         given = row.cells.get(tables.NAME)  # the file name, if each picture is a file
@@ -146,11 +139,11 @@ class Library:
             return str(given) if self.files.kind == "folder" else f"{place}/{given or row.number}"
         name = row.cells.get(self.config.id_column, given)
         if is_missing(name):
-            raise UserError(
-                f"{self.files.address(row.shard)}: row {row.number} has no {self.config.id_column} (library.id_column; null "
-                "numbers the rows)"
-            )
+            raise self._error(row, "id_column", f"it has no {self.config.id_column}; null numbers the rows")
         return str(name)
+
+    def _error(self, row: tables.Row, setting: str, reason: str) -> UserError:
+        return UserError(reason, self.files.address(row.shard), f"row {row.number}", f"library.{setting}")
 
     def _reference(self, value: str) -> str:
         if self.files.kind == "folder":
@@ -214,7 +207,7 @@ def fetched(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         try:
             fs, place = fsspec.core.url_to_fs(row["ref"])
         except (ImportError, ValueError) as error:
-            raise UserError(f"picture {row['id']!r}, {without_secrets(row['ref'])}: {error}") from None
+            raise UserError(str(error), without_secrets(row["ref"]), row["id"]) from None
         try:
             return {**row, "ref": None, "data": fs.cat_file(place)}
         except FileNotFoundError:
@@ -279,11 +272,11 @@ def load_filter(name: str) -> Callable[[Image.Image], str | None]:
     """Load a filter of ``library.filters``, once per process. Raises `UserError`: it does not exist."""
     module, mark, function = name.partition(":")
     if not mark:
-        raise UserError(f"library.filters must be module:function; got {name!r}")
+        raise UserError(f"it must be module:function; got {name!r}", key="library.filters")
     load_plugins([module])  # also finds modules in the current folder
     found = getattr(sys.modules[module], function, None)
     if not callable(found):
-        raise UserError(f"library.filters must be module:function; {module} has no function {function!r}")
+        raise UserError(f"the module has no function {function!r}", module, key="library.filters")
     return found
 
 
@@ -292,9 +285,8 @@ def unwanted(image: Image.Image, filters: Sequence[str]) -> str | None:
     for name in filters:
         reason = load_filter(name)(image)
         if reason is not None and not isinstance(reason, str):
-            raise UserError(
-                f"library.filters: {name} must return a reason or None, got {type(reason).__name__}"
-            )
+            other = f"it must return a reason or None, got {type(reason).__name__}"
+            raise UserError(other, name, key="library.filters")
         if reason:
             return reason
     return None

@@ -75,7 +75,7 @@ def export(run: Run, splits: Mapping[str, str], positives: Mapping[str, Sequence
     except OSError as error:
         why = error.strerror or str(error)
     shutil.rmtree(waiting, ignore_errors=True)
-    raise UserError(f"{run.out / 'dataset'} cannot be written: {why}")
+    raise UserError(f"it cannot be written: {why}", run.out / "dataset")
 
 
 class _Export:

@@ -82,7 +82,7 @@ class FolderOptions(TableOptions):
 def import_folder(options: FolderOptions) -> RetrievalSet:
     """Read folder and table and write a retrieval set."""
     if options.src.resolve().is_relative_to(options.out.resolve()):
-        raise ReleaseError(f"out {options.out} contains the pictures: choose a different folder")
+        raise ReleaseError("it contains the pictures: choose a different folder", options.out, key="out")
     table = Table(options.queries or _table_in(options.src), TableFormat(options.quoting, options.sheet))
     read = _Rows(table, Pool(options.src, out=options.out, exclude=options.exclude), options)
     for number, row in table.rows:
@@ -114,7 +114,7 @@ def _table_in(src: Path) -> Path:
     tables = [src / name for name in names if (src / name).is_file()] or list(others)
     if len(tables) != 1:
         present = " and ".join(path.name for path in tables) or f"no table ({', '.join(names)})"
-        raise ReleaseError(f"{src} has {present}: pass queries=FILE")
+        raise ReleaseError(f"it has {present}: pass queries=FILE", src, key="queries")
     return tables[0]
 
 
@@ -137,7 +137,7 @@ class _Rows:
         mapped = {word.partition("=")[0].strip() for word in field_map}
         kept = [name for name in self.table.names if name not in report_by or name in mapped]
         self.columns = match_columns(self.table.path, kept, ALIASES, field_map, needed=["right"])
-        need_columns(self.table.path, self.table.names, report_by)
+        need_columns((self.table.path, None), self.table.names, report_by)
 
     def add(self, number: int, row: Cells) -> None:
         """Read one row."""
@@ -153,13 +153,17 @@ class _Rows:
         pictures, good, bad = (self._pictures(where[key], cells[key]) for key in ("image", "right", "wrong"))
         name = safe_id(unicodedata.normalize("NFC", texts["id"])) or f"q{len(self.queries) + 1:05d}"
         if (first := self.places.setdefault(name, where["id"])) != where["id"]:
-            self.problems.append(f"{where['id']}: id {name!r} is already used in {first}")
+            self.problems.append(
+                ReleaseError(f"the id is already used in {first}", place=where["id"], key=name)
+            )
         if cells["right"] in ("", []):
-            self.problems.append(f"{where['right']}: no right answer")
+            self.problems.append(ReleaseError("no right answer", place=where["right"]))
         if cells["text"] in ("", []) and cells["image"] in ("", []):
-            self.problems.append(f"row {number}: neither text nor picture")
+            self.problems.append(ReleaseError("neither text nor picture", place=f"row {number}"))
         for picture in sorted(set(good) & set(bad)):
-            self.problems.append(f"{where['wrong']}: {picture!r} is listed as right and as wrong")
+            self.problems.append(
+                ReleaseError("it is listed as right and as wrong", place=where["wrong"], key=picture)
+            )
         columns = {
             column: self._text(self.table.address(number, column), row.get(column), is_label=True) or "none"
             for column in self.options.report_by
@@ -182,20 +186,21 @@ class _Rows:
     def finish(self) -> None:
         """Raise a `ReleaseError` that lists the problems, if there are any."""
         if num := len(self.problems):
-            lines = [f"{self.table.path}: {num} {'problem' if num == 1 else 'problems'}"]
-            lines += self.problems[:MOST_PROBLEMS]
+            lines = [f"{num} {'problem' if num == 1 else 'problems'}"]
+            lines += map(str, self.problems[:MOST_PROBLEMS])
             if num > MOST_PROBLEMS:
                 lines.append(f"and {num - MOST_PROBLEMS} more")
-            raise ReleaseError("\n".join(lines))
+            error = ReleaseError("\n".join(lines), self.table.path)
+            error.problems = self.problems
+            raise error
 
     def _value(self, where: str, value: Any, *, dates: bool = False) -> Any:
         """A cell's value; "" and a problem if it cannot be used."""
         if isinstance(value, Broken):
-            self.problems.append(f"{where}: {value.why}")
+            self.problems.append(ReleaseError(value.why, place=where))
         elif isinstance(value, datetime.date | datetime.time) and not dates:
-            self.problems.append(
-                f"{where}: the spreadsheet turned the value into a date ({value}): format the column as text and retype it"
-            )
+            date = f"the spreadsheet turned the value into a date ({value}): format the column as text and retype it"
+            self.problems.append(ReleaseError(date, place=where))
         else:
             return value
         return ""
@@ -203,7 +208,7 @@ class _Rows:
     def _text(self, where: str, value: Any, *, is_label: bool) -> str:
         value = self._value(where, value, dates=is_label)
         if isinstance(value, list):
-            self.problems.append(f"{where}: one text is needed, not a list: {value}")
+            self.problems.append(ReleaseError(f"one text is needed, not a list: {value}", place=where))
         text = "" if value is None else str(value)
         return unicodedata.normalize("NFC", text) if is_label else text
 
@@ -218,5 +223,6 @@ class _Rows:
         try:
             return find(name)
         except ReleaseError as error:
-            self.problems.append(f"{where}: {error}")
+            error.place = where
+            self.problems.append(error)
             return None

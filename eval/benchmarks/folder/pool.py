@@ -54,9 +54,8 @@ class Pool:
             self._add(path, id_of)
         if not self.files:
             only = f"; it holds {self.skipped}" if self.skipped else ""
-            raise ReleaseError(
-                f"no picture below {root} can be opened; supported: {', '.join(SUFFIXES)}{only}"
-            )
+            none = f"no picture in it can be opened; supported: {', '.join(SUFFIXES)}{only}"
+            raise ReleaseError(none, root)
 
     def _add(self, path: Path, id_of: dict[bytes, str]) -> None:
         inside = path.relative_to(self.root).as_posix()
@@ -108,9 +107,7 @@ class Pool:
             stop = next((s for s in stops if self.find("".join(parts[start:s]).strip())), start + 1)
             name = "".join(parts[start:stop]).strip()
             if stop > start + 1 and all(self.find(part.strip()) for part in parts[start:stop:2]):
-                raise ReleaseError(
-                    f"{name!r} is both the name of a file and a list of other files: rename one"
-                )
+                raise ReleaseError("it is both the name of a file and a list of others: rename one", key=name)
             names.append(name)
             start = stop + 1
         return [name for name in names if name]
@@ -119,19 +116,19 @@ class Pool:
         """The only picture that a name can refer to."""
         matches = sorted(self.find(name))
         if len(matches) > 1:
-            raise ReleaseError(f"{name!r} could be {' or '.join(map(repr, matches[:3]))}: give the full path")
+            raise ReleaseError(
+                f"it could be {' or '.join(map(repr, matches[:3]))}: give the full path", key=name
+            )
         if matches and matches[0] in self.unreadable:
-            raise ReleaseError(f"picture {name!r} cannot be opened: {self.unreadable[matches[0]]}")
+            raise ReleaseError(f"it cannot be opened: {self.unreadable[matches[0]]}", key=name)
         if matches:
             return matches[0]
         if _normal(name.replace("\\", "/").rpartition("/")[2]) in self._others:
-            raise ReleaseError(
-                f"{name!r} is of a kind that is not read: save it as one of {', '.join(SUFFIXES)}"
-            )
+            raise ReleaseError(f"its kind is not read: save it as one of {', '.join(SUFFIXES)}", key=name)
         known = {_normal(path): path for path in (*self._steps[1], *self._steps[0])}
         near = difflib.get_close_matches(_normal(name), known, n=1)
         hint = f"; did you mean {known[near[0]]!r}?" if near else ""
-        raise ReleaseError(f"picture {name!r} is not in the folder{hint}")
+        raise ReleaseError(f"the picture is not in the folder{hint}", key=name)
 
 
 def _normal(name: str) -> str:

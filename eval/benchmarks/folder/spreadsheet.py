@@ -25,10 +25,10 @@ class Table:
 
     def __init__(self, path: Path, form: TableFormat):
         if not path.is_file():
-            raise ReleaseError(f"table {path} does not exist")
+            raise ReleaseError("it does not exist", path, kind="missing")
         if path.suffix.lower() not in TABLES:
-            raise ReleaseError(f"table {path} must end in {', '.join(TABLES)}: save it as .xlsx")
-        self.path, self.problems, self.notes = path, list[str](), list[str]()
+            raise ReleaseError(f"it must end in {', '.join(TABLES)}: save it as .xlsx", path, kind="format")
+        self.path, self.problems, self.notes = path, list[ReleaseError](), list[str]()
         self._letters: dict[str, str] = {}
         if path.suffix.lower() in SHEETS:
             rows = self._of_sheet(Grid(str(path), form=form))
@@ -40,13 +40,16 @@ class Table:
         ]
         self.names = list(self._letters or dict.fromkeys(name for _, row in self.rows for name in row))
         if not self.rows and not self.problems:
-            raise ReleaseError(f"{path} has no rows")
+            raise ReleaseError("it has no rows", path, kind="empty")
 
     def _of_sheet(self, grid: Grid) -> list[tuple[int, Cells]]:
         rows = list(grid.rows)
         self._letters = grid.letters
-        self.problems += grid.repeated
-        self.problems += [f"{cell}: column {letter} has no heading" for letter, cell in grid.unnamed.items()]
+        for message in grid.repeated:
+            cell, _, reason = message.partition(": ")
+            self.problems.append(ReleaseError(reason, place=cell))
+        for letter, cell in grid.unnamed.items():
+            self.problems.append(ReleaseError(f"column {letter} has no heading", place=cell))
         if grid.num_hidden:
             self.notes.append(f"hidden rows of {self.path.name}, read like the others: {grid.num_hidden}")
         return rows

@@ -64,9 +64,9 @@ def _test_images(path: Path) -> list[dict[str, Any]]:
             image["captions"] = {f"t{one['sentid']}": str(one["raw"]).strip() for one in image["sentences"]}
             image["id"] = f"i{image['imgid']}"
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ReleaseError(f"{path} is not Karpathy's JSON: {type(error).__name__}: {error}") from None
+        raise ReleaseError(f"it is not Karpathy's JSON: {type(error).__name__}: {error}", path) from None
     if not images:
-        raise ReleaseError(f"{path} has no image of the split test")
+        raise ReleaseError("it has no image of the split test", path)
     return images
 
 

@@ -111,9 +111,8 @@ def _manuals(options: ManualOptions) -> Iterator[_Manual]:
         if options.manuals:
             by_name = {path.stem: path for path in paths}
             if missing := [name for name in options.manuals if name not in by_name]:
-                raise ReleaseError(
-                    f"{options.src} has no {missing[0]}.pdf; it has {', '.join(by_name) or 'no PDFs'}"
-                )
+                lacking = f"it is missing; there are {', '.join(by_name) or 'no PDFs'}"
+                raise ReleaseError(lacking, options.src / f"{missing[0]}.pdf", kind="missing")
             paths = [by_name[name] for name in options.manuals]
     found = 0
     for path in paths:
@@ -122,11 +121,10 @@ def _manuals(options: ManualOptions) -> Iterator[_Manual]:
             found += 1
             yield manual
         elif options.src.is_file() or options.manuals:
-            raise ReleaseError(
-                f"{path} has no printed index: no bookmark with the word index leads to {MIN_ENTRIES} entries or more"
-            )
+            none = f"it has no printed index: no bookmark with the word index leads to {MIN_ENTRIES} entries or more"
+            raise ReleaseError(none, path)
     if not found:
-        raise ReleaseError(f"{options.src} has no PDF with a printed index")
+        raise ReleaseError("it has no PDF with a printed index", options.src)
 
 
 def read_manual(path: Path) -> _Manual:
@@ -141,9 +139,8 @@ def read_manual(path: Path) -> _Manual:
         for words, printed in _entries(text, title, manual):
             pages = [number_of.get(str(one)) for one in printed]
             if None in pages:
-                raise ReleaseError(
-                    f"{path}, page {page}: {words!r} is said to be on page {printed[pages.index(None)]}, which does not exist"
-                )
+                lost = f"it is said to be on page {printed[pages.index(None)]}, which does not exist"
+                raise ReleaseError(lost, path, f"page {page}", words)
             manual.entries.append((words, title, [one for one in pages if one is not None]))
     return manual
 

@@ -79,13 +79,12 @@ class MmbrightOptions(ReleaseOptions):
 def import_mmbright(options: MmbrightOptions) -> list[str]:
     """Read one task of MM-BRIGHT and write a suite; returns the names of its domains."""
     if options.task != "4" and options.keys != "chunked":
-        raise ReleaseError(f"keys= applies to task 4 only, not to task {options.task}: leave it out")
+        raise ReleaseError(f"it applies to task 4 only, not to task {options.task}: leave it out", key="keys")
     config = "examples" if options.task == "1" else "examples_multimodal"
     domains = domains_of(options.src / config)
     if not domains:
-        raise ReleaseError(
-            f"{options.src / config} has no DOMAIN.parquet: src must be a snapshot of {REPOSITORY}"
-        )
+        lacking = f"it has no DOMAIN.parquet: src must be a snapshot of {REPOSITORY}"
+        raise ReleaseError(lacking, options.src / config)
     names = chosen("domains", options.domains, domains)
     return options.write_members(
         {name: {} for name in names},
@@ -186,7 +185,7 @@ class _Domain:
                 unscored.append(str(row["id"]))
         draft.refuse_lost(f"the corpus of {self.name}", allowed=options.allow_missing)
         if not draft.queries:
-            raise ReleaseError(f"{self.name}: none of {len(unscored)} queries has a positive")
+            raise ReleaseError(f"none of {len(unscored)} queries has a positive", key=self.name)
         left_out = (
             f"{len(self.left_out)} pictures of queries cannot be opened and were left out; {len(self.blind)} queries "
             "have no other one and are asked by their text (the released code shows CLIP and SigLIP a white picture)"
@@ -259,10 +258,8 @@ class _Domain:
         images = []
         for path in paths:
             if path not in pictures:
-                raise ReleaseError(
-                    f"{self.name}: picture {path!r} of query {query!r} is missing from examples_images: fetch it "
-                    "again, or remove it from image_paths"
-                )
+                lost = "the picture is missing from examples_images: fetch it again, or remove it from image_paths"
+                raise ReleaseError(lost, self.name, query, path)
             try:
                 images.append(_still(pictures[path]))
             except (TypeError, ImageError):

@@ -71,9 +71,10 @@ def import_mmeb(options: MmebOptions) -> list[str]:
 def refuse_lacking(src: Path, missing: Sequence[str], num: int, average_of_fewer: str) -> None:
     """Raise a `ReleaseError` if sets are missing."""
     if missing:
+        lacking = f"it lacks {len(missing)} of {num} sets: {', '.join(missing)}"
+        average = f"The average of fewer than {average_of_fewer} score"
         raise ReleaseError(
-            f"{src} lacks {len(missing)} of {num} sets: {', '.join(missing)}. The average of fewer than "
-            f"{average_of_fewer} score; sets=NAME,... imports only the named ones"
+            f"{lacking}. {average}; sets=NAME,... imports only the named ones", src, key="sets"
         )
 
 
@@ -103,7 +104,7 @@ class OwnCandidates:
         query = f"{self.name}-{len(self.queries):05d}"
         for place, (name, *content) in enumerate(targets):
             if not any(content):
-                raise row.error(f"candidate {place} has neither text nor picture")
+                raise row.error("the candidate has neither text nor picture", f"candidate {place}")
             self.num_hidden += self._content_of.setdefault(name, (content[0], content[1])) != tuple(content)
         images = (self.pictures.find(path, row.where),) if path else ()
         self.queries.append(Query(query, self.word_query(text), images, group=content_id(path or text)))
@@ -132,9 +133,7 @@ def _import_one(name: str, files: Sequence[Path], pictures: Pictures, options: M
         draft.word_candidate = lambda text: text and reword(name, text, "candidate")
     for row in read_rows(files, COLUMNS):
         if separate := list(filter(row.get, APART)):
-            raise row.error(
-                f"column {separate[0]!r} holds the instruction separately, as in MMEB-V2: use MMEB-eval"
-            )
+            raise row.error("it holds the instruction separately, as in MMEB-V2: use MMEB-eval", separate[0])
         targets = [(clean(text), path) for text, path in targets_of(row)]
         known = [(content_id(*content), *content) for content in targets]
         draft.add(clean(row.text("qry_text")), row.text("qry_img_path"), known, row)
@@ -160,9 +159,9 @@ def targets_of(row: Row) -> list[tuple[str, str]]:
     texts, paths = row.texts("tgt_text"), row.texts("tgt_img_path")
     size = max(len(texts), len(paths))
     if size == 0:
-        raise row.error("no candidates")
+        raise row.error("there are no candidates", "tgt_text")
     if min(len(texts), len(paths)) not in (size, 0):
-        raise row.error(f"{len(texts)} texts and {len(paths)} pictures for the candidates")
+        raise row.error(f"{len(texts)} texts and {len(paths)} pictures for the candidates", "tgt_img_path")
     return list(zip(texts or [""] * size, paths or [""] * size, strict=True))
 
 

@@ -87,7 +87,7 @@ def import_mmeb2(options: Mmeb2Options) -> list[str]:
     """Read one part of MMEB-V2 and write a suite; returns the names of its sets."""
     for option, part in (("images", "image"), ("frames", "video")):
         if getattr(options, option) is not None and options.part != part:
-            raise ReleaseError(f"{option}= applies to part={part} only, got part={options.part}")
+            raise ReleaseError(f"it applies to part={part} only, got part={options.part}", key=option)
     members, import_one = _PARTS[options.part]
     names = chosen("sets", options.sets, members)
     missing = [name for name in names if not (options.src / name).is_dir()]
@@ -164,7 +164,7 @@ def _import_documents(name: str, options: Mmeb2Options, about: dict[str, str]) -
         query = row.id("query-id")
         right = [(query, *pair) for pair in judged.get(query, {}).items() if pair[1] > 0]
         if not right:
-            raise row.error(f"query {query!r} has no judgement above 0; the released code fails on it too")
+            raise row.error("the query has no judgement above 0; the released code fails on it too", query)
         queries.append(Query(query, f"{ASKED} {row.value('query')}", group=query))
         qrels += right
     pictures = Pictures(options.src / name, options.src, hint="it is not in the table either")

@@ -75,7 +75,7 @@ class Clips:
             found = _frames(self.saved / name) or self._save(row, self.videos / file, self.saved / name)
         if not found:
             also = f", nor a video {self.videos / file}" if file else ""
-            raise row.error(f"there are no frames ({', '.join(FRAME_ENDINGS)}) in {folder}{also}")
+            raise row.error(f"it holds no frames ({', '.join(FRAME_ENDINGS)}){also}", str(folder))
         chosen = range(len(found)) if most is None else sampled(len(found), most)
         return VideoPart(tuple(str(found[place]) for place in chosen))
 
@@ -92,7 +92,7 @@ class Clips:
             for number, picture in video.numbered(str(file), numbers):
                 picture.save(folder / f"{number}.jpg", quality=95)
         except video.VideoError as error:
-            raise row.error(str(error)) from None
+            raise row.error(str(error), str(file)) from None
         return _frames(folder)
 
 
@@ -296,7 +296,7 @@ class Draft:
         known = {target.name: content_id(target.name) for target in example.targets}
         if not example.right or not set(example.right) <= known.keys():
             raise row.error(
-                f"the right answer {', '.join(example.right)!r} is not among the candidates {', '.join(known)}"
+                f"the right answer is not among the candidates {', '.join(known)}", ", ".join(example.right)
             )
         for target in example.targets:
             self.num_hidden += self.targets.setdefault(known[target.name], target) != target
@@ -341,9 +341,8 @@ def _rows(folder: Path, member: Member) -> Iterator[Row]:
         if not files and len(member.tables) == len(tables) == 1:
             files = tables
         if not files:
-            raise ReleaseError(
-                f"{folder} has no table with {word!r} in its name: src must be a copy of the release"
-            )
+            lacking = "it has no table with this in its name: src must be a copy of the release"
+            raise ReleaseError(lacking, folder, key=word)
         for row in read_rows(files):
             if number == member.most:
                 return

@@ -89,7 +89,7 @@ def _import_one(task: str, options: MrmrOptions) -> None:
     rows = [(row.id("id"), row) for row in rows_of("query")]
     queries = [_query(name, row, task, options) for name, row in rows if name in judged]
     if lost := sorted(judged.keys() - {name for name, _ in rows}):
-        raise ReleaseError(f"{folder / 'qrels'}: query {lost[0]!r} is not in query/: fetch the release again")
+        raise ReleaseError("the query is not in query/: fetch the release again", folder / "qrels", lost[0])
     options.write(
         task,
         meta={
@@ -151,10 +151,10 @@ def _content(row: Row) -> tuple[str | None, bytes | None]:
     """(text, picture) of an item, limited to its modality; as in the release, the text of an image-only item is not used."""
     parts = str(row.value("modality")).replace(" ", "").split(",")
     if unknown := sorted(set(parts) - {"text", "image"}):
-        raise row.error(f"modality {unknown[0]!r} is neither text nor image")
+        raise row.error(f"{unknown[0]!r} is neither text nor image", "modality")
     text, image = row.text("text") or None, _picture(row.get("image"))
     if empty := [part for part in parts if {"text": text, "image": image}[part] is None]:
-        raise row.error(f"modality is {','.join(parts)}, but {empty[0]} is empty")
+        raise row.error(f"it is empty, but modality is {','.join(parts)}", empty[0])
     return text if "text" in parts else None, image if "image" in parts else None
 
 

@@ -127,7 +127,7 @@ def _query(row: Row, pictures: Pictures, instruction: str) -> tuple[Query, list[
     listed_right, listed_wrong = as_list(row["positive_candidates"]), as_list(row["negative_candidates"])
     own = _distinct([row["query_image_signature"], row.get("query_image_signature2")])
     if not own:
-        raise row.error(f"query {name!r} has no picture")
+        raise row.error("the query has no picture", name)
     right = _distinct(listed_right)
     query = Query(
         id=name,

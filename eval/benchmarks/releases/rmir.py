@@ -109,7 +109,7 @@ def _pool(path: Path, *, pictures: bool) -> Iterator[Row]:
     ignored = [name.lower() for name in names]
     columns = match_columns(path, names, POOL_ALIASES, prefer=("id", "image"), ignored=ignored)
     if not columns:
-        raise ReleaseError(f"{path}: the pool needs a column id or image; found: {', '.join(names)}")
+        raise ReleaseError(f"the pool needs one of them; found: {', '.join(names)}", path, key="id or image")
     key = columns.get("id") or columns["image"]
     for row in iter_rows(path, None if pictures else [key]):
         name = _name(row.value(key))
@@ -122,14 +122,14 @@ def import_rmir(options: RmirOptions) -> RetrievalSet:
     pool_file = options.pool or _one_file(options, *POOL)
     files = _query_files(options, [pool_file, options.manifest, judged, wrong])
     if pool_file is None:
-        raise ReleaseError(
-            f"{options.src} has no file that lists the pool ({', '.join(POOL)}), and a pool of the positives alone would be "
-            "far too easy: pass pool=FILE with one id per row"
+        lacking = (
+            f"no file lists it ({', '.join(POOL)}), and a pool of the positives alone would be far too easy"
         )
+        raise ReleaseError(f"{lacking}: pass pool=FILE with one id per row", options.src, key="pool")
     pool: dict[str, None] = {}
     for row in _pool(pool_file, pictures=False):
         if row["id"] in pool:
-            raise row.error(f"picture {row['id']!r} is in the pool twice")
+            raise row.error("the picture is in the pool twice", row["id"], "twice")
         pool[row["id"]] = None
     pictures = Pictures(
         options.images, options.src / "images", options.src, hint="pass images=DIR, or manifest=FILE with id and path",
@@ -203,7 +203,7 @@ def _write_training(
         if not right:
             continue  # of a query that another split judges
         if name in records:
-            raise row.error(f"query {name!r} is there twice")
+            raise row.error("the query is there twice", name, "twice")
         records[name] = Record(
             id=name,
             group=str(row.get("group") or "+".join(own)),
@@ -216,10 +216,9 @@ def _write_training(
             negatives=[Target.model_validate(one) for key, one in targets(bad).items() if key not in right],
         )
     if not records or (options.counts and len(records) != NUM_TRAINING):
-        raise ReleaseError(
-            f"{options.src} has {len(records):,} training queries with right answers instead of {NUM_TRAINING:,}: for a subset or a new "
-            "version pass counts=false, and name their files and judgements train"
-        )
+        other = f"it has {len(records):,} training queries with right answers instead of {NUM_TRAINING:,}"
+        fix = "for a subset or a new version pass counts=false, and name their files and judgements train"
+        raise ReleaseError(f"{other}: {fix}", options.src, key="counts")
     write_jsonl(out, list(records.values()))
 
 
@@ -257,10 +256,10 @@ def _drafted(
 
 def _category(row: Row, own: Sequence[str]) -> str:
     if row["id"] is None or not own or not row["text"]:
-        raise row.error("a query needs a picture and a text, and an id")
+        raise row.error("a query needs a picture and a text, and an id", "query", "empty")
     category = CODES.get(str(row["category"]).strip().lower())
     if category is None:
-        raise row.error(f"category {row['category']!r} is not one of {', '.join(sorted(CODES))}")
+        raise row.error(f"{row['category']!r} is not one of {', '.join(sorted(CODES))}", "category")
     return category
 
 
@@ -283,7 +282,7 @@ def _one_file(options: RmirOptions, *stems: str, split: str = SPLIT) -> Path | N
         tables = [path for path in sorted(paths) if path.suffix in TABLES and path.is_file()]
         named = [path for path in tables if split in path.stem] or tables
         if len(named) > 1:
-            raise ReleaseError(f"{options.src}: {named} could all be {stem}: join them into one file")
+            raise ReleaseError(f"{named} could all be it: join them into one file", options.src, key=stem)
         if named:
             return named[0]
     return None
@@ -297,13 +296,12 @@ def _query_files(options: RmirOptions, others: Sequence[Path | None], split: str
     tables = (path for path in sorted(options.src.glob("[!.]*")) if path.suffix in TABLES)
     files = [path for path in tables if path not in passed]
     if not files:
-        raise ReleaseError(f"{options.src} has no table ({', '.join(TABLES)}) with queries")
+        raise ReleaseError(f"it has no table ({', '.join(TABLES)}) with queries", options.src, kind="empty")
     named = [path for path in files if split in path.stem or len(files) == 1]
     if not named:
         listed = ", ".join(path.name for path in files)
-        raise ReleaseError(
-            f"{options.src}: which of {listed} has the queries? Name it {split}{files[0].suffix}"
-        )
+        which = f"which of {listed} has the queries? Name it {split}{files[0].suffix}"
+        raise ReleaseError(which, options.src, kind="twice")
     return named
 
 
@@ -339,9 +337,9 @@ def _check_counts(draft: Draft, num_candidates: int, options: RmirOptions) -> li
     if many := [query for query, num in num_right.items() if num > MAX_POSITIVES]:
         wrong.append(f"more than {MAX_POSITIVES} positives in {len(many)} queries ({some(many)})")
     if wrong and options.counts:
+        fix = "For a subset or a new version pass counts=false, which records the differences in meta.json"
         raise ReleaseError(
-            f"{options.src} is not RMIR as published: {'; '.join(wrong)}. For a subset or a new version pass counts=false, "
-            "which records the differences in meta.json"
+            f"it is not RMIR as published: {'; '.join(wrong)}. {fix}", options.src, key="counts"
         )
     notes = [f"not as published: {difference}" for difference in wrong]
     return notes + ([SWAPPED] if counts["temporal"] == CATEGORY_COUNTS["temporal"] else [])
@@ -354,7 +352,7 @@ def _name(ref: Any) -> str:
     if isinstance(ref, bytes):
         return content_id(ref.hex())
     if ref is None or ref == "":
-        raise ReleaseError("a picture's reference is empty")
+        raise ReleaseError("the reference is empty", key="picture")
     return safe_id(str(ref))
 
 
@@ -366,7 +364,9 @@ def _picture(pictures: Pictures, ref: Any) -> bytes | Path:
     """
     name = "" if isinstance(ref, bytes | Mapping) else str(ref)
     if "://" in name and name not in pictures.manifest:
-        raise ReleaseError(f"picture {name!r} is a URL: download it and pass manifest=FILE with id and path")
+        raise ReleaseError(
+            "the picture is a URL: download it and pass manifest=FILE with id and path", key=name, kind="web"
+        )
     stem = Path(name).stem
     hint = "an integer is a Visual Genome id, which is not a file name: pass manifest=image_data.json"
     by_stem = bool(re.fullmatch(r"[0-9a-f]{16}", stem))

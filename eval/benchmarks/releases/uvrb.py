@@ -142,12 +142,12 @@ def _query(row: Row, folder: Path, videos: "_Videos", *, has_instruction: bool) 
     if image:
         path = folder / "images" / image
         if not path.is_file():
-            raise row.error(f"picture {path} does not exist")
+            raise row.error("the picture does not exist", str(path))
         return (ImagePart(str(path)), *words)
     if video:
         return (*words, videos.find(video, row))
     if not words:
-        raise row.error("it has neither text nor image nor video")
+        raise row.error("it is empty, and so are image and video", "text")
     return words
 
 
@@ -163,11 +163,11 @@ class _Videos:
         if frames.is_dir():
             files = sorted(path for path in frames.iterdir() if path.suffix.lower() in FRAME_ENDINGS)
             if not files:
-                raise row.error(f"there are no frames ({', '.join(FRAME_ENDINGS)}) in {frames}")
+                raise row.error(f"it holds no frames ({', '.join(FRAME_ENDINGS)})", str(frames))
             return VideoPart(tuple(str(files[place]) for place in sampled(len(files), self.num_frames)))
         file = self.folder / "videos" / name
         if not file.is_file() or file.suffix.lower() in SUFFIXES:
-            raise row.error(f"video {name!r} is neither a folder of frames ({frames}) nor a file ({file})")
+            raise row.error(f"it is neither a folder of frames ({frames}) nor a file ({file})", name)
         return VideoPart(str(file), num_frames=self.num_frames)
 
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from faults import error_about
 
 from data_prep.rationales.pairs import Source, read_captions
 from rge.common.errors import UserError
@@ -37,7 +38,7 @@ def test_a_caption_by_exact_name_comes_first(tmp_path: Path) -> None:
 def test_a_picture_library_beside_the_records_may_have_no_captions(tmp_path: Path) -> None:
     pq.write_table(pa.table({"id": ["a"], "image": [b"x"]}), tmp_path / "pictures.parquet")
     assert read_captions(tmp_path / "train.jsonl", None) == {}
-    with pytest.raises(UserError, match="is not a Parquet file with columns id and caption"):
+    with error_about(UserError, "captions", "pictures.parquet"):
         read_captions(tmp_path / "train.jsonl", tmp_path / "pictures.parquet")
     pq.write_table(pa.table({"id": ["a"], "caption": ["a hat"]}), tmp_path / "pictures.parquet")
     assert read_captions(tmp_path / "train.jsonl", None) == {"a": "a hat"}

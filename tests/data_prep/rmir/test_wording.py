@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from faults import raises
+from faults import error_about
 from paths import ROOT
 from PIL import Image
 
@@ -121,35 +121,29 @@ def test_another_wording_redoes_the_stages_that_say_it(tmp_path, name, redone):
 
 
 @pytest.mark.parametrize(
-    ("files", "message"),
+    ("files", "fields"),
     [
-        ({}, "is no folder with any of the files kinds.md|generate.md"),
-        ({"kind.md": "x"}, r"kind\.md does not replace any prompt; the files are generate\.md"),
-        (
-            {"judge.md": "Answer in exactly this format:"},
-            r"judge\.md must contain '<consistent>True, False or ABSTAIN",
-        ),
-        ({"kinds.md": "no line of that kind"}, "has no line such as 'FUNC"),
-        (
-            {"kinds.md": "MADE (material): x\nMADE (method): y"},
-            "MADE stands for two kinds; each needs its own",
-        ),
-        ({"kinds.md": "MADE (made): x\nHOW (made): y"}, "made stands for two kinds; each needs its own"),
-        ({"constraints.md": b"\xff\xfe\xff"}, r"constraints\.md cannot be read"),
+        ({}, ("prompts",)),
+        ({"kind.md": "x"}, ("kind.md", "unknown")),
+        ({"judge.md": "Answer in exactly this format:"}, ("judge.md", "lacking")),
+        ({"kinds.md": "no line of that kind"}, ("kinds.md", "empty")),
+        ({"kinds.md": "MADE (material): x\nMADE (method): y"}, ("kinds.md", "MADE")),
+        ({"kinds.md": "MADE (made): x\nHOW (made): y"}, ("kinds.md", "made")),
+        ({"constraints.md": b"\xff\xfe\xff"}, ("constraints.md", "unreadable")),
     ],
 )
-def test_files_that_cannot_be_used_are_named(tmp_path, files, message):
+def test_files_that_cannot_be_used_are_named(tmp_path, files, fields):
     for name, text in files.items():
         (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(UserError, match=message):
+    with error_about(UserError, *fields):
         wording(str(tmp_path))
-    with pytest.raises(UserError, match="is no folder with any of the files"):
+    with error_about(UserError, "prompts", "nowhere"):
         wording(str(tmp_path / "nowhere"))
 
 
 def test_a_kind_that_no_file_names_is_refused(tmp_path):
     config = config_of(tmp_path, "http://host/v1", generate=GenerateConfig(categories=["material"]))
-    with raises(UserError, ("choice", "generate.categories")):
+    with error_about(UserError, ("choice", "generate.categories")):
         check(config)
 
 

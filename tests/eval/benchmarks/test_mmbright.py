@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from eval_fakes import FakeEncoder, loader, picture, write_set
-from faults import error_about, raises
+from faults import error_about
 from PIL import Image
 
 from eval.benchmarks.published_tables import published
@@ -146,7 +146,7 @@ def test_task_4_grades(src, tmp_path):
     legacy = imported(src, tmp_path / "l", task="4", keys="legacy")
     assert len(legacy.corpus_ids) == 4 + 2
     assert [len(rows) for rows, _ in legacy.positives] == [1, 2]
-    with error_about(UserError, "keys=", "4", "2"):
+    with error_about(UserError, "keys"):
         imported(src, tmp_path / "n", task="2", keys="legacy")
 
 
@@ -167,7 +167,7 @@ def test_documents_are_streamed_part_by_part_and_count_once(src, tmp_path):
     assert list(wanted.corpus_items()) == list(whole.corpus_items())
     assert wanted.fingerprint == whole.fingerprint
     rows.drop(columns="content").to_parquet(other / "documents" / "biology.parquet")
-    with error_about(UserError, "biology.parquet", "1", "content"):
+    with error_about(UserError, "biology.parquet", "row 1", "content"):
         imported(other, tmp_path / "q", task="1")
     assert not (tmp_path / "q" / "biology").exists()
 
@@ -257,11 +257,11 @@ def test_task_3_scales_single_scores(tmp_path):
 
 
 def test_refusals(src, tmp_path):
-    with raises(UserError, ("choice", "task")):
+    with error_about(UserError, ("choice", "task")):
         parse_options(MmbrightOptions, [f"src={src}", f"out={tmp_path / 'o'}", "task=5"])
-    with error_about(UserError, "DOMAIN.parquet"):
+    with error_about(UserError, tmp_path / "documents"):
         imported(tmp_path, tmp_path / "o")
-    with raises(UserError, ("choice", "domains")):
+    with error_about(UserError, ("choice", "domains")):
         imported(src, tmp_path / "o", domains=("bio",))
     other = tmp_path / "src"
     for config in ("documents", "examples_multimodal", "examples_images"):
@@ -269,14 +269,14 @@ def test_refusals(src, tmp_path):
         rows = pd.read_parquet(src / config / "biology.parquet")
         rows = rows[rows["id"] != DOCS[1]] if config == "documents" else rows
         rows.to_parquet(other / config / "biology.parquet")
-    with error_about(UserError, "1", "q1: biology/bb22_2_0.txt"):
+    with error_about(UserError, "q1: biology/bb22_2_0.txt", "allow_missing"):
         imported(other, tmp_path / "o")
     assert imported(other, tmp_path / "o", allow_missing=True, overwrite=True).num_missing_Q.tolist() == [
         1,
         0,
     ]
     table(other, "examples_images", "biology", [{"path": "a.png", "bytes": picture(9)}])
-    with error_about(UserError, "b.gif", "'q1'", "examples_images"):
+    with error_about(UserError, "b.gif", "q1"):
         imported(other, tmp_path / "p", allow_missing=True)
 
 

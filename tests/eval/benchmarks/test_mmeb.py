@@ -197,27 +197,24 @@ def test_a_suite_end_to_end(suite, tmp_path, capsys):
 
 
 def test_refusals(release, tmp_path):
-    with error_about(UserError, "33", "36", "N24News", "MMEB", "sets=NAME"):
+    with error_about(UserError, "sets", release):
         import_mmeb(MmebOptions(src=release, out=tmp_path / "o"))
     with error_about(UserError, "ImageNet-1K"):
         import_mmeb(MmebOptions(src=release, out=tmp_path / "o", sets=("ImageNet_1K",)))
     src = tmp_path / "src"
     src.mkdir()
     row = rows_of("ImageNet-1K")[0]
-    for change, message in (
-        ({"tgt_text": [], "tgt_img_path": []}, "row 1: no candidates"),
-        ({"tgt_text": ["a", "b"], "tgt_img_path": ["x"]}, "2 texts and 1 pictures"),
-        ({"tgt_text": ["a", ""], "tgt_img_path": ["", ""]}, "candidate 1 has neither text nor picture"),
-        (
-            {"qry_inst": "Represent it."},
-            "column 'qry_inst' holds the instruction separately, as in MMEB-V2",
-        ),
-        ({"qry_text": 7}, "row 1: column 'qry_text' must hold text, got 7"),
-        ({"tgt_text": [7, 8], "tgt_img_path": []}, "row 1: column 'tgt_text' must hold text, got 7"),
-        ({"qry_img_path": "no.png"}, "picture 'no.png' is not below .* unpack images.zip"),
+    for change, key in (
+        ({"tgt_text": [], "tgt_img_path": []}, "tgt_text"),
+        ({"tgt_text": ["a", "b"], "tgt_img_path": ["x"]}, "tgt_img_path"),
+        ({"tgt_text": ["a", ""], "tgt_img_path": ["", ""]}, "candidate 1"),
+        ({"qry_inst": "Represent it."}, "qry_inst"),
+        ({"qry_text": 7}, "qry_text"),
+        ({"tgt_text": [7, 8], "tgt_img_path": []}, "tgt_text"),
+        ({"qry_img_path": "no.png"}, "no.png"),
     ):
         (src / "SUN397.jsonl").write_text(json.dumps(row | change) + "\n")
-        with pytest.raises(UserError, match=message):
+        with error_about(UserError, "SUN397.jsonl", "row 1", key):
             import_mmeb(MmebOptions(src=src, out=tmp_path / "o", sets=("SUN397",)))
 
 
@@ -228,11 +225,11 @@ def test_a_failed_import_says_what_it_leaves_behind(release, tmp_path):
         row = rows_of("ImageNet-1K")[0] | {"qry_img_path": ""} | change
         (src / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
     options = MmebOptions(src=src, out=tmp_path / "o", sets=("ImageNet-1K", "SUN397"))
-    with error_about(UserError, "1", "2", "overwrite=true"):
+    with error_about(UserError, "SUN397.jsonl", "tgt_text"):
         import_mmeb(options)
     (src / "SUN397.jsonl").write_text(
         json.dumps(row | rows_of("ImageNet-1K")[0] | {"qry_img_path": ""}) + "\n"
     )
-    with pytest.raises(UserError, match="already exists"):
+    with error_about(UserError, "ImageNet-1K"):
         import_mmeb(options)
     assert import_mmeb(replace(options, overwrite=True)) == ["ImageNet-1K", "SUN397"]

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from eval_fakes import FakeEncoder, loader, picture
-from faults import error_about, raises
+from faults import error_about
 
 from eval.__main__ import main
 from eval.benchmarks.registry import protocol_for
@@ -129,12 +129,12 @@ def test_documents_have_the_released_texts_and_judgements(tmp_path):
     corpus = next((src / "VisRAG_ArxivQA/corpus").iterdir())
     pages = pd.read_parquet(corpus)
     pages.assign(image=[{"bytes": None, "path": "gone.png"}] * len(pages)).to_parquet(corpus)
-    with error_about(UserError, "1", "gone.png"):  # no page without its picture
+    with error_about(UserError, "row 1", "gone.png"):  # no page without its picture
         import_mmeb2(Mmeb2Options(src, tmp_path / "gone", part="visdoc", sets=("VisRAG_ArxivQA",)))
     no_judgement = documents(
         tmp_path / "other", "VisRAG_ArxivQA", "train", judged=[("1", "p1", 1), ("2", "p4", 0)]
     )
-    with error_about(UserError, "'2'", "0"):
+    with error_about(UserError, "2"):
         import_mmeb2(Mmeb2Options(no_judgement, tmp_path / "no", part="visdoc", sets=("VisRAG_ArxivQA",)))
 
 
@@ -164,20 +164,20 @@ def test_each_part_has_its_metric(release, tmp_path):
 def test_what_does_not_fit_is_said(release, tmp_path):
     assert len(SETS) == 36
     assert len(DOCUMENTS) == 24
-    with error_about(UserError, "23", "36"):
+    with error_about(UserError, "sets", release):
         import_mmeb2(Mmeb2Options(release, tmp_path / "out"))
-    with error_about(UserError, "24"):
+    with error_about(UserError, "sets", release):
         import_mmeb2(Mmeb2Options(release, tmp_path / "out", part="visdoc"))
-    with error_about(UserError, "images=", "part=image"):
+    with error_about(UserError, "images"):
         import_mmeb2(Mmeb2Options(release, tmp_path / "out", part="visdoc", images=release))
-    with raises(UserError, ("choice", "pictures")):
+    with error_about(UserError, ("choice", "pictures")):
         parse_options(Mmeb2Options, [f"src={release}", f"out={tmp_path / 'out'}", "pictures=copy"])
     import_mmeb2(Mmeb2Options(release, tmp_path / "twice", sets=("EDIS",)))
-    with error_about(UserError, "overwrite=true"):
+    with error_about(UserError, "twice", "out"):
         import_mmeb2(Mmeb2Options(release, tmp_path / "twice", sets=("EDIS",)))
     import_mmeb2(Mmeb2Options(release, tmp_path / "twice", sets=("CIRR",), overwrite=True))
     (release / "image-tasks/b.png").unlink()
-    with error_about(UserError, "TIGER-Lab/MMEB-V2"):
+    with error_about(UserError, "image-tasks/b.png"):
         import_mmeb2(Mmeb2Options(release, tmp_path / "out", sets=("CIRR",)))
     pd.DataFrame([{"qry_text": "", "tgt_text": ["a"]}]).to_parquet(release / "GQA.parquet")
     (release / "GQA").mkdir()

@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 from clips import clip
 from eval_fakes import picture
+from faults import error_about
 from PIL import Image
 
 from eval.benchmarks.release_files import ReleaseError
@@ -150,20 +151,19 @@ def test_what_does_not_fit_is_named(tmp_path):
     def refused(name, **more):
         with pytest.raises(ReleaseError) as error:
             import_mmeb2(Mmeb2Options(src, tmp_path / "out", **{"part": "video", "sets": (name,)} | more))
-        return str(error.value)
+        return error.value.key
 
-    with pytest.raises(UserError) as error:
+    with error_about(UserError, ("choice", "sets")):
         import_mmeb2(Mmeb2Options(src, tmp_path / "out", part="video", sets=("K600",)))
-    assert "K600" in str(error.value)
-    assert "lacks 14 of 18 sets" in refused("all")
-    assert "frames=" in refused("HMDB51", part="visdoc", frames=src)
-    assert "images=" in refused("HMDB51", images=src)
+    assert refused("all") == "sets"
+    assert "frames" == refused("HMDB51", part="visdoc", frames=src)
+    assert "images" == refused("HMDB51", images=src)
     (src / "MVBench/json/moving_count.json").unlink()
-    assert "'moving_count'" in refused("MVBench")
+    assert "moving_count" == refused("MVBench")
     frames = src / "video-tasks" / "frames"
     (frames / "video_mret/Charades_STA/b1/positive_clip").rename(tmp_path / "elsewhere")
-    assert "right answer" in refused("Charades-STA")
+    assert refused("Charades-STA")
     (frames / "video_cls/HMDB51/c").rename(tmp_path / "c")
-    assert "row 2: there are no frames" in refused("HMDB51")
+    assert refused("HMDB51").endswith("video_cls/HMDB51/c")
     pd.DataFrame([{"video": 1}]).to_parquet(src / "NExTQA" / "MC.parquet")
-    assert "NExTQA" in refused("NExTQA")
+    refused("NExTQA")

@@ -142,22 +142,22 @@ def test_what_does_not_fit_is_said(tmp_path):
     with error_about(UserError, "theorem/qrels"):
         import_mrmr(MrmrOptions(tmp_path, tmp_path / "out", tasks=("theorem",)))
     write(tmp_path / "lost", "design", judged=[("9", "a", 1)])
-    with error_about(UserError, "'9'", "query/"):
+    with error_about(UserError, "9", "design/qrels"):
         import_mrmr(MrmrOptions(tmp_path / "lost", tmp_path / "out", tasks=("design",)))
     write(
         tmp_path / "empty",
         "design",
         queries=[{"id": "2", "modality": "image,text", "text": "x", "image": None}],
     )
-    with pytest.raises(UserError, match="row 1: modality is image,text, but image is empty"):
+    with error_about(UserError, "row 1", "image"):
         import_mrmr(MrmrOptions(tmp_path / "empty", tmp_path / "out", tasks=("design",)))
     write(
         tmp_path / "other", "design", queries=[{"id": "2", "modality": "video", "text": "x", "image": None}]
     )
-    with error_about(UserError, "video"):
+    with error_about(UserError, "row 1", "modality"):
         import_mrmr(MrmrOptions(tmp_path / "other", tmp_path / "out", tasks=("design",)))
     (tmp_path / "none/traffic/qrels").mkdir(parents=True)
-    with pytest.raises(UserError, match="has no table of split test"):
+    with error_about(UserError, "traffic/qrels", "test"):
         import_mrmr(MrmrOptions(tmp_path / "none", tmp_path / "out", tasks=("traffic",)))
 
 

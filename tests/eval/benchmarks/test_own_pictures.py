@@ -27,6 +27,7 @@ from eval.sets.tables import SetError
 from rge.checkpoints.export import export
 from rge.common import files
 from rge.common.errors import UserError
+from rge.common.files import FileError
 
 DOC = ROOT / "docs" / "own_data.md"
 
@@ -141,11 +142,10 @@ def test_json_lines_with_lists(photos):
     found = import_folder(options(photos, report_by=("season",), overwrite=True))
     assert (found.queries[0].text, found.negatives) == (None, None)
     assert (found.columns["category"], found.columns["season"]) == (["uncategorised"], ["none"])
-    with pytest.raises(UserError, match="unknown columns season. Known fields are id, text, image, right"):
+    with error_about(UserError, "season", "unknown"):
         import_folder(options(photos, overwrite=True))
     (photos / "queries.jsonl").write_text(json.dumps({"text": ["q"], "right": ["key.jpg"]}) + "\n")
-    with error_about(UserError, "1", "'q'"):
-        import_folder(options(photos, overwrite=True))
+    assert problems(photos) == {("row 1, text", None)}
 
 
 def test_copies_are_one_candidate_under_all_their_names(photos):
@@ -168,39 +168,32 @@ def test_everything_that_is_wrong_is_listed_at_once(photos):
     (photos / "queries.csv").write_text(
         "id,text,image,right,wrong\n1,what,padlok.jpg,bench.jpg,\n2,what,,ladder.jpg,\n1,,,bench.jpg,bench.jpg\n3,what,,,\n"
     )
-    with pytest.raises(UserError) as error:
-        import_folder(options(photos))
-    for line in (
-        "C2: picture 'padlok.jpg' is not in the folder; did you mean 'padlock.jpg'?",
-        "D3: 'ladder.jpg' could be 'library/ladder.jpg' or 'shed/ladder.jpg': give the full path",
-        "row 4: neither text nor picture",
-        "E4: 'bench.jpg' is listed as right and as wrong",
-        "D5: no right answer",
-        "A4: id '1' is already used in A2",
-    ):
-        assert line in str(error.value)
+    assert problems(photos) == {
+        ("C2", "padlok.jpg"), ("D3", "ladder.jpg"), ("row 4", None), ("E4", "bench.jpg"), ("D5", None), ("A4", "1"),
+    }  # fmt: skip
     assert not (photos.parent / "set").exists()
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("content", "fields"),
     [
-        (b"text,right\nGr\xf6\xdfe,key.jpg\n", "is not UTF-8 .* save it as CSV UTF-8, or as .xlsx"),
-        (
-            b"text,right\na, b,key.jpg\n",
-            "line 2: 2 columns are named, but this row has 3 cells; a cell that contains ',' needs quotes",
-        ),
-        (
-            b"text,image\na,key.jpg\n",
-            r"no column right \(right, right_answer, .* found: text, image; pass field_map=THEIRS=right",
-        ),
-        (b"text,right\n", "has no rows"),
+        (b"text,right\nGr\xf6\xdfe,key.jpg\n", ()),
+        (b"text,right\na, b,key.jpg\n", (2,)),
+        (b"text,image\na,key.jpg\n", ("right",)),
+        (b"text,right\n", ("empty",)),
     ],
 )
-def test_broken_tables_are_named(photos, content, message):
+def test_broken_tables_are_named(photos, content, fields):
     (photos / "queries.csv").write_bytes(content)
-    with pytest.raises(UserError, match=message):
+    with error_about(UserError, "queries.csv", *fields):
         import_folder(options(photos))
+
+
+def problems(photos):
+    """Where a table's problems are, and the names at fault."""
+    with pytest.raises(UserError) as caught:
+        import_folder(options(photos, overwrite=True))
+    return {(one.place, one.key) for one in caught.value.problems}
 
 
 def right_answers(found):
@@ -222,8 +215,9 @@ def test_names_that_differ_only_in_case_or_in_an_escaped_blank_are_two_pictures(
     assert answers(photos, "Key.png", "key.png", "a b.png", "a%20b.png") == [
         ["Key.png"], ["key.png"], ["a%20b.png"], ["a%2520b.png"],
     ]  # fmt: skip
-    with error_about(UserError, "KEY.PNG", "Key.png", "key.png"):
+    with error_about(UserError, "queries.jsonl") as caught:
         answers(photos, "KEY.PNG", overwrite=True)
+    assert [one.key for one in caught.value.problems] == ["KEY.PNG"]
 
 
 @pytest.mark.parametrize(("on_disk", "in_table"), [("NFD", "NFC"), ("NFC", "NFD")])
@@ -243,13 +237,14 @@ def test_paths_of_windows_and_of_other_machines(photos):
 def test_numbers_as_a_spreadsheet_exports_them_name_pictures(photos):
     (photos / "7.jpg").write_bytes(picture(500))
     assert answers(photos, "7.0", "7") == [["7.jpg"]] * 2
-    with error_about(UserError, "1", "8.0"):
+    with error_about(UserError, "queries.jsonl") as caught:
         answers(photos, "8.0")
+    assert [one.key for one in caught.value.problems] == ["8.0"]
 
 
 def test_a_set_is_not_written_into_its_own_pictures(photos):
     for out in (photos, photos.parent):
-        with pytest.raises(UserError, match="contains the pictures: choose a different folder"):
+        with error_about(UserError, out, "out"):
             import_folder(options(photos, out=out, overwrite=True))
 
 
@@ -263,8 +258,7 @@ def test_a_separator_may_be_part_of_a_name(photos):
     for number, name in enumerate(("salt.jpg", "salt;key.jpg")):
         (photos / name).write_bytes(picture(600 + number))
     (photos / "queries.csv").write_text('text,right\na,"salt;key.jpg"\n')
-    with error_about(UserError, "B2", "salt;key.jpg"):
-        import_folder(options(photos, overwrite=True))
+    assert problems(photos) == {("B2", "salt;key.jpg")}
 
 
 def test_pictures_that_cannot_be_opened_only_matter_where_a_query_needs_them(photos):
@@ -275,10 +269,7 @@ def test_pictures_that_cannot_be_opened_only_matter_where_a_query_needs_them(pho
     assert not {"broken.png", "moves.gif"} & set(found.corpus_ids)
     assert found.meta["notes"] == ["pictures left out because they cannot be opened: broken.png, moves.gif"]
     (photos / "queries.csv").write_text("text,right,wrong\na,moves.gif,broken.png\nb,key.jpg,\n")
-    with pytest.raises(UserError) as error:
-        import_folder(options(photos, overwrite=True))
-    assert "B2: picture 'moves.gif' cannot be opened: " in str(error.value)
-    assert "C2: picture 'broken.png' cannot be opened: cannot be decoded" in str(error.value)
+    assert problems(photos) == {("B2", "moves.gif"), ("C2", "broken.png")}
 
 
 def test_a_folder_that_is_not_ours_is_never_replaced(photos, tmp_path):
@@ -286,11 +277,11 @@ def test_a_folder_that_is_not_ours_is_never_replaced(photos, tmp_path):
     other.mkdir()
     (other / "meta.json").write_text('{"name": "my thesis"}')
     (other / "thesis.docx").write_bytes(b"three years")
-    with pytest.raises(UserError, match="was not written by this program"):
+    with error_about(FileError, "other"):
         import_folder(options(photos, out=other, overwrite=True))
     assert (other / "thesis.docx").read_bytes() == b"three years"
     import_folder(options(photos))
-    with pytest.raises(UserError, match="already exists"):
+    with error_about(FileError, "set"):
         import_folder(options(photos))
     (photos.parent / "set" / "notes.txt").write_text("mine")
     with error_about(UserError, "notes.txt"):
@@ -315,7 +306,7 @@ def test_a_kill_between_the_two_renames_loses_nothing(photos, monkeypatch):
         import_folder(options(photos, overwrite=True))
     monkeypatch.undo()
     assert not at.exists()  # as after SIGKILL: nothing could put it back
-    with pytest.raises(UserError, match="already exists"):
+    with error_about(FileError, "set"):
         import_folder(options(photos))
     assert load_set(at).fingerprint == before
 
@@ -339,11 +330,11 @@ def test_a_set_made_elsewhere_shows_and_writes_nothing_outside(tmp_path):
         (path / "in.png").write_bytes(picture(2))
         (path / "link.png").unlink(missing_ok=True)
         (path / "link.png").symlink_to(tmp_path / "private.png")
-        with pytest.raises(SetError, match="outside the set's folder"):
+        with error_about(SetError, "corpus.parquet", "outside"):
             list(load_set(path).corpus_items())
     for member in ("../x", str(tmp_path / "x")):
         write_suite(tmp_path / "suite", name="s", benchmark="generic", column="set", members={member: {}})
-        with pytest.raises(UserError, match="is not a folder in the suite"):
+        with error_about(UserError, member, "outside"):
             load_suite(tmp_path / "suite")
 
 
@@ -400,17 +391,9 @@ def test_what_a_spreadsheet_spoiled_is_listed_with_its_cells(workbook):
         sheet["D4"] = "stray"
 
     rows = [["text", "right", "text"], ["a"], ["b"], ["c", datetime.date(2024, 4, 3)], ["d", "keys.jpg"]]
-    with pytest.raises(UserError) as error:
-        import_folder(options(workbook(rows, change)))
-    for line in (
-        "C1: 'text' is already the heading of column A",
-        "D4: column D has no heading",
-        "B2: the formula was never calculated",
-        "B3: the formula gives #REF!",
-        "B4: the spreadsheet turned the value into a date (2024-04-03",
-        "B5: picture 'keys.jpg' is not in the folder; did you mean 'key.jpg'?",
-    ):
-        assert line in str(error.value)
+    assert problems(workbook(rows, change)) == {
+        ("C1", None), ("D4", None), ("B2", None), ("B3", None), ("B4", None), ("B5", "keys.jpg"),
+    }  # fmt: skip
 
 
 def test_sheets_and_files_that_are_no_workbook(workbook, tmp_path):
@@ -423,10 +406,10 @@ def test_sheets_and_files_that_are_no_workbook(workbook, tmp_path):
         import_folder(options(photos, sheet="c"))
     assert import_folder(options(photos, sheet="Sheet")).query_ids
     (tmp_path / "old.xlsx").write_bytes(b"\xd0\xcf\x11\xe0 an older format, or one with a password")
-    with pytest.raises(UserError, match="cannot be read as a workbook"):
+    with error_about(UserError, "old.xlsx"):
         import_folder(options(photos, queries=tmp_path / "old.xlsx"))
     (tmp_path / "old.numbers").write_bytes(b"")
-    with pytest.raises(UserError, match="must end in .*: save it as .xlsx"):
+    with error_about(UserError, "old.numbers", "format"):
         import_folder(options(photos, queries=tmp_path / "old.numbers"))
 
 
@@ -442,7 +425,7 @@ def test_a_fingerprint_is_computed_where_it_is_missing(tmp_path):
     (path / "meta.json").write_text(json.dumps({"name": "mine"}))
     assert load_set(path).fingerprint == given
     (path / "meta.json").write_text(json.dumps({"name": "mine", "fingerprint": "0" * 64}))
-    with pytest.raises(SetError, match="the set was changed after it was written"):
+    with error_about(SetError, "meta.json", "fingerprint"):
         load_set(path)
 
 

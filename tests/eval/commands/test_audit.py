@@ -9,6 +9,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from eval_fakes import FakeEncoder, loader, picture, tables, write_set, write_tables
+from faults import error_about
 from recorded import RECIPE
 
 from eval.__main__ import main
@@ -212,7 +213,7 @@ def test_the_command(set_dir, tmp_path, capsys):
     assert main(["audit", f"set={set_dir}", f"train={path}"]) == 0
     assert TRAINED in capsys.readouterr().out
     path.write_text("{broken\n")
-    with pytest.raises(UserError, match="jsonl:1"):
+    with error_about(UserError, path, 1):
         audit_training(load_set(set_dir), [RecordsConfig(path=str(path))])
     assert main(["audit", f"set={set_dir}", "train=gone.jsonl"]) == 2
     assert "do not exist" in capsys.readouterr().err

@@ -177,32 +177,17 @@ def test_queries_that_one_side_does_not_define_are_left_out_of_both():
 
 
 @pytest.mark.parametrize(
-    ("a", "b", "change", "message"),
+    ("a", "b", "change", "fields"),
     [
-        (
-            "a/direct-both",
-            "b",
-            {},
-            r"measured on fake, .* on fake: different retrieval sets \(fingerprints \w+ and \w+\)",
-        ),
-        (
-            "a/direct-both",
-            "few",
-            {},
-            "has 40 queries, .* 10; 'q10' is only in one of them. Was one run with limit=",
-        ),
-        ("a", "b", {}, "a holds 2 evaluations: pass one of direct-both, reasoning-both"),
-        ("set", "b", {}, "set has no results.json: the evaluation is unfinished or in another directory"),
-        (
-            "b",
-            "b",
-            {"metric": ("recall@3",)},
-            "metric 'recall@3' is not in both evaluations; both have recall@1",
-        ),
+        ("a/direct-both", "b", {}, ("b", "set.fingerprint")),
+        ("a/direct-both", "few", {}, ("few", "q10")),
+        ("a", "b", {}, ("a", "several")),
+        ("set", "b", {}, ("set/results.json", "missing")),
+        ("b", "b", {"metric": ("recall@3",)}, ("recall@3",)),
     ],
 )
-def test_what_cannot_be_compared_is_named(dirs, a, b, change, message):
-    with pytest.raises(UserError, match=message):
+def test_what_cannot_be_compared_is_named(dirs, a, b, change, fields):
+    with error_about(UserError, *fields):
         compare(CompareOptions(dirs / a, dirs / b, **change))
 
 
@@ -211,7 +196,7 @@ def test_profiles_must_agree(dirs, tmp_path):
         (tmp_path / name).write_bytes((dirs / "b" / name).read_bytes())
     results = json.loads((tmp_path / "results.json").read_text()) | {"profile": "official"}
     (tmp_path / "results.json").write_text(json.dumps(results))
-    with error_about(UserError, "clean", "official"):
+    with error_about(UserError, "profile"):
         compare(CompareOptions(dirs / "b", tmp_path))
     (tmp_path / "results.json").write_text("{")
     with error_about(UserError, "results.json"):

@@ -138,7 +138,7 @@ def test_mmbright_and_pinpoint_are_counted_too(held, tmp_path):
     with error_about(UserError, "1,450", "1,585", "mmbright1"):
         fetch(FetchOptions("mmbright", tmp_path / "b"))
     held.files = {"pinpoint_licensed.parquet": table(7635), "index_signatures.txt": b"a\nb\n"}
-    with error_about(UserError, "repo=OWNER/NAME"):
+    with error_about(UserError, "repo"):
         fetch(FetchOptions("pinpoint", tmp_path / "p"))
     with error_about(UserError, "2", "109,600"):
         fetch(FetchOptions("pinpoint", tmp_path / "p", repo="me/pinpoint"))
@@ -147,7 +147,7 @@ def test_mmbright_and_pinpoint_are_counted_too(held, tmp_path):
 def test_what_cannot_be_is_refused(tmp_path, capsys):
     assert main(["fetch", "mmebb", f"out={tmp_path}"]) == 2
     assert "did you mean 'mmeb'?" in capsys.readouterr().err
-    with error_about(UserError, "revision=", "mmeb2", "part=image", "2"):
+    with error_about(UserError, "revision"):
         fetch(FetchOptions("mmeb2", tmp_path, revision="main"))
     assert len({_repo_of(name) for name in DOCUMENTS}) == 24
     assert _repo_of("ViDoRe_esg_reports_v2_multilingual") == "vidore/esg_reports_v2"

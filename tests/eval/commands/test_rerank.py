@@ -251,21 +251,21 @@ def test_the_command_reranks_a_finished_evaluation(tmp_path, judged_by):
     rerank_command(RerankOptions(of=tmp_path / "judged", out=tmp_path / "again", judge="x", top_n=2))
     assert [text.text for text in told.asked] == [f"because of {text.id}" for text in told.asked]
     judged_by(Knows({}))
-    with error_about(UserError, "rerank.top_n", "60"):
+    with error_about(UserError, "rerank.top_n"):
         rerank_command(RerankOptions(**options, top_n=5))
     other = Knows({})
     other.name = other.name | {"judge": "another"}
     judged_by(other)
-    with error_about(UserError, "rerank.judge", "another"):
+    with error_about(UserError, "rerank.judge"):
         rerank_command(RerankOptions(**options, top_n=60))
     rerank_command(RerankOptions(**options, top_n=1, overwrite=True))
     assert json.loads((tmp_path / "judged" / "results.json").read_text())["micro"] == before["micro"]
     content["qrels"]["score"][0] = 9
     write_tables(tmp_path / "set", content)
-    with pytest.raises(UserError, match="is not the retrieval set that was measured"):
+    with error_about(UserError, "set", "set.fingerprint"):
         rerank_command(RerankOptions(**options, overwrite=True))
     data.rename(tmp_path / "elsewhere")
-    with error_about(UserError, "set=DIR"):
+    with error_about(UserError, "set"):
         rerank_command(RerankOptions(**options, overwrite=True))
 
 
@@ -279,7 +279,7 @@ def test_answers_are_kept_and_a_file_that_is_none_is_refused(tmp_path):
     }
     assert value_key("a", "b") != value_key("ab", "")
     (tmp_path / "text").write_text("no database at all, but long enough to be taken for a header " * 20)
-    with pytest.raises(UserError, match="cannot be used as an answer store"):
+    with error_about(UserError, tmp_path / "text"):
         AnswerStore(tmp_path / "text")
 
 
@@ -414,7 +414,7 @@ def test_the_command_asks_for_what_the_answer_shows(tmp_path, judged_by):
     assert found["rerank"]["before"]["recall@10"] == before["micro"]["recall@10"]
     assert nothing["micro"] == before["micro"] != alone["micro"]
     assert nothing["identity"]["key"] != alone["identity"]["key"]
-    with error_about(UserError, "rerank.mix", "0.05"):
+    with error_about(UserError, "rerank.mix"):
         rerank_command(RerankOptions(**options))
 
 
@@ -491,5 +491,5 @@ def test_records_that_teach_to_describe(tmp_path):
     row = json.loads((folder / "text.jsonl").read_text().splitlines()[0])
     row["positives"][0] |= {"identity": "nobody", "image": None, "text": "words"}
     some.write_text(json.dumps(row))
-    with pytest.raises(UserError, match="describes no positive of src"):
+    with error_about(UserError, "descriptions"):
         judge_records.write_records(replace(options, src=(some,)))

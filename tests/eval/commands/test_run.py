@@ -103,11 +103,11 @@ def test_metrics_at_any_cutoff(set_dir, tmp_path):
     results, table = results_of(out), per_query_of(out)
     assert results["micro"]["recall@55"]["value"] == pytest.approx(table["recall@55"].mean())
     assert 0 < results["micro"]["ndcg@5"]["value"] < results["micro"]["recall@55"]["value"] < 1
-    with error_about(UserError, "55", "54"):
+    with error_about(UserError, "depth"):
         run(replace(asked, depth=54, overwrite=True), loader(FakeEncoder()))
     with error_about(UserError, "recall@ten"):
         run(replace(asked, metrics=("recall@ten",)), loader(FakeEncoder()))
-    with pytest.raises(UserError, match="already holds an evaluation with metrics = .*this one has"):
+    with error_about(UserError, "out", "metrics"):
         run(replace(asked, metrics=()), loader(FakeEncoder()))
     (deep,) = run(replace(asked, out=tmp_path / "deep", metrics=("recall@2000",)), loader(FakeEncoder()))
     assert results_of(deep)["depth"] == results_of(out)["depth"] == 1000  # more than the pool has
@@ -128,7 +128,7 @@ def test_figures_by_another_column_are_of_the_same_set(set_dir, tmp_path):
     assert "Winter" in (out / "report.html").read_text()
     plain = score(ScoreOptions(run=out, set=data, out=tmp_path / "scored"))
     assert compare(CompareOptions(a=out, b=plain, metric=("mrr",)))["difference"].iloc[0] == 0
-    with error_about(UserError, "set.report_by", "season"):
+    with error_about(UserError, "set.report_by"):
         run(replace(asked, by=()), loader(FakeEncoder()))
 
 
@@ -303,10 +303,10 @@ def test_embeddings_are_cut_for_the_search_and_stay_whole_in_the_cache(set_dir, 
     rows = encoder.encode(list(load_set(set_dir).corpus_items()), side="candidate", mode="direct").embeddings
     cosines = rows[:, :3] @ query[0, :3] / np.linalg.norm(rows[:, :3], axis=1) / np.linalg.norm(query[0, :3])
     assert best[0] == pytest.approx(cosines.max(), abs=1e-5)
-    with error_about(UserError, "embedding_dims", "3"):
+    with error_about(UserError, "embedding_dims"):
         run(options(set_dir, tmp_path / "whole", embedding_dims=3, **given), loader(encoder))
     for wrong in (0, 10_000):
-        with error_about(UserError, "embedding_dims", "1", wrong):
+        with error_about(UserError, "embedding_dims"):
             run(options(set_dir, tmp_path / "wrong", embedding_dims=wrong, **given), loader(encoder))
 
 
@@ -398,7 +398,7 @@ def test_a_pool_of_several_kinds_shows_how_often_a_candidate_of_the_wrong_kind_i
 
 def test_several_evaluations_do_not_go_into_the_directory_of_one(set_dir, tmp_path):
     run(options(set_dir, tmp_path), loader(FakeEncoder()))
-    with error_about(UserError, "2", "out="):
+    with error_about(UserError, "out", tmp_path):
         run(options(set_dir, tmp_path, query_mode=("reasoning", "direct")), loader(FakeEncoder()))
 
 
@@ -464,7 +464,7 @@ def test_candidates_may_reason_too(set_dir, tmp_path):
         ("query", "reasoning"),
     }
     assert results_of(tmp_path / "a")["candidate_mode"] == "reasoning"
-    with error_about(UserError, "candidate_mode", "reasoning", "direct"):
+    with error_about(UserError, "candidate_mode"):
         run(options(set_dir, tmp_path / "a"), loader(FakeEncoder()))
 
 
@@ -531,11 +531,11 @@ def test_sampled_rationales_take_their_seed_from_the_options(set_dir, tmp_path, 
         ({}, FakeEncoder("other"), "checkpoint_hash"),
         ({"query_mode": ("direct",)}, FakeEncoder(), "query_mode"),
         ({"query_modality": ("text",)}, FakeEncoder(), "query_modality"),
-        ({"limit": 3}, FakeEncoder(), "set.limit = None, this one has 3"),
-        ({"depth": 50}, FakeEncoder(), "depth = 1000, this one has 50"),
+        ({"limit": 3}, FakeEncoder(), "set.limit"),
+        ({"depth": 50}, FakeEncoder(), "depth"),
         ({"seed": 1}, FakeEncoder(), "seed"),
         ({"embedding_dims": 8}, FakeEncoder(), "embedding_dims"),
-        ({}, FakeEncoder(dtype="bfloat16"), "dtype = 'float32', this one has 'bfloat16'"),
+        ({}, FakeEncoder(dtype="bfloat16"), "dtype"),
         ({"exact": False}, FakeEncoder(), "exact"),
         ({}, FakeEncoder(pixels={"min": 1, "max": 2}), "settings.pixels.min"),
         ({}, FakeEncoder(pooling="mean"), "settings.pooling"),
@@ -544,8 +544,7 @@ def test_sampled_rationales_take_their_seed_from_the_options(set_dir, tmp_path, 
 def test_another_output_is_not_overwritten_unasked(set_dir, tmp_path, change, encoder, key):
     run(options(set_dir, tmp_path), loader(FakeEncoder()))
     before = (tmp_path / "results.json").read_bytes()
-    key = key if " = " in key else f"{key} = "
-    with error_about(UserError, key, "overwrite=true"):
+    with error_about(UserError, key, "out"):
         run(options(set_dir, tmp_path, **change), loader(encoder))
     assert (tmp_path / "results.json").read_bytes() == before
     run(options(set_dir, tmp_path, overwrite=True, **change), loader(encoder))
@@ -556,10 +555,10 @@ def test_another_output_is_not_overwritten_unasked(set_dir, tmp_path, change, en
 def test_another_protocol_is_not_overwritten_unasked(tmp_path):
     data = write_tables(tmp_path / "set", tables(), {"benchmark": "rmir"})
     run(options(data, tmp_path / "out"), loader(FakeEncoder()))
-    with error_about(UserError, "generic", "rmir"):
+    with error_about(UserError, "benchmark"):
         run(options(data, tmp_path / "out", benchmark="rmir"), loader(FakeEncoder()))
     run(options(data, tmp_path / "out", benchmark="rmir", overwrite=True), loader(FakeEncoder()))
-    with error_about(UserError, "clean", "official"):
+    with error_about(UserError, "profile"):
         run(options(data, tmp_path / "out", benchmark="rmir", profile="official"), loader(FakeEncoder()))
 
 
@@ -571,7 +570,7 @@ def test_what_changes_no_figure_may_take_its_place(set_dir, tmp_path):
         loader(FakeEncoder()),
     )
     assert results_of(tmp_path)["batch_size"] == 5
-    with error_about(UserError, "1000", "50", "out="):
+    with error_about(UserError, "depth"):
         run(options(set_dir, tmp_path, depth=50), loader(FakeEncoder()))
 
 
@@ -594,24 +593,15 @@ def test_nothing_half_written_looks_complete(set_dir, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (
-            {"query_mode": ("reasonin",)},
-            ("query_mode", "reasonin"),
-        ),
-        ({"query_modality": ("picture",)}, ("query_modality", "picture")),
-        (
-            {"benchmark": "rmirr"},
-            ("rmirr", "rmir"),
-        ),
-        ({"benchmark": "rmir"}, ("benchmark=rmir",)),
-        ({"profile": "paper"}, ("paper",)),
-        (
-            {"profile": "official"},
-            ("benchmark=generic", "profile=clean", "profile=official"),
-        ),
+        ({"query_mode": ("reasonin",)}, (("choice", "query_mode"),)),
+        ({"query_modality": ("picture",)}, (("choice", "query_modality"),)),
+        ({"benchmark": "rmirr"}, ("rmirr",)),
+        ({"benchmark": "rmir"}, ("benchmark",)),
+        ({"profile": "paper"}, ("profile",)),
+        ({"profile": "official"}, ("profile",)),
         ({"prompts": "rgee"}, ("rgee",)),
-        ({"limit": 0}, ("1", "0")),
-        ({"depth": 20}, ("50", "20")),
+        ({"limit": 0}, ("limit",)),
+        ({"depth": 20}, ("depth",)),
     ],
 )
 def test_wrong_options_are_named(set_dir, tmp_path, change, named):
@@ -631,7 +621,7 @@ def test_a_mode_that_the_released_evaluation_lacks_is_refused_before_anything_is
     set_dir, tmp_path, modes
 ):
     encoder = FakeEncoder()
-    with error_about(UserError, "as=release"):
+    with error_about(UserError, "as"):
         run(options(set_dir, tmp_path / "out", as_="release", **modes), loader(encoder))
     assert not encoder.calls
 
@@ -684,7 +674,7 @@ def test_missing_queries_score_zero_and_are_counted(done, set_dir, tmp_path):
     _, _, dirs = done
     text = (dirs[0] / "run.trec").read_text().splitlines(keepends=True)
     (tmp_path / "run").write_text("".join(line for line in text if not line.startswith(("q03 ", "q11 "))))
-    with error_about(UserError, "2", "24", "q03", "allow_missing=true"):
+    with error_about(UserError, "run", "q03", "allow_missing"):
         score(ScoreOptions(run=tmp_path / "run", set=set_dir, out=tmp_path / "out"))
     score(ScoreOptions(run=tmp_path / "run", set=set_dir, out=tmp_path / "out", allow_missing=True))
     results, table = results_of(tmp_path / "out"), per_query_of(tmp_path / "out")
@@ -710,14 +700,14 @@ def test_short_runs_and_ties_in_foreign_runs_are_reported(set_dir, tmp_path, cap
 def test_scores_of_another_run_are_not_overwritten_unasked(done, set_dir, tmp_path):
     _, _, dirs = done
     score(ScoreOptions(run=dirs[0] / "run.trec", set=set_dir, out=tmp_path))
-    with pytest.raises(UserError, match="already holds an evaluation with tag = "):
+    with error_about(UserError, "tag"):
         score(ScoreOptions(run=dirs[1] / "run.trec", set=set_dir, out=tmp_path))
     other = tmp_path / "other.trec"  # of another ranking, under the same tag
     lines = (dirs[0] / "run.trec").read_text().splitlines(keepends=True)
     other.write_text("".join(line for line in lines if line.split()[3] != "60"))
     with error_about(UserError, "run_hash"):
         score(ScoreOptions(run=other, set=set_dir, out=tmp_path))
-    with error_about(UserError, "0", "1"):
+    with error_about(UserError, "seed"):
         score(ScoreOptions(run=dirs[0] / "run.trec", set=set_dir, out=tmp_path, seed=1))
     score(ScoreOptions(run=dirs[0] / "run.trec", set=set_dir, out=tmp_path))
     score(ScoreOptions(run=other, set=set_dir, out=tmp_path, overwrite=True))

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from eval_fakes import FakeEncoder, loader, picture, tables, write_tables
-from faults import error_about, raises
+from faults import error_about
 
 from eval.commands.bm25 import WORD, Bm25Options, bm25, rank
 from eval.commands.run import RunOptions, run
@@ -116,7 +116,7 @@ def test_a_query_that_gets_nothing_stays_as_it_was_and_is_counted(content, tmp_p
         only[0] = False
         for _ in range(2):  # nothing at all is no answer to keep
             rewriter = load_rewriter("reformulate", server.url, "m", tmp_path / "other")
-            with pytest.raises(UserError, match="m at .* wrote nothing for any of 6 queries"):
+            with error_about(UserError, "empty"):
                 rewritten(load_set(data), rewriter)
             rewriter.answers.close()
 
@@ -144,7 +144,7 @@ def test_an_answer_that_is_none_is_not_kept(content, tmp_path, bad):
         if bad.body["choices"][0]["message"]["content"]:
             assert texts() == ["fine", "fine", "fine", "", "", "fine"]
         else:
-            with error_about(UserError, "2", "6"):
+            with error_about(UserError, "unanswered"):
                 texts()
         assert len(asked) == 4 + 2 * 3
         ill[0] = False
@@ -176,7 +176,7 @@ def test_an_embedder_sees_what_was_added(content, server, tmp_path):
     assert plain["rewrite"] is None
     rewrite = longer["rewrite"]
     assert (rewrite["kind"], rewrite["model"], rewrite["replaces"]) == ("reformulate", "m", True)
-    with error_about(UserError, "rewrite.kind", "reformulate"):
+    with error_about(UserError, "rewrite.kind"):
         run(RunOptions(**options, **how, out=tmp_path / "plain"), loader(FakeEncoder()))
 
 
@@ -194,7 +194,7 @@ def test_the_key_of_a_rewriter_is_read_from_the_variable_that_is_named(
         pytest.importorskip("bm25s")
         return bm25(Bm25Options(cache=tmp_path / "cache", **options))
 
-    with error_about(UserError, "KEY_OF_THE_REWRITER", "key_env"):
+    with error_about(UserError, "KEY_OF_THE_REWRITER"):
         start()
     monkeypatch.setenv("KEY_OF_THE_REWRITER", "the key of the rewriter")
     start()
@@ -202,25 +202,22 @@ def test_the_key_of_a_rewriter_is_read_from_the_variable_that_is_named(
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("given", "fault"),
     [
-        (
-            ("captions", "http://x/v1", "m"),
-            ("choice", "rewrite"),
-        ),
-        (("caption", None, "m"), "rewrite=caption or reformulate or describe needs rewriter=ADDRESS"),
-        ((None, "http://x/v1", None), "and these need rewrite="),
+        (("captions", "http://x/v1", "m"), ("choice", "rewrite")),
+        (("caption", None, "m"), ("value", "rewriter")),
+        ((None, "http://x/v1", None), ("value", "rewrite")),
     ],
 )
-def test_half_of_what_is_needed_is_named(tmp_path, given, message):
-    with raises(UserError, message):
+def test_half_of_what_is_needed_is_named(tmp_path, given, fault):
+    with error_about(UserError, fault):
         load_rewriter(*given, tmp_path)
 
 
 def test_bm25_without_its_library_says_what_to_install(content, tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "bm25s", None)
     data = write_tables(tmp_path / "set", content)
-    with error_about(UserError, ".[baselines]"):
+    with error_about(UserError, "bm25s", "package"):
         bm25(Bm25Options(set=data, out=tmp_path / "out"))
     assert not (tmp_path / "out" / "results.json").exists()
 
@@ -317,14 +314,14 @@ def test_bm25_writes_an_evaluation_and_hears_of_captions(content, server, tmp_pa
     assert caption["versions"]["bm25s"]
     first = (tmp_path / "caption" / "run.trec").read_text().split("\n")
     assert {line.split()[0] for line in first if line} == {f"q{n:02d}" for n in range(6)}
-    with error_about(UserError, "bm25-lucene-caption"):
+    with error_about(UserError, "tag"):
         bm25(Bm25Options(**options, out=tmp_path / "caption"))
 
 
 def test_bm25_needs_texts(tmp_path):
     pytest.importorskip("bm25s")
     data = write_tables(tmp_path / "set", tables())
-    with error_about(UserError, "BM25"):
+    with error_about(UserError, data):
         bm25(Bm25Options(set=data, out=tmp_path / "out"))
 
 
@@ -333,7 +330,7 @@ def test_the_rewriter_is_not_asked_for_an_evaluation_that_is_refused(content, se
     options = {"checkpoint": "fake", "set": data, "out": tmp_path / "out", "report": False}
     run(RunOptions(**options), loader(FakeEncoder()))
     how = {"rewrite": "reformulate", "rewriter": server.url, "rewriter_model": "m"}
-    with error_about(UserError, "rewrite.kind", "reformulate"):
+    with error_about(UserError, "rewrite.kind"):
         run(RunOptions(**options, **how), loader(FakeEncoder()))
     assert server.asked == []
 

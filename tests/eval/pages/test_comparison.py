@@ -89,7 +89,7 @@ def test_a_set_that_was_moved_is_named(world, tmp_path):
         results = json.loads((folder / "results.json").read_text())
         results["set"]["path"] = "gone"
         (folder / "results.json").write_text(json.dumps(results))
-    with error_about(UserError, "set=DIR", "examples=0"):
+    with error_about(UserError, "set", "gone"):
         compare(CompareOptions(a, b, metric=("mrr",), out=tmp_path / "c"))
     compare(CompareOptions(a, b, metric=("mrr",), out=tmp_path / "c", set=world / "set"))
     assert "<article" in (tmp_path / "c/compare.html").read_text()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from chromium import Chromium
-from faults import error_about, raises
+from faults import error_about
 from PIL import Image
 
 from eval.pages import charts, evaluations, examples
@@ -590,7 +590,7 @@ def test_what_a_slice_means_is_said_by_the_set_and_by_nobody_else(world):
     assert "Seen pairs: trained. Held\u2011out pairs: trained in <words> only." in caption
     meta["slice_notes"] = {"pair": "trained"}
     (world / "set/meta.json").write_text(json.dumps(meta))
-    with error_about(UserError, "slice_notes.pair", "trained"):
+    with error_about(UserError, "slice_notes.pair"):
         written(world)
 
 
@@ -631,12 +631,12 @@ def test_the_page_opens_with_reasons_that_the_set_gives(world):
 
 def test_results_of_two_protocols_do_not_share_a_page(world):
     edit(world / "out/direct-both", lambda r: r.update(benchmark="rmir", profile="official"))
-    with error_about(UserError, "rmir"):
+    with error_about(UserError, "benchmark"):
         written(world, baseline=())
     for folder in (world / "out").iterdir():
         edit(folder, lambda r: r.update(benchmark="rmir", profile="clean"))
     edit(world / "out/direct-both", lambda r: r.update(profile="official"))
-    with pytest.raises(UserError, match="has profile '(official|clean)'.*'(official|clean)'"):
+    with error_about(UserError, "profile"):
         written(world, baseline=())
 
 
@@ -785,7 +785,7 @@ def test_curves_without_values_are_left_out_and_others_must_be_finite(tmp_path):
     log = write_log(tmp_path / "m.jsonl", lines)
     assert [chart["name"] for chart in curves_of([log])] == ["Loss"]
     write_log(log, [*lines, {"stage": "a", "step": 3, "loss": float("nan")}])
-    with error_about(UserError, "m.jsonl", "3"):
+    with error_about(UserError, "m.jsonl", "step 3"):
         curves_of([log])
     log.write_bytes(b"\xff\xfe")
     with error_about(UserError, "m.jsonl"):
@@ -793,17 +793,17 @@ def test_curves_without_values_are_left_out_and_others_must_be_finite(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("line", "fields"),
     [
-        ('{"stage": "a", "step": 2, "loss": "x"}', "loss of step 2 is 'x', not a number"),
-        ('{"stage": "a", "step": 2, "loss_lm": [1]}', r"loss_lm of step 2 is \[1\], not a number"),
-        ('{"stage": "a", "step": "two", "loss": 1}', "step of step two is 'two', not a number"),
-        ("[1]", r"has a line that is no JSON object: \[1\]"),
+        ('{"stage": "a", "step": 2, "loss": "x"}', ("step 2", "loss")),
+        ('{"stage": "a", "step": 2, "loss_lm": [1]}', ("step 2", "loss_lm")),
+        ('{"stage": "a", "step": "two", "loss": 1}', ("step two", "step")),
+        ("[1]", ("JSON",)),
     ],
 )
-def test_a_log_with_other_values_than_numbers_is_named(tmp_path, line, message):
+def test_a_log_with_other_values_than_numbers_is_named(tmp_path, line, fields):
     (tmp_path / "m.jsonl").write_text('{"stage": "a", "step": 1, "loss": 1}\n' + line + "\n")
-    with pytest.raises(UserError, match=rf"m\.jsonl.* {message}"):
+    with error_about(UserError, "m.jsonl", *fields):
         curves_of([tmp_path / "m.jsonl"])
 
 
@@ -839,11 +839,11 @@ def test_an_incomplete_evaluation_is_named(world):
 
 
 def test_nothing_to_report_on(world):
-    with pytest.raises(UserError, match="gone is not a directory"):
+    with error_about(UserError, world / "gone"):
         write_report([world / "gone"], world / "r.html")
     with error_about(UserError, "results.json"):
         write_report([world / "set"], world / "r.html")
-    with pytest.raises(UserError, match="at least one evaluation"):
+    with error_about(UserError, "runs"):
         write_report([], world / "r.html")
 
 
@@ -852,7 +852,7 @@ def test_a_set_whose_place_is_not_recorded_is_asked_for(world, monkeypatch):
     monkeypatch.chdir(world / "set")
     for folder in (world / "out").iterdir():
         edit(folder, lambda r: r["set"].pop("path"))
-    with error_about(UserError, "set=DIR"):
+    with error_about(UserError, "set"):
         written(world)
 
 
@@ -860,55 +860,55 @@ def test_a_budget_is_reported_where_an_evaluation_was_written_too(world):
     """Its page silently became that of the other evaluation, such as one of bm25."""
     write_evaluation(world / "both", world / "set")
     (world / "both/budget.json").write_text("{}")
-    with error_about(UserError, "both/direct"):  # what a budget's page is made of
+    with error_about(UserError, "both/direct/results.json"):  # what a budget's page is made of
         write_report([world / "both"], world / "r.html")
 
 
 def test_evaluations_of_different_sets_are_refused(world):
     edit(world / "out/direct-both", lambda r: r["set"].update(fingerprint="f" * 64))
-    with pytest.raises(UserError, match=r"different retrieval sets \(fingerprints \w{12} and \w{12}\)"):
+    with error_about(UserError, "set.fingerprint"):
         written(world)
 
 
 def test_evaluations_of_different_queries_are_refused(world):
     path = world / "out/direct-both/per_query.parquet"
     pd.read_parquet(path).iloc[1:].to_parquet(path)
-    with error_about(UserError, "'q0'"):
+    with error_about(UserError, "q0"):
         written(world)
 
 
 def test_a_set_that_changed_since_is_refused(world):
     for folder in [*(world / "out").iterdir(), world / "none/direct-both"]:
         edit(folder, lambda r: r["set"].update(fingerprint="f" * 64))
-    with pytest.raises(UserError, match="is not the retrieval set that was measured"):
+    with error_about(UserError, "set", "set.fingerprint"):
         written(world)
 
 
 def test_a_moved_set_is_found_where_it_is_said_to_be(world):
     (world / "set").rename(world / "elsewhere")
-    with error_about(UserError, "set=DIR"):
+    with error_about(UserError, "set"):
         written(world)
     assert "<article" in written(world, set=world / "elsewhere")
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "message"),
+    ("path", "value", "field"),
     [
-        (("micro", "mrr", "low"), float("nan"), "is damaged .it contains NaN"),
-        (("by_pair", "seen", "recall@1", "value"), float("inf"), "is damaged .it contains Infinity"),
-        (("ties", "recall@1", "best"), "0.3", "ties.recall@1.best: Input should be a valid number"),
-        (("micro", "recall@1"), {}, "micro.recall@1 must be a number, got {}"),
-        (("set", "fingerprint"), None, "set.fingerprint: .*: evaluate again"),
+        (("micro", "mrr", "low"), float("nan"), "damaged"),
+        (("by_pair", "seen", "recall@1", "value"), float("inf"), "damaged"),
+        (("ties", "recall@1", "best"), "0.3", "ties.recall@1.best"),
+        (("micro", "recall@1"), {}, "micro.recall@1"),
+        (("set", "fingerprint"), None, "set.fingerprint"),
     ],
 )
-def test_figures_that_are_no_numbers_are_named(world, path, value, message):
+def test_figures_that_are_no_numbers_are_named(world, path, value, field):
     def change(results):
         for key in path[:-1]:
             results = results[key]
         results[path[-1]] = value
 
     edit(world / "out/reasoning-both", change)
-    with pytest.raises(UserError, match=f"results.json:? .*{message}"):
+    with error_about(UserError, "results.json", field):
         written(world)
 
 
@@ -932,12 +932,12 @@ def test_a_missing_picture_is_named(world):
 
 
 def test_unknown_metric_names_those_there_are(world):
-    with error_about(UserError, "recall@3", "recall@1", "recall@5"):
+    with error_about(UserError, "metric"):
         written(world, metric="recall@3")
 
 
 def test_a_baseline_is_one_evaluation(world):
-    with pytest.raises(UserError, match="holds 4 evaluations: pass one of direct-both"):
+    with error_about(UserError, world / "out", "several"):
         written(world, baseline=(f"other:{world / 'out'}",))
     with error_about(UserError, "Direct"):
         written(world, baseline=(f"Direct:{world / 'none'}",))
@@ -1011,7 +1011,7 @@ def test_command(world):
     ],
 )
 def test_command_names_what_is_wrong(words, message):
-    with raises(ValueError, message):
+    with error_about(ValueError, message):
         report(parse_options(ReportOptions, words))
 
 

@@ -73,15 +73,15 @@ def test_the_same_ids_under_other_texts_or_pictures_are_another_set(data, tmp_pa
     a, b = results_of(one), results_of(two)
     assert a["set"]["fingerprint"] == b["set"]["fingerprint"]
     assert a["identity"]["key"] != b["identity"]["key"]
-    with pytest.raises(UserError, match="ids and judgements are the same, but texts or pictures are not"):
+    with error_about(UserError, "set.content"):
         compare(CompareOptions(one, two))
-    with pytest.raises(UserError, match="different retrieval sets .*texts or pictures"):
+    with error_about(UserError, "set.content"):
         report(parse_options(ReportOptions, [f"runs={one},{two}", f"out={tmp_path / 'page.html'}"]))
     # a ranking made elsewhere is of a set too
     run_file = one / "run.trec"
     for path, out in ((data, "mine"), (other, "theirs")):
         score(ScoreOptions(run=run_file, set=path, out=tmp_path / out))
-    with pytest.raises(UserError, match="texts or pictures"):
+    with error_about(UserError, "set.content"):
         compare(CompareOptions(tmp_path / "mine", tmp_path / "theirs"))
 
 
@@ -93,7 +93,7 @@ def test_an_import_with_another_profile_says_so(data, tmp_path):
         meta = json.loads((path / "meta.json").read_text()) | {"instructions": profile}
         (path / "meta.json").write_text(json.dumps(meta))
     one, two = evaluate(data, tmp_path / "one"), evaluate(other, tmp_path / "two")
-    with error_about(UserError, "made_with.instructions", "vlm2vec", "rge"):
+    with error_about(UserError, "made_with.instructions"):
         compare(CompareOptions(one, two))
 
 
@@ -321,7 +321,7 @@ def test_an_evaluation_that_finished_meanwhile_is_not_replaced(data, tmp_path):
                 evaluate(data, tmp_path / "one", FakeEncoder())
             return super().encode(items, **asked)
 
-    with error_about(UserError, "set.limit", "2"):
+    with error_about(UserError, "set.limit"):
         evaluate(data, tmp_path / "one", Slow(), limit=2)
     assert results_of(tmp_path / "one")["set"]["limit"] is None
 

@@ -267,7 +267,7 @@ def test_rmir_floor():
 
 @pytest.mark.parametrize("name", ["recal@10", "recall", "recall@0", "mrr@0", "recall@x"])
 def test_unknown_names_are_refused(name):
-    with error_about(ValueError, name, "recall@k", "hit@k"):
+    with error_about(ValueError, name):
         parse_name(name)
 
 
@@ -281,9 +281,9 @@ def test_a_metric_of_the_whole_ranking_may_be_cut():
 
 @pytest.mark.parametrize("name", ["negative_recall@10", "delta_map_capped@10"])
 def test_metrics_of_negatives_need_negatives(name):
-    with pytest.raises(ValueError, match="needs explicit negatives"):
+    with error_about(UserError, "negatives.parquet"):
         compute(name, judged_rows([0], {0: 1}))
-    with pytest.raises(ValueError, match="needs explicit negatives"):
+    with error_about(UserError, "negatives.parquet"):
         random_floor(name, judged_rows([0], {0: 1}), np.array([6]), depth=5)
 
 
@@ -297,5 +297,5 @@ def test_a_first_candidate_of_another_kind_than_every_right_one():
     assert lower_is_better("wrong_kind@1")
     np.testing.assert_array_equal(compute("wrong_kind@1", judged), [1.0, 0.0, np.nan, np.nan])
     np.testing.assert_array_equal(compute("wrong_kind@2", judged), [0.5, 0.5, np.nan, np.nan])
-    with pytest.raises(UserError, match="needs a pool of several kinds"):
+    with error_about(UserError, "wrong_kind", "pool"):
         compute("wrong_kind@1", judge(rows, right, None, num_candidates=4))

@@ -7,6 +7,7 @@ import time
 import numpy as np
 import pytest
 import scipy.stats
+from faults import error_about
 
 from eval.scoring.stats import effect_size, holm, minimum_detectable, sign_flip_p
 from rge.stats import intervals
@@ -313,23 +314,18 @@ def test_ten_thousand_resamples_of_1634_queries_cost_a_few_times_their_random_nu
 
 
 @pytest.mark.parametrize(
-    ("value", "group", "change", "message"),
+    ("value", "group", "change"),
     [
-        (np.ones((3, 1)), np.arange(2), {}, r"values must be \(Q, M\)"),
-        (np.ones(3), np.arange(3), {}, r"values must be \(Q, M\)"),
-        (np.ones((0, 1)), np.arange(0), {}, r"values must be \(Q, M\)"),
-        (np.full((3, 1), np.inf), np.arange(3), {}, "values must be finite or NaN"),
-        (np.ones((3, 1)), np.arange(3), {"num_resamples": 0}, "num_resamples must be >= 1, got 0"),
-        (
-            np.ones((3, 1)),
-            np.arange(3),
-            {"stratum_Q": np.zeros(2, int)},
-            "3 queries need as many strata, got 2",
-        ),
+        (np.ones((3, 1)), np.arange(2), {}),
+        (np.ones(3), np.arange(3), {}),
+        (np.ones((0, 1)), np.arange(0), {}),
+        (np.full((3, 1), np.inf), np.arange(3), {}),
+        (np.ones((3, 1)), np.arange(3), {"num_resamples": 0}),
+        (np.ones((3, 1)), np.arange(3), {"stratum_Q": np.zeros(2, int)}),
     ],
 )
-def test_arguments_that_do_not_fit_are_refused(value, group, change, message):
-    with pytest.raises(ValueError, match=message):
+def test_arguments_that_do_not_fit_are_refused(value, group, change):
+    with error_about(ValueError):
         cluster_bootstrap(value, group, **change)
 
 

@@ -116,7 +116,7 @@ def test_ties_are_refused_or_ordered_by_id(wanted, tmp_path):
     rows[0][2], rows[1][2] = rows[1][2], rows[0][2]
     rows[0][4] = rows[1][4] = "9"
     path = write(tmp_path / "run", rows)
-    with error_about(UserError, "q00", "c00", "9", "1", "allow_ties=true"):
+    with error_about(UserError, "run", "q00"):
         read_run(path, wanted)
     read = read_run(path, wanted, allow_ties=True)
     assert read.ranking.rows_QW[0].tolist() == [0, 1, 2, 3]
@@ -138,14 +138,11 @@ def _short(rows):
     ("change", "named"),
     [
         (_set(1, 2, "c000"), ("q00", "c000")),
-        (_set(1, 2, "zzz"), ("zzz", "2", "q00")),
-        (_set(4, 0, "q99"), ("q99", "5", "c001")),
+        (_set(1, 2, "zzz"), ("zzz", 2)),
+        (_set(4, 0, "q99"), ("q99", 5)),
         (_set(1, 4, "nan"), ("q00", "c001")),
-        (_set(1, 4, "inf"), ("c001",)),
-        (
-            _set(1, 4, "9.5"),
-            ("c000", "1", "9", "2"),
-        ),
+        (_set(1, 4, "inf"), ("q00", "c001")),
+        (_set(1, 4, "9.5"), ("q00", "c000")),
         (_set(1, 4, "high"), ("TREC",)),
         (_set(1, 3, "first"), ("TREC",)),
         (_short, ("TREC",)),
@@ -188,16 +185,16 @@ def test_scores_beyond_float32_are_written_as_numbers(wanted, tmp_path):
 
 
 def test_files_that_are_missing_or_empty(wanted, tmp_path):
-    with pytest.raises(UserError, match="cannot be read: No such file"):
+    with error_about(UserError, "none", "unreadable"):
         read_run(tmp_path / "none", wanted)
     (tmp_path / "empty").write_text("\n")
-    with pytest.raises(UserError, match="is empty"):
+    with error_about(UserError, tmp_path / "empty", "empty"):
         read_run(tmp_path / "empty", wanted)
     (tmp_path / "utf16").write_text("q00 Q0 c000 1 9 tag\n", encoding="utf-16")
     with error_about(UserError, "utf16", "UTF-8"):
         read_run(tmp_path / "utf16", wanted)
     (tmp_path / "damaged").write_bytes(gzip.compress(bytes(1000))[:10] + bytes(range(255, 0, -1)))
-    with pytest.raises(UserError, match="damaged cannot be read: Error -3 while decompressing"):
+    with error_about(UserError, "damaged", "unreadable"):
         read_run(tmp_path / "damaged", wanted)
 
 
@@ -219,7 +216,7 @@ def test_excluded_lines_are_dropped_and_foreign_candidates_refused(tmp_path):
     content["candidates"] = {"query-id": [q for q, _ in pairs], "corpus-id": [c for _, c in pairs]}
     wanted = load_set(write_tables(tmp_path / "lists", content))
     foreign = next(query for query in everything if (query, "c000") not in right)
-    with error_about(UserError, foreign, ", candidate 'c000"):
+    with error_about(UserError, foreign):
         read_run(write(tmp_path / "run", [r for r in lines(wanted, 2) if r[0] >= foreign]), wanted)
 
 

@@ -14,6 +14,7 @@ from eval.pages.report import ReportOptions, report
 from eval.sets.retrieval_set import load_set
 from eval.sets.tables import SetError, Table, kinds_of
 from eval.sets.write_set import Candidate, Query, write_set
+from rge.common.errors import UserError
 from rge.common.parts import ImagePart, PdfPart, TextPart, VideoPart
 from rge.vectors.contents import content_digest
 

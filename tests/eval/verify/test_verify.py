@@ -367,4 +367,4 @@ def test_a_stranger_s_model_is_compared_between_batches(tmp_path, monkeypatch):
 def test_a_route_that_cannot_be_used_is_named(route):
     with pytest.raises(RouteError) as refused:
         verify(replace(FEW, limit=1, candidates=1, against=(route,)))
-    assert refused.value.route == route
+    assert refused.value.key == route

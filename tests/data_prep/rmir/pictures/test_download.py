@@ -22,6 +22,7 @@ from data_prep.rmir.pictures.download import fetch, local_path, without_secrets
 from data_prep.rmir.pictures.library import Library
 from data_prep.rmir.run import Run
 from rge.common.errors import UserError
+from rge.common.files import FileError
 from rge.common.images import PictureIndex, load_image
 from rge.data.config import RecordsConfig
 from rge.data.readers import open_records
@@ -134,7 +135,7 @@ def test_a_full_disk_stops(site, tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
     try:
-        with pytest.raises(match="cannot be written: File too large"):
+        with pytest.raises(FileError):
             fetch([f"{site}/good"], tmp_path, PATIENT)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -198,7 +199,7 @@ def test_an_outage_is_not_the_loss_of_all_pictures(site, tmp_path, down, count, 
     """The same command goes on after it."""
     words = [*a_table_of(site, tmp_path, [f"n{number}d" for number in range(count)])]
     words += [f"library.shard_size={shard_size}"]
-    with error_about(UserError, count, "/n0d"):
+    with error_about(UserError, f"{site}/n0d"):
         seeded(*words)
     down.clear()
     assert not [reason for reason in seeded(*words)["rejected"] if "download" in reason]
@@ -218,7 +219,7 @@ def test_dead_links_do_not_stop_a_library_whose_other_pictures_came(site, tmp_pa
 def test_pictures_that_are_gone_for_good_need_no_edited_library(site, tmp_path, down):
     words = [*a_table_of(site, tmp_path, [f"n{number}d" for number in range(20)] + ["n1"])]
     words += ["library.shard_size=20"]
-    with error_about(UserError, "on_unanswered=proceed"):
+    with error_about(UserError, "on_unanswered"):
         seeded(*words)
     assert seeded(*words, "on_unanswered=proceed")["usable"] == 1
 
@@ -245,7 +246,7 @@ def test_records_that_name_addresses_get_files(site, tmp_path):
     source, out = tmp_path / "mine.jsonl", tmp_path / "out"
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = [f"records={source}", f"out={out}", "download.backoff_s=0.01"]
-    with error_about(UserError, "HTTP", "404") as raised:
+    with error_about(UserError, "lost") as raised:
         main(words)
     assert "secret" not in str(raised.value)
     assert not (out / "mine.jsonl").exists()
@@ -263,5 +264,5 @@ def test_a_table_keeps_its_columns(site, tmp_path):
     columns = {"query.text": "q", "positives.image": "photo"}
     [record] = open_records(RecordsConfig(dataset=str(tmp_path / "out/a.jsonl"), columns=columns))
     assert (record.query.text, load_image(record.positives[0].image).size) == ("a", (40, 40))
-    with pytest.raises(UserError, match=r"none of the fields .*q, photo"):
+    with error_about(UserError, "a.csv", "query.image, positives.image"):
         main([f"records={tmp_path / 'a.csv'}", f"out={tmp_path / 'out'}"])

@@ -200,11 +200,10 @@ def test_columns_of_other_names_are_read_and_one_that_is_nowhere_is_named(tmp_pa
         path = write(str(tmp_path / kind), fs)
         for setting in ("caption_column", "source_column", "author_column", "licence_column"):
             library = Library(LibraryConfig(path=path, **{setting: "nowhere"}))
-            message = rf"has no column nowhere \(library\.{setting}\); there are: "
-            with pytest.raises(UserError, match=message):
+            with error_about(UserError, f"library.{setting}"):
                 list(library.rows(pictures=False))
             if setting != "caption_column":
-                with pytest.raises(UserError, match=message):
+                with error_about(UserError, f"library.{setting}"):
                     library.origins({"p1"})
 
 
@@ -227,7 +226,7 @@ def test_rows_without_ids_are_numbered_and_two_of_one_name_refused(tmp_path):
     assert [row["id"] for row in Library(library).rows()][6:8] == ["000.tar/p6", "001.tar/p7"]
     (tmp_path / "001.tar").write_bytes((tmp_path / "000.tar").read_bytes())
     run = Run(config_of(tmp_path / "out", tmp_path), progress=False)
-    with error_about(UserError, "'p0'"):
+    with error_about(UserError, "p0", "twice"):
         seed(run)
     run.close()
 
@@ -301,7 +300,7 @@ def test_a_picture_that_cannot_be_read_for_a_moment_costs_only_another_try(tmp_p
 
     config, reads = a_store_whose_second_read_of_p3(fails, tmp_path, monkeypatch)
     with closing(Run(config, progress=False)) as run:
-        with error_about(UserError, "'p3'"):
+        with error_about(UserError, "p3", "unreadable"):
             seed(run)
         inspected = {place: number for place, number in reads.items() if number == 1}
         seed(run)
@@ -332,7 +331,7 @@ def test_an_outage_of_a_store_is_not_the_loss_of_all_pictures(tmp_path, monkeypa
     with closing(Run(config, progress=False)) as run:
         with monkeypatch.context() as down:
             down.setattr(type(fs), "cat_file", fails)
-            with error_about(UserError, "21", "memory://", "0.png", "PermissionError"):
+            with error_about(UserError, "on_unanswered"):
                 seed(run)
         assert seed(run)["usable"] == 21
 
@@ -348,7 +347,7 @@ def test_files_that_a_store_no_longer_has_are_lost_for_good(tmp_path):
 def test_a_picture_that_has_changed_is_named_with_the_way_out(tmp_path, monkeypatch):
     config, _ = a_store_whose_second_read_of_p3(lambda: png(99), tmp_path, monkeypatch)
     with closing(Run(config, progress=False)) as run:
-        with error_about(UserError, "'p3'"):
+        with error_about(UserError, "p3", "changed"):
             seed(run)
 
 
@@ -358,10 +357,10 @@ def test_a_run_in_the_folder_of_its_library_is_refused_before_it_begins(tmp_path
     WRITERS[kind](str(tmp_path), fsspec.filesystem("file"))
     for out in (tmp_path, tmp_path / "runs" / "mine"):
         with closing(Run(config_of(out, tmp_path), progress=False)) as run:
-            with error_about(UserError, "out=", "/images.parquet"):
+            with error_about(UserError, "out"):
                 run_stages(run, ["seed"])
     with closing(Run(config_of(tmp_path / "runs", f"file://{tmp_path}"), progress=False)) as run:
-        with error_about(UserError, "out=", "/images.parquet"):
+        with error_about(UserError, "out"):
             run_stages(run, ["seed"])
     with closing(Run(config_of(tmp_path / ".mine", tmp_path), progress=False)) as run:
         run.config.seed.clusters = 2
@@ -369,19 +368,13 @@ def test_a_run_in_the_folder_of_its_library_is_refused_before_it_begins(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("path", "message"),
+    "path",
     [
-        ("nowhere://bucket/a", "nowhere"),
-        ("memory://no-such-folder/*.parquet", "does not exist"),
-        ("broken.tar", "cannot be read"),
-        ("broken.parquet", "cannot be read"),
-        ("other.zip", "must be a folder, one .csv"),
-        ("no-image.parquet", "no column image .there are: id, picture"),
-        ("list.tar", r"list\.tar: p0\.json: an object is needed, got list"),
-        ("cut.tar", r"cut\.tar: p0\.json: not valid JSON"),
+        "nowhere://bucket/a", "memory://no-such-folder/*.parquet", "broken.tar", "broken.parquet", "other.zip",
+        "no-image.parquet", "list.tar", "cut.tar",
     ],
-)
-def test_libraries_that_cannot_be_read_are_named(tmp_path, monkeypatch, path, message):
+)  # fmt: skip
+def test_libraries_that_cannot_be_read_are_named(tmp_path, monkeypatch, path):
     monkeypatch.chdir(tmp_path)
     for name in ("broken.tar", "broken.parquet", "other.zip"):
         (tmp_path / name).write_bytes(b"not what its name says" * 100)
@@ -391,7 +384,7 @@ def test_libraries_that_cannot_be_read_are_named(tmp_path, monkeypatch, path, me
             member = tarfile.TarInfo("p0.json")
             member.size = len(data)
             tar.addfile(member, io.BytesIO(data))
-    with pytest.raises(UserError, match=message):
+    with error_about(UserError, path):
         list(Library(LibraryConfig(path=path)).rows())
 
 
@@ -576,7 +569,7 @@ def test_a_run_where_the_pattern_of_its_library_would_find_it_is_refused(tmp_pat
         write_parquet(str(tmp_path / depth), fsspec.filesystem("file"))
     for start in ("", "file://"):
         with closing(Run(config_of(tmp_path / out, f"{start}{tmp_path}/{pattern}"), progress=False)) as run:
-            with error_about(UserError, "out="):
+            with error_about(UserError, "out"):
                 run_stages(run, ["seed"])
 
 

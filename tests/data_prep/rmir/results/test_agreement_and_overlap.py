@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from faults import error_about, raises
+from faults import error_about
 from PIL import Image, ImageFilter
 
 from data_prep.__main__ import main
@@ -401,19 +401,16 @@ def test_the_input_is_a_candidate_where_one_asks_for_it(finished):
 @pytest.mark.parametrize(
     ("word", "named"),
     [
-        (
-            "retrieve.more=[{name: image, encoder: {kind: pixels}}]",
-            ("image",),
-        ),
+        ("retrieve.more=[{name: image, encoder: {kind: pixels}}]", ("retrieve.more",)),
         ("retrieve.more=[{name: x, side: sound}]", ("retrieve.more[0].side",)),
         (
             "retrieve.more=[{name: x, side: caption}]",
             ("retrieve.more.0.encoder.kind",),
         ),
-        ("retrieve.more=[{name: x, count: 0}]", ("retrieve.more[0].count", "1")),
+        ("retrieve.more=[{name: x, count: 0}]", ("retrieve.more[0].count",)),
         ("image_encoder.kind=words", ("image_encoder.kind",)),
-        ("library.near_duplicates=40", ("library.near_duplicates", "16")),
-        ("audit.ks=[]", ("audit.ks", "1")),
+        ("library.near_duplicates=40", ("library.near_duplicates",)),
+        ("audit.ks=[]", ("audit.ks",)),
     ],
 )
 def test_wrong_settings_are_named(word, named):
@@ -538,32 +535,29 @@ def test_verdicts_that_an_editor_saved_with_a_byte_order_mark(finished, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("content", "field"),
     [
-        ("no json", "holds no verdicts .*: save them"),
-        ('{"verdicts": {"q1 -> a": true}}', "holds no verdicts .*: save them"),
-        ('{"verdicts": {}}', "holds no verdicts .Dictionary should have at least 1 item"),
-        ('{"verdicts": {"q1 -> a": "yes"}}', "holds no verdicts .*: save them"),
-        ('{"verdicts": {"q1 -> a": {"verdict": "yes"}}}', "should be 'accept', 'reject', 'unsure'"),
-        ('["q1 -> a"]', "holds no verdicts .*: save them"),
-        (
-            '{"verdicts": {"q9 -> a": {"verdict": "accept"}}}',
-            "a verdict is on 'q9 -> a', which this run did not decide",
-        ),
+        ("no json", "format"),
+        ('{"verdicts": {"q1 -> a": true}}', "format"),
+        ('{"verdicts": {}}', "format"),
+        ('{"verdicts": {"q1 -> a": "yes"}}', "format"),
+        ('{"verdicts": {"q1 -> a": {"verdict": "yes"}}}', "format"),
+        ('["q1 -> a"]', "format"),
+        ('{"verdicts": {"q9 -> a": {"verdict": "accept"}}}', "q9 -> a"),
     ],
 )
-def test_wrong_verdicts(finished, tmp_path, content, message):
+def test_wrong_verdicts(finished, tmp_path, content, field):
     (tmp_path / "v.json").write_text(content)
-    with pytest.raises(UserError, match=message):
+    with error_about(UserError, "v.json", field):
         main(["agreement", f"run={finished.out}", f"verdicts={tmp_path / 'v.json'}"])
 
 
 def test_a_run_that_is_not_finished(tmp_path):
-    with pytest.raises(UserError, match="does not exist: finish the run first"):
+    with error_about(UserError, tmp_path):
         main(["review", f"run={tmp_path}", f"out={tmp_path / 'x.html'}"])
-    with raises(UserError, ("missing", "run")):
+    with error_about(UserError, ("missing", "run")):
         main(["agreement", "verdicts=x"])
-    with pytest.raises(UserError, match="verdicts: .* at least 1"):
+    with error_about(UserError, "verdicts"):
         main(["agreement", f"run={tmp_path}", "verdicts=[]"])
 
 

@@ -169,7 +169,7 @@ def test_what_two_people_say_against_the_panel_is_done_and_can_be_taken_back(tmp
     differ = f"{other['query_id']} -> {other['candidate_id']}"
     ada = verdicts(tmp_path / "ada.json", **{wrong: "reject", right: "accept", differ: "reject"})
     bo = verdicts(tmp_path / "bo.json", **{wrong: "reject", right: "accept", differ: "accept"})
-    with error_about(UserError, "1", "agree=2"):
+    with error_about(UserError, "apply"):
         main(["review", f"run={out}", f"apply={ada}"])
     main(["review", f"run={out}", f"apply={ada},{bo}"])
     said = "agreed on 2 of 3 triplets: 1 answers removed, 1 added; 1 left as the panel decided"
@@ -192,8 +192,8 @@ def test_what_two_people_say_against_the_panel_is_done_and_can_be_taken_back(tmp
     assert sets_of(out) == before
     with (out / "settings.yaml").open("a") as settings:
         settings.write("batches: {wait_s: 3}\n")
-    with pytest.raises(UserError, match=r"run the command that made .* again .*\n.*unknown key batches"):
+    with error_about(UserError, out / "settings.yaml", "version"):
         main(["review", f"run={out}", f"apply={same}", "agree=1"])
     for words in ([], [f"out={tmp_path / 'a.html'}", f"apply={ada}"]):
-        with error_about(UserError, "out=FILE.html", "apply=FILES"):
+        with error_about(UserError, "out", "apply"):
             main(["review", f"run={out}", *words])

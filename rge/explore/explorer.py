@@ -136,7 +136,7 @@ class Explorer:
             else:
                 rows = [row for row in self.index.sample(200) if row[2]]
                 if not rows:
-                    raise SearchIndexError(f"{self.index.uri} holds no pictures to ask about")
+                    raise SearchIndexError("it holds no pictures to ask about", self.index.uri)
                 asked, picture = question, self.part(*random.choice(rows)[:2])
             ids, _ = self._write(self._prompt(asked, picture), lambda text: None)
             return {"question": asked, "rationale": self.embedder.builder.decode(ids)}
@@ -151,7 +151,7 @@ class Explorer:
                 if thumbnail is None:
                     raise
         if thumbnail is None:
-            raise SearchIndexError(f"{name!r} has no picture in {self.index.uri}")
+            raise SearchIndexError("the item has no picture", self.index.uri, name)
         return thumbnail
 
     def part(self, source: str, name: str) -> Part:

@@ -44,9 +44,8 @@ def main(words: list[str]) -> int:
     """Run the command."""
     options = parse_options(IndexOptions, positional(words, "src"), "rge index FOLDER")
     if options.watch and options.remove:
-        raise UserError(
-            "watch=true keeps an index up to date, remove=true takes a source out of it: give one of them"
-        )
+        both = "watch=true keeps an index up to date, remove=true takes a source out of it: give one of them"
+        raise UserError(both).about("watch", "remove")
     with writing(options.out):
         if options.remove:
             return remove_source(options)
@@ -64,9 +63,8 @@ def remove_source(options: IndexOptions) -> int:
     index = Index.open(options.out)
     name, sources = source_name(options.src), index.sources()
     if name not in sources:
-        raise SearchIndexError(
-            f"{options.out} contains nothing from {name}; it contains: {', '.join(sources) or 'nothing'}"
-        )
+        none = f"it contains nothing from it, but {', '.join(sources) or 'nothing'}"
+        raise SearchIndexError(none, options.out, key=name)
     index.remove(name)
     index.refresh(options.ann_from)
     print(f"{options.out}: {sources[name]} items of {name} removed, {len(index)} left")  # noqa: T201
@@ -160,7 +158,9 @@ def _create(options: IndexOptions) -> "tuple[Index, Embedder]":
     from rge.embedder import Embedder
 
     if options.checkpoint is None:
-        raise SearchIndexError(f"there is no index at {options.out} yet: give checkpoint=... to make one")
+        raise SearchIndexError(
+            "there is no index yet: give checkpoint=... to make one", options.out, key="checkpoint"
+        )
     embedder = Embedder.from_pretrained(options.checkpoint, base=options.base).for_task(options.task)
     embedder.check_dimensions(options.dimensions)
     folder = Path(options.checkpoint).expanduser()

@@ -39,11 +39,11 @@ def main(words: list[str]) -> int:
     """Run the command."""
     options = parse_options(EmbedOptions, positional(words, "src"), "rge embed FOLDER")
     if options.out.suffix != ".parquet":
-        raise UserError(f"out={options.out} must end in .parquet")
+        raise UserError("it must end in .parquet", options.out, key="out", kind="format")
     if options.out.exists():
-        raise UserError(f"{options.out} already exists: delete it, or give another out=")
+        raise UserError("it already exists: delete it, or give another", options.out, key="out")
     if options.side == "document" and options.instruction is not None:
-        raise UserError("instruction= only applies to queries: set side=query")
+        raise UserError("it only applies to queries: set side=query", key="instruction")
     source = source_of(options)
     parts = options.out.with_name(options.out.name + ".parts")
     with held(parts):
@@ -156,7 +156,7 @@ def _merge(out: Path, finished: Finished, source: Source, schema: pa.Schema) -> 
             writer.write_table(table.select(schema.names).cast(schema))
             rows += len(table)
         if not rows:
-            raise UserError("nothing was embedded: no item of the source is readable")
+            raise UserError("nothing was embedded: no item is readable", source.name, kind="empty")
     return rows
 
 

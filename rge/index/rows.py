@@ -125,9 +125,8 @@ def metadata_fields(metadata: Iterable[dict[str, Any]]) -> list[pa.Field]:
             if value is not None and not isinstance(value, list | dict | tuple | bytes):
                 column = column_name(name)
                 if (other := keys.setdefault(column, name)) != name:
-                    raise UserError(
-                        f"where= would know both {other!r} and {name!r} as {column}: rename one of these columns"
-                    )
+                    both = f"where= would know both it and {other!r} as {column}: rename one of these columns"
+                    raise UserError(both, key=name)
                 types.setdefault(column, set()).add(type(value))
                 if type(value) is int:
                     bounds = integers.get(column, (value, value))

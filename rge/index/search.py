@@ -21,7 +21,9 @@ def main(words: list[str]) -> int:
         SearchOptions, positional(words, "index", "question"), 'rge search INDEX "question"'
     )
     if not (options.question or "").strip() and options.image is None:
-        raise UserError('give a question, image=..., or both: rge search INDEX "question" image=x.png')
+        raise UserError('give a question, image=..., or both: rge search INDEX "question" image=x.png').about(
+            "question", "image"
+        )
     from rge.index.store import Index
 
     index = Index.open(options.index)

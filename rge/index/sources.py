@@ -60,7 +60,7 @@ SHOWN = 20
 
 
 class SourceError(UserError):
-    """A folder or table cannot be read as pictures and texts; the message names it and the fix."""
+    """A folder or table, the ``file``, cannot be read as pictures and texts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,9 @@ class Unreadable:
             and listed.suffix.lower() == ".txt"
             and _is_listed(listed, Path(source.name))
         ):
-            raise UserError(f"unreadable={listed} would be an item of {source.name}: put it elsewhere")
+            raise UserError(
+                f"it would be an item of {source.name}: put it elsewhere", listed, key="unreadable"
+            )
         found = cls(len(source.entries) + len(source.faults), options.max_unreadable, dict(source.faults))
         try:
             found.check()
@@ -135,7 +137,8 @@ class Unreadable:
         """Refuse more than are allowed."""
         if self.too_many:
             count = f"{len(self.faults)} of {self.total} items are unreadable{'' if all_read else ' so far'}"
-            raise UserError(f"{count}, more than max_unreadable={self.max_share:g}:\n{self._listed()}")
+            more = f"{count}, more than {self.max_share:g}:\n{self._listed()}"
+            raise UserError(more, key="max_unreadable", kind="all" if all_read else "so far")
 
     def report(self, what: str = "") -> None:
         """Print their number and the first of them."""
@@ -189,21 +192,20 @@ def read_source(
         source, empty = _stored(str(path).rstrip("/"), (id, text, image), exclude, form, videos)
         source = _with_pages(source, pages)
         if not source.entries and not source.faults:
-            raise SourceError(empty)
+            raise SourceError(empty, path, kind="empty")
         return source
     path = Path(path).expanduser()
     try:
         os.path.abspath(path).encode()
     except UnicodeEncodeError:
-        raise SourceError(
-            f"src={_printable(str(path))} is not UTF-8: rename it, or give a link to it"
-        ) from None
+        name = _printable(str(path))
+        raise SourceError("it is not UTF-8: rename it, or give a link to it", name) from None
     if path.is_dir():
         source = _folder(path, Exclude(exclude), videos)
         empty = _nothing_in(str(path), source)
     elif path.suffix.lower() in TABLES and path.is_file():
         source = _table(str(path), (id, text, image), form)
-        empty = f"{path} has no rows"
+        empty = "it has no rows"
     elif path.suffix.lower() == PDF and path.is_file():
         file = os.path.abspath(path)
         source = Source(
@@ -211,19 +213,18 @@ def read_source(
         )
         empty = ""
     else:
-        reason = "is neither a folder nor a table" if path.exists() else "does not exist"
-        raise SourceError(
-            f"src={path} {reason}: give a folder, or a file that ends in {', '.join((*TABLES, PDF))}"
-        )
+        reason = "it is neither a folder nor a table" if path.exists() else "it does not exist"
+        fix = f"{reason}: give a folder, or a file that ends in {', '.join((*TABLES, PDF))}"
+        raise SourceError(fix, path, kind="kind" if path.exists() else "missing")
     source = _with_pages(source, pages)
     if not source.entries and not source.faults:
-        raise SourceError(empty)
+        raise SourceError(empty, path, kind="empty")
     return source
 
 
 def _nothing_in(path: str, source: Source) -> str:
     only = f", only {source.skipped}" if source.skipped else ""
-    return f"{path} holds no pictures ({', '.join(SUFFIXES)}), no PDFs and no texts (.txt){only}"
+    return f"it holds no pictures ({', '.join(SUFFIXES)}), no PDFs and no texts (.txt){only}"
 
 
 def _stored(
@@ -232,7 +233,7 @@ def _stored(
     """What a store, or a Lance table, holds, and what is said if that is nothing."""
     ending = os.path.splitext(address)[1].lower()
     if is_lance(address) or ending in TABLES:
-        return _table(address, columns, form), f"{address} has no rows"
+        return _table(address, columns, form), "it has no rows"
     fs, root = stores.open_store(address)
     if not stores.exists(address):
         raise stores.missing(address)
@@ -416,12 +417,12 @@ def _text(path: str) -> str:
     try:
         data = stores.read(path) if is_stored(path) else None
         if (os.path.getsize(path) if data is None else len(data)) > MAX_TEXT_BYTES:
-            raise SourceError(f"{path} is larger than {MAX_TEXT_BYTES >> 20} MB, too long for one item")
+            raise SourceError(f"it is larger than {MAX_TEXT_BYTES >> 20} MB, too long for one item", path)
         return (Path(path).read_bytes() if data is None else data).decode("utf-8-sig").strip()
     except OSError as error:
-        raise SourceError(f"{path} cannot be read: {error.strerror or error}") from None
+        raise SourceError(f"it cannot be read: {error.strerror or error}", path) from None
     except UnicodeDecodeError:
-        raise SourceError(f"{path} is not UTF-8") from None
+        raise SourceError("it is not UTF-8", path) from None
 
 
 # -------------------------------------------------------------------------------------------------------------- folder
@@ -452,7 +453,7 @@ def _folder(root: Path, exclude: Exclude, videos: bool) -> Source:
                 except OSError as error:
                     unreadable(error)
     if "." in faults:
-        raise SourceError(f"{root} cannot be read: {faults['.']}")
+        raise SourceError(f"it cannot be read: {faults['.']}", root)
     return Source(
         os.path.abspath(root), _entries(os.path.abspath(root), files), faults, skipped, frozenset(unseen)
     )
@@ -570,8 +571,9 @@ def _table(path: str, column_names: tuple[str, str, str], form: TableFormat) -> 
         rows, columns = _rows(path, form)
         if columns and not {text_column, image_column} & set(columns):
             raise SourceError(
-                f"{path} has neither a column {text_column!r} nor {image_column!r}; it has "
-                f"{', '.join(map(repr, columns))}: name them, such as text=caption image=file"
+                f"there is neither of them, but {', '.join(map(repr, columns))}: name them, such as text=caption image=file",
+                path,
+                key=f"{text_column} or {image_column}",
             )
         is_library = (
             ending in (".parquet", stores.LANCE)
@@ -584,15 +586,17 @@ def _table(path: str, column_names: tuple[str, str, str], form: TableFormat) -> 
             )
             if isinstance(image, bytes) and not is_library:
                 raise SourceError(
-                    f"{path} holds encoded pictures: its columns must be called id and image, as in every picture library; "
-                    f"it has {', '.join(map(repr, columns))}"
+                    "it holds encoded pictures: its columns must be called id and image, as in every picture library; it has "
+                    f"{', '.join(map(repr, columns))}",
+                    path,
+                    key="id, image",
                 )
             name = str(number if given is None else _whole(given))
             if id_column not in columns and isinstance(image, str) and not _is_data_url(image):
                 times[image] += 1
                 name = image if times[image] == 1 else f"{image}#{times[image]}"
             if name in entries or name in faults:
-                raise SourceError(f"{path}: two rows have the id {name!r}; ids ({id_column}=) must be unique")
+                raise SourceError(f"two rows have this id; ids ({id_column}=) must be unique", path, key=name)
             if fault := _fault(text, image):
                 faults[name] = fault
                 continue

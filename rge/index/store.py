@@ -117,11 +117,11 @@ NPROBES, REFINE = 64, 10
 
 
 class SearchIndexError(UserError):
-    """An index cannot be used this way; the message names it and the fix."""
+    """An index, the ``file``, cannot be used this way."""
 
 
 class ConditionError(SearchIndexError):
-    """A condition cannot be used; the message does not name the index, which is elsewhere for a server's clients."""
+    """A condition cannot be used; the error does not name the index, which is elsewhere for a server's clients."""
 
 
 class Snapshot:
@@ -264,14 +264,14 @@ class Index:
         """Open an index, a folder or an address that LanceDB supports; `SearchIndexError` if there is none."""
         uri = str(uri)
         if (opened := _table(uri)) is None:
-            raise SearchIndexError(
-                f"there is no index at {uri}: make one with `rge index FOLDER out={uri} checkpoint=...`"
-            )
+            none = f"there is no index: make one with `rge index FOLDER out={uri} checkpoint=...`"
+            raise SearchIndexError(none, uri, kind="missing")
         about = _about(uri, opened[1])
         if about["format"] != FORMAT:
-            raise SearchIndexError(
-                f"{uri} has format {about['format']}, this version reads format {FORMAT}: make the index anew"
+            other = (
+                f"it has format {about['format']}, this version reads format {FORMAT}: make the index anew"
             )
+            raise SearchIndexError(other, uri, kind="format")
         return cls(uri, *opened, about)
 
     @staticmethod
@@ -305,7 +305,7 @@ class Index:
             "task": task,
         }
         if cls.exists(uri):
-            raise SearchIndexError(f"there is an index at {uri} already")
+            raise SearchIndexError("there is an index already", uri, kind="exists")
         with _lancedb_errors(uri):
             connection = _connect(uri)
             table = connection.create_table(TABLE, schema=new_schema(about), mode="overwrite")
@@ -314,9 +314,12 @@ class Index:
     def check(self, checkpoint: str | Path, checkpoint_hash: str) -> None:
         """Refuse a checkpoint other than the one that made the index, whose vectors mean nothing to it."""
         if self.about["checkpoint_hash"] != checkpoint_hash:
+            made_by = f"{self.about['checkpoint']} ({self.about['checkpoint_hash'][:12]})"
             raise SearchIndexError(
-                f"{self.uri} was made by another checkpoint: {self.about['checkpoint']} ({self.about['checkpoint_hash'][:12]}), "
-                f"not {checkpoint} ({checkpoint_hash[:12]}); use that one, or index into another folder"
+                f"it was made by another checkpoint: {made_by}, not {checkpoint} ({checkpoint_hash[:12]}); use that one, or index "
+                "into another folder",
+                self.uri,
+                key="checkpoint",
             )
 
     def check_made_with(self, **wanted: Any) -> None:
@@ -324,9 +327,8 @@ class Index:
         for key, value in wanted.items():
             if value not in (None, stored := self.about[key]):
                 made = f"without {key}" if stored is None else f"with {key}={stored}"
-                raise SearchIndexError(
-                    f"{self.uri} was made {made}, not {value}: leave it out, or make another index"
-                )
+                other = f"it was made {made}, not {value}: leave it out, or make another index"
+                raise SearchIndexError(other, self.uri, key=key)
 
     def embedder(self, checkpoint: str | None = None, base: str | None = None) -> "Embedder":
         """Load the checkpoint that made the index, see `check`, with the prompts of the index's task.
@@ -341,8 +343,11 @@ class Index:
         except CheckpointError as error:
             if checkpoint is not None:
                 raise
-            hint = f"{self.uri} was made by it: if it was moved, give its new location with checkpoint="
-            raise CheckpointError(f"{error}; {hint}") from None
+            error.reason += (
+                f"; {self.uri} was made by it: if it was moved, give its new location with checkpoint="
+            )
+            error.about("checkpoint")
+            raise
         self.check(location, embedder.checkpoint_hash)
         return embedder.for_task(self.about["task"])
 
@@ -594,16 +599,13 @@ class Index:
         self._table = self._connection.open_table(TABLE)
         now = _about(self.uri, self._table)
         if any(now[key] != self.about[key] for key in ("checkpoint_hash", "dimensions", "task")):
-            raise SearchIndexError(
-                f"since it was opened, {self.uri} was re-created by another checkpoint, or with other dimensions or another task: "
-                "open it again"
-            )
+            anew = "it was re-created since it was opened, by another checkpoint, or with other dimensions or another task"
+            raise SearchIndexError(f"{anew}: open it again", self.uri, kind="re-created")
         if where is not None:
             where = self._condition(where)
         if words is not None and not self._indices("words"):
-            raise SearchIndexError(
-                f"{self.uri} has no index of words yet: run `rge index` on its source again"
-            )
+            none = "it has no index of words yet: run `rge index` on its source again"
+            raise SearchIndexError(none, self.uri, key="words")
         depth = k if words is None else max(k, MIN_FUSED)
         if exact or not self._indices("vector"):
             near = self._snapshot().search(query_ND, depth, where, columns)
@@ -628,7 +630,7 @@ class Index:
         condition = f"key = {_quoted(row_key(source, id))}"
         rows = self._select(["image", "thumbnail"], condition, limit=1).to_pylist()
         if not rows:
-            raise SearchIndexError(f"{self.uri} holds no {id!r} of {source}")
+            raise SearchIndexError(f"it holds no such item of {source}", self.uri, id)
         return rows[0]["image"], rows[0]["thumbnail"]
 
     def _select(self, columns: list[str], where: str | None = None, limit: int | None = None) -> pa.Table:
@@ -643,22 +645,26 @@ class Index:
         condition = f"({where.strip().rstrip(';')}\n)"
         fields = [field for field in self._table.schema if field.name not in PRIVATE]
         table = _empty(pa.schema(fields))
+        _check_calls(where.strip())
         try:
-            _check_calls(where.strip())
             table.search().where(condition).limit(1).explain_plan()
         except Exception as error:  # LanceDB panics on SQL that it does not support yet
-            reason = _reason(error).replace("Invalid input, ", "")
+            reason, kind = _reason(error).replace("Invalid input, ", ""), "invalid"
             if "of type 'Utf8'" in reason:
-                texts = [
-                    field.name
-                    for field in fields
-                    if field.type == pa.string() and _is_named(field.name, where)
-                ]
+                kind, texts = (
+                    "text",
+                    [
+                        field.name
+                        for field in fields
+                        if field.type == pa.string() and _is_named(field.name, where)
+                    ],
+                )
                 reason = (
                     f"it compares a text with a number, and {' and '.join(texts)} hold{'s' if len(texts) == 1 else ''} texts: write '9' instead of 9, or "
                     f"try_cast({texts[0] if texts else 'price'} as double) > 9"
                 )
-            raise ConditionError(f"where={where!r} is not a valid condition: {reason}") from error
+            invalid = f"{where!r} is not a valid condition: {reason}"
+            raise ConditionError(invalid, key="where", kind=kind) from error
         return condition
 
     def _indices(self, column: str) -> list[str]:
@@ -765,14 +771,16 @@ class Index:
 
 
 def _check_calls(where: str) -> None:
-    """ValueError for a condition that calls anything but `FUNCTIONS`."""
+    """`ConditionError` for a condition that calls anything but `FUNCTIONS`."""
     end = 0
     while end < len(where):
         if (token := _TOKEN.match(where, end)) is None:
-            raise ValueError(f"it cannot be read from {where[end : end + 20]!r} on")
+            unread = f"{where!r} cannot be read from {where[end : end + 20]!r} on"
+            raise ConditionError(unread, key="where", kind="unreadable")
         name = token[1] and token[1].strip('"`').lower()
         if name and name not in FUNCTIONS | _NOT_CALLED:
-            raise ValueError(f"it calls {name}; functions are {', '.join(sorted(FUNCTIONS))}")
+            calls = f"{where!r} calls {name}; functions are {', '.join(sorted(FUNCTIONS))}"
+            raise ConditionError(calls, key="where", kind="calls")
         end = token.end()
 
 
@@ -811,7 +819,7 @@ def _connect(uri: str) -> "DBConnection":
         import lancedb
     except ImportError:
         raise SearchIndexError(
-            "an index needs LanceDB, which is not installed: pip install -e '.[search]'"
+            "an index needs it: pip install -e '.[search]'", key="lancedb", kind="package"
         ) from None
     # The next search sees an update by another process.
     return lancedb.connect(uri, read_consistency_interval=timedelta(0))
@@ -822,7 +830,7 @@ def _table(uri: str) -> "tuple[DBConnection, Table] | None":
     folder = _folder(uri)
     if folder is not None and not folder.is_dir():
         if folder.exists():
-            raise SearchIndexError(f"{uri} is a file; an index is a folder")
+            raise SearchIndexError("it is a file; an index is a folder", uri, kind="file")
         return None
     with _lancedb_errors(uri):
         connection = _connect(uri)
@@ -838,9 +846,8 @@ def _about(uri: str, table: "Table") -> dict[str, Any]:
     try:
         about: dict[str, Any] = json.loads((table.schema.metadata or {})[b"rge"])
     except (KeyError, ValueError):
-        raise SearchIndexError(
-            f"{uri} holds a LanceDB table {TABLE!r} that `rge index` did not make"
-        ) from None
+        other = f"it holds a LanceDB table {TABLE!r} that `rge index` did not make"
+        raise SearchIndexError(other, uri, kind="foreign") from None
     return about
 
 
@@ -855,8 +862,8 @@ def _lancedb_errors(uri: str) -> Iterator[None]:
         reason = _reason(error)
         _, filters, cause = reason.partition("Error applying filter expression to batch: ")
         if filters:
-            raise ConditionError(f"where= fails on a row: {cause}") from error
-        raise SearchIndexError(f"the index {uri} cannot be used: {reason}") from error
+            raise ConditionError(f"it fails on a row: {cause}", key="where", kind="row") from error
+        raise SearchIndexError(f"it cannot be used: {reason}", uri, kind="broken") from error
 
 
 LANCEDB_ERRORS = (RuntimeError, ValueError, OSError)

@@ -15,7 +15,9 @@ def main(words: list[str]) -> int:
     needed = ("fastapi", "uvicorn", "prometheus_client", "asgi_correlation_id")
     missing = [name for name in needed if find_spec(name) is None]
     if missing:
-        raise UserError(f"rge serve needs {', '.join(missing)}: pip install -e '.[serve]'")
+        raise UserError(
+            "rge serve needs them: pip install -e '.[serve]'", key=", ".join(missing), kind="package"
+        )
     with bound(options.host, options.port) as listener:
         from rge.serving.process import serve  # after --help, which needs none of it
 

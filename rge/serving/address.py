@@ -13,7 +13,9 @@ def bound(host: str, port: int, *, listens: bool = False) -> socket.socket:
         family, kind, protocol, _, address = infos[0]
         listener = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise UserError(f"host={host} is not an address to listen on: {error.strerror or error}") from None
+        raise UserError(
+            f"it is not an address to listen on: {error.strerror or error}", host, key="host"
+        ) from None
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(address)
@@ -27,9 +29,8 @@ def bound(host: str, port: int, *, listens: bool = False) -> socket.socket:
 
 def cannot_listen(host: str, port: int, error: OSError) -> UserError:
     """The error of an address that cannot be bound."""
-    return UserError(
-        f"cannot listen on {host}:{port}: {error.strerror or error}; give another port=, or port=0 for a free one"
-    )
+    fix = f"it cannot be listened on: {error.strerror or error}; give another port=, or port=0 for a free one"
+    return UserError(fix, f"{host}:{port}")
 
 
 def url_of(listener: socket.socket) -> str:

@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from clips import clip, number
+from faults import error_about
 from pdfs import BLUE, GREEN, PASSWORD_NEEDED, RED, page, pdf
 from PIL import Image
 from recorded import exported
@@ -183,9 +184,9 @@ def test_a_document_of_several_pages_is_searched(manuals, capsys, monkeypatch):
         demo.encode_document(content=mappings), demo.encode_document(["a"], [pictures]), atol=1e-6
     )
     for wrong in ("a", [["a"]], [{"sound": "x"}], [[{"text": "a"}], {"text": "b"}]):
-        with pytest.raises(ValueError, match="."):
+        with error_about(ValueError):
             demo.encode_document(content=wrong)
-    with pytest.raises(ValueError, match="content"):
+    with error_about(ValueError):
         demo.encode_document("a", content=parts)
 
 

@@ -138,21 +138,15 @@ def test_columns_of_the_metadata_narrow_a_search(index):
     # LanceDB would ignore what follows the first expression.
     rests = ("adn price > 3", "price > 3", ", price > 3", "; and price > 3", "limit 1", "order by id")
     for wrong in (*wrongs, *(f"year > 2022 {rest}" for rest in rests)):
-        with pytest.raises(ConditionError, match="is not a valid condition: ") as caught:
+        with error_about(ConditionError, "where") as caught:
             found(wrong)
         assert ".rs:" not in str(caught.value)
-    with error_about(ConditionError, "id", "text", "taken"):
-        found("nothing = 1")
-    reasons = {
-        "year = '2024'": "not convert to literal of type 'Int64'",
-        "year\n>": "Expected: an expression",
-    }
-    for wrong, reason in reasons.items():
-        with pytest.raises(ConditionError, match=reason):
+    for wrong in ("nothing = 1", "year = '2024'", "year\n>"):
+        with error_about(ConditionError, "where", "invalid"):
             found(wrong)
     for asked in ({}, {"words": ["key"]}):  # what only a row can tell
         index.refresh(ann_from=99)
-        with error_about(ConditionError, "where="):
+        with error_about(ConditionError, "where", "row"):
             index.search(stored_ND[:1], 9, where="1 / (_2023 - 3) = 1", **asked)
 
 
@@ -169,10 +163,9 @@ def test_a_condition_cannot_take_all_memory(index, call):
     """LanceDB computes repeat('x', 2000000000) when it reads the condition."""
     index.put([Row("s", "a", "1", "d", vectors(1)[0])])
     for condition in (f"id = {call}", f"id = 'it''s (' or {call} = id or id = ')'"):
-        with pytest.raises(
-            ConditionError, match="is not a valid condition: (it calls re|it cannot be read|it calls lpad)"
-        ):
+        with error_about(ConditionError, "where") as caught:
             index.search(vectors(1), 1, where=condition)
+        assert caught.value.kind in ("calls", "unreadable")
 
 
 def test_a_condition_may_call_what_takes_no_memory(index):
@@ -193,7 +186,7 @@ def test_a_condition_may_call_what_takes_no_memory(index):
 
 
 def test_two_columns_that_a_condition_could_not_tell_apart(index):
-    with error_about(UserError, "price ($)", "price (€)", "price____"):
+    with error_about(UserError, "price (€)"):
         index.declare([{"price ($)": 1}, {"price (€)": 2}])
 
 
@@ -430,9 +423,7 @@ def test_putting_again_replaces_and_removing_removes_only_what_is_named(index):
 
 def test_an_index_of_another_checkpoint_is_named_and_refused(index):
     index.check("demo", "a" * 64)
-    with pytest.raises(
-        SearchIndexError, match=r"made by another checkpoint: demo \(a{12}\), not mine \(b{12}\)"
-    ):
+    with error_about(SearchIndexError, "checkpoint"):
         index.check("mine", "b" * 64)
 
 
@@ -452,7 +443,7 @@ def test_an_index_that_is_made_anew_under_a_reader(index, asked):
     assert found == expected
     for other in ({"checkpoint": "mine", "checkpoint_hash": "b" * 64}, {"size": 8}, {"task": "naming"}):
         remake(**other)
-        with pytest.raises(SearchIndexError, match="was re-created by another checkpoint, or with other"):
+        with error_about(SearchIndexError, "re-created"):
             reader.search(vectors(1), 9, **asked)
 
 
@@ -655,38 +646,35 @@ def test_recall_is_seen_to_fall_where_the_approximate_index_is_bad(tmp_path, mon
     assert index.refresh(ann_from=10) < 0.8
 
 
-@pytest.mark.parametrize(
-    ("query", "k", "message"),
-    [(np.zeros((1, 8)), 1, r"queries \(N, 16\), got \(1, 8\)"), (np.zeros(16), 1, "got"), (np.zeros((1, 16)), 0, "k must be >= 1")],
-)  # fmt: skip
-def test_wrong_queries(index, query, k, message):
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize(("query", "k"), [(np.zeros((1, 8)), 1), (np.zeros(16), 1), (np.zeros((1, 16)), 0)])
+def test_wrong_queries(index, query, k):
+    with error_about(ValueError):
         index.search(query, k)
 
 
 def test_wrong_vectors(index):
-    with error_about(ValueError, "16", "8"):
+    with error_about(ValueError):
         index.put(rows(vectors(1, 8)))
-    with pytest.raises(ValueError, match="not finite"):
+    with error_about(ValueError):
         index.put(rows(np.full((1, 16), np.nan, np.float32)))
     assert len(index) == 0
 
 
 def test_what_is_no_index_is_named(tmp_path):
-    with error_about(SearchIndexError, "rge"):
+    with error_about(SearchIndexError, "nothing", "missing"):
         Index.open(tmp_path / "nothing")
     (tmp_path / "file").write_text("x")
-    with pytest.raises(SearchIndexError, match="is a file; an index is a folder"):
+    with error_about(SearchIndexError, tmp_path / "file", "file"):
         Index.open(tmp_path / "file")
     (tmp_path / "folder").mkdir()
-    with pytest.raises(SearchIndexError, match="there is no index at"):
+    with error_about(SearchIndexError, "missing"):
         Index.open(tmp_path / "folder")
     import lancedb
 
     lancedb.connect(tmp_path / "folder").create_table("items", [{"a": 1}])
-    with error_about(SearchIndexError, "rge", "index"):
+    with error_about(SearchIndexError, "folder", "foreign"):
         Index.open(tmp_path / "folder")
-    with pytest.raises(SearchIndexError, match="there is an index at"):
+    with error_about(SearchIndexError, "folder", "exists"):
         Index.create(tmp_path / "folder", dimensions=16, **MADE)
 
 
@@ -695,7 +683,7 @@ def test_a_damaged_index_is_named(index):
     for path in (os.path.join(folder, name) for folder, _, names in os.walk(index.uri) for name in names):
         if path.endswith(".lance"):
             os.truncate(path, os.path.getsize(path) // 2)
-    with pytest.raises(SearchIndexError, match="an index cannot be used: "):
+    with error_about(SearchIndexError, index.uri, "broken"):
         Index.open(index.uri).search(vectors(1), 3)
 
 
@@ -742,7 +730,7 @@ def test_what_a_killed_maker_leaves_before_its_first_commit_is_taken_over(tmp_pa
     (uri / "items.lance" / "data" / "half.lance").write_bytes(b"half")
     if left == "no version":
         (uri / "items.lance" / "_versions").mkdir()
-    with pytest.raises(SearchIndexError, match="there is no index at"):
+    with error_about(SearchIndexError, "missing"):
         Index.open(uri)
     index = Index.create(uri, dimensions=16, **MADE)
     index.put(rows(vectors(3)))
@@ -758,13 +746,13 @@ def test_addresses_are_handed_to_lancedb(tmp_path):
         Index.create(uri, dimensions=16, **MADE).put(rows(vectors(3)))
         assert (tmp_path / "an index" / ".lock").exists()  # of this machine after all
     assert len(Index.open(uri)) == len(Index.open(tmp_path / "an index")) == 3
-    with pytest.raises(SearchIndexError, match="cannot be used"):
+    with error_about(SearchIndexError, "broken"):
         Index.open("nonsense://somewhere")
 
 
 def test_without_lancedb_the_error_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "lancedb", None)
-    with error_about(SearchIndexError, ".[search]"):
+    with error_about(SearchIndexError, "lancedb", "package"):
         Index.create(tmp_path / "x", dimensions=16, **MADE)
 
 
@@ -777,7 +765,7 @@ def test_batches_of_rows_are_one_commit_or_none(index):
     assert (index._table.version, len(index)) == (version + 2, 12)
     for is_new in (True, False):
         bad = iter([rows(stored_ND[:3], source="/b"), rows(vectors(1, size=8), source="/b")])
-        with pytest.raises(ValueError, match="holds vectors of 16, got 8"):
+        with error_about(ValueError):
             index.put_all(bad, new=is_new)
     assert index.put_all(iter([])) == 0
     assert (index._table.version, len(index)) == (version + 2, 12)

@@ -133,8 +133,11 @@ def _pictures(row: dict[str, Any], options: DownloadOptions) -> Iterator[tuple[A
             if ref is not None:
                 yield holder, key, ref
     if not found:
-        fix = f"a row has none of them; fields= names those with pictures. It has {', '.join(map(str, row))}"
-        raise UserError(fix, options.records, key=", ".join(options.fields))
+        raise UserError(
+            f"a row has none of them; fields= names those with pictures. It has {', '.join(map(str, row))}",
+            options.records,
+            key=", ".join(options.fields),
+        )
 
 
 def _places(value: Any, parts: Sequence[str]) -> Iterator[tuple[Any, Any]]:

@@ -164,9 +164,9 @@ def convert(options: MmebOptions) -> dict[str, Any]:
     files = {name: _files(src, name, split) for name in names}
     if absent := [name for name, found in files.items() if not found]:
         present = sorted(path.name for path in src.glob("*/"))
-        lacking = f"{split} files of {len(absent)} sets are missing: {', '.join(absent)}"
         raise UserError(
-            f"{lacking} (found: {', '.join(present) or 'none'}); sets=NAME,... converts only the named ones",
+            f"{split} files of {len(absent)} sets are missing: {', '.join(absent)}"
+            f" (found: {', '.join(present) or 'none'}); sets=NAME,... converts only the named ones",
             src,
             key="sets",
         )

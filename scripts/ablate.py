@@ -138,10 +138,12 @@ def main(arguments: list[str]) -> None:
         return
     if missing := [number for number, run in enumerate(runs) if not study.is_finished(*run)]:
         folder = study.folder(*runs[missing[0]])
-        unfinished = (
-            f"{len(missing)} of {len(runs)} runs are not finished, e.g. index={missing[0]}; run them first"
+        raise UserError(
+            f"{len(missing)} of {len(runs)} runs are not finished, e.g. index={missing[0]}; run them first",
+            folder,
+            missing[0],
+            "index",
         )
-        raise UserError(unfinished, folder, missing[0], "index")
     write_tables(study, compared, options)
 
 
@@ -211,8 +213,11 @@ def parse_sweep(sweep: str) -> tuple[str, list[str]]:
     folders: dict[str, str] = {}
     for value in values:
         if (name := folder_name(value)) in folders:
-            same = f"{folders[name]} is the same run, or would be written to the same folder {name}"
-            raise UserError(same, place=str(value), key="sweep")
+            raise UserError(
+                f"{folders[name]} is the same run, or would be written to the same folder {name}",
+                place=str(value),
+                key="sweep",
+            )
         folders[name] = value
     return key, values
 
@@ -225,12 +230,15 @@ def folder_name(value: str) -> str:
 def plan(options: Options, compared: Comparison) -> tuple[Options, Study]:
     """The options with defaults filled in, and a study with one arm per value; an error if the recipe refuses one of them."""
     if not compared.arms:
-        only = f"{compared.title} has kept hits only; what its runs were trained on is not made any more"
-        raise UserError(only, key="finding")
+        raise UserError(
+            f"{compared.title} has kept hits only; what its runs were trained on is not made any more",
+            key="finding",
+        )
     for word in (word for words in compared.arms.values() for word in words):
         if split_word(word)[0] == "train.seed":
-            same = "it would make every seed of an arm the same run: leave it out, and give seeds=N"
-            raise UserError(same, key=word)
+            raise UserError(
+                "it would make every seed of an arm the same run: leave it out, and give seeds=N", key=word
+            )
     first = [word for word in next(iter(compared.arms.values())) if split_word(word)[0] not in OF_ARM]
     options = complete(options, compared.title, first)
     recipe = (f"recipe={options.recipe}", f"init={options.init}")
@@ -291,8 +299,9 @@ def check_places(options: Options) -> None:
     if is_suite(place):
         load_suite(place)
     elif not (place / "queries.parquet").is_file():
-        neither = "it is no retrieval set (no queries.parquet) and no suite (no suite.json)"
-        raise UserError(neither, options.set, key="set")
+        raise UserError(
+            "it is no retrieval set (no queries.parquet) and no suite (no suite.json)", options.set, key="set"
+        )
     for init in dict.fromkeys(options.init.replace("{seed}", str(seed)) for seed in range(options.seeds)):
         if not checkpoint_folder(Path(init)).is_dir() and init.count("/") != 1:  # one slash: may be a hub id
             raise UserError(
@@ -311,8 +320,10 @@ def slices_of(frame: pd.DataFrame, options: Options) -> tuple[dict[str, Slice], 
 
     if not is_suite(Path(options.set)):
         if options.by not in frame and options.by != Options.by:
-            none = f"evaluations have no column {options.by}; report_by in the set's meta.json names theirs"
-            raise UserError(none, key="by")
+            raise UserError(
+                f"evaluations have no column {options.by}; report_by in the set's meta.json names theirs",
+                key="by",
+            )
         return {"all": Slice()} | (values(options.by) if options.by in frame else {}), {}
     shown = {"all": Slice(of_members=True)}
     members = load_suite(Path(options.set)).members.values()
@@ -337,8 +348,12 @@ def check_run(study: Study, arm: Arm, seed: int) -> None:
         for about in (read_json(study.checkpoint(arm, one) / RGE_JSON) or {} for one in (0, seed))
     ]
     if other := in_words(differences(*inputs)):
-        apart = f"it was not trained from what {study.folder(arm, 0)} was: {'; '.join(other)}"
-        raise UserError(f"{apart}. Delete the older one, and run it again", folder, kind="start")
+        raise UserError(
+            f"it was not trained from what {study.folder(arm, 0)} was: {'; '.join(other)}"
+            f". Delete the older one, and run it again",
+            folder,
+            kind="start",
+        )
 
 
 def write_tables(study: Study, compared: Comparison, options: Options) -> None:
@@ -349,8 +364,11 @@ def write_tables(study: Study, compared: Comparison, options: Options) -> None:
     results = Results.of_study(study)
     for (name, seed), frame in results.runs.items():
         if missing := [metric for metric in options.metrics if metric not in frame]:
-            there = f"it was not evaluated for it; there are: {', '.join(map(str, frame.columns))}"
-            raise UserError(there, study.evaluation(study.by_name[name], seed), key=missing[0])
+            raise UserError(
+                f"it was not evaluated for it; there are: {', '.join(map(str, frame.columns))}",
+                study.evaluation(study.by_name[name], seed),
+                key=missing[0],
+            )
     arms = {value: arm.name for value, arm in zip(compared.arms, study.arms, strict=True)}
     rows = [Row(value, {name: 1.0}) for value, name in arms.items()]
     first, *others = arms

@@ -594,8 +594,10 @@ def main(argv: list[str]) -> int:
     one_of("checks", options.checks, [*CHECKS, "all"])
     machine = Machine(options)
     if not machine.gpus and not options.rehearse:
-        none = "torch sees no GPU here; true goes through the checks on the CPU with a tiny model"
-        raise UserError(none, key="rehearse")
+        raise UserError(
+            "torch sees no GPU here; true goes through the checks on the CPU with a tiny model",
+            key="rehearse",
+        )
     described, results = machine.describe(), []
     for result in run_checks(machine):  # the results so far are written after each
         results.append(result)

@@ -63,8 +63,9 @@ def ship(trained: Path, folder: Path) -> int:
     size = sum(path.stat().st_size for path in waiting.iterdir())
     if size > MOST_BYTES:
         shutil.rmtree(waiting)
-        large = f"it takes {size:,} bytes in bfloat16, more than the {MOST_BYTES:,} that may be shipped"
-        raise UserError(large, trained)
+        raise UserError(
+            f"it takes {size:,} bytes in bfloat16, more than the {MOST_BYTES:,} that may be shipped", trained
+        )
     shutil.rmtree(folder, ignore_errors=True)
     waiting.rename(folder)
     return size

@@ -139,8 +139,11 @@ def given(recipe: dict[str, Any], stage: str) -> dict[str, Any]:
 def refuse_launcher(script: str) -> None:
     """Fail under a launcher, where every process would make all runs."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        python = "start it with python, not with a launcher; put that into launcher='accelerate launch ...'"
-        raise UserError(python, script, key="launcher")
+        raise UserError(
+            "start it with python, not with a launcher; put that into launcher='accelerate launch ...'",
+            script,
+            key="launcher",
+        )
 
 
 def in_clone(name: str) -> str:

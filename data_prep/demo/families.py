@@ -52,8 +52,11 @@ def load_icons(family: Family, folder: Path) -> dict:
         _fetch(family, package)
     version = json.loads((package / "package.json").read_text(encoding="utf-8"))["version"]
     if version != family.version:
-        other = f"it is version {version}, but the pictures need {family.version}: remove it or pass another icons="
-        raise UserError(other, package, kind="version")
+        raise UserError(
+            f"it is version {version}, but the pictures need {family.version}: remove it or pass another icons=",
+            package,
+            kind="version",
+        )
     return json.loads((package / "icons.json").read_text(encoding="utf-8"))
 
 

@@ -271,7 +271,6 @@ def _device(asked: str | None) -> str:
 def check_judge(process_group: ProcessGroup, options: NegativesOptions) -> None:
     """Raise a `UserError` for an endpoint that several processes would ask."""
     if options.judge_endpoint is not None and process_group.size > 1:
-        one_process = (
+        raise UserError(
             "an endpoint is asked by one process, which makes judge_endpoint.concurrency calls at a time"
         )
-        raise UserError(one_process, kind="processes")

@@ -67,5 +67,7 @@ class NegativesOptions(MiningRules, ModelOptions, PluginOptions):
                 "judge", "judge_endpoint"
             )
         if self.num == 0 and not self.judges:
-            nothing = "0 mines nothing: it only lets a judge score the targets that are there, so give judge="
-            raise UserError(nothing, key="num")
+            raise UserError(
+                "0 mines nothing: it only lets a judge score the targets that are there, so give judge=",
+                key="num",
+            )

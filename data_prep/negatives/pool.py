@@ -35,8 +35,11 @@ def pool_targets(path: Path) -> Iterator[Target]:
 def _of_folder(path: Path) -> Iterator[Target]:
     files = find(str(path))
     if files.kind != "folder":
-        neither = "it is neither training records, a retrieval set, a table with id and image, nor a folder of pictures"
-        raise UserError(neither, path, key="pool")
+        raise UserError(
+            "it is neither training records, a retrieval set, a table with id and image, nor a folder of pictures",
+            path,
+            key="pool",
+        )
     count = 0
     for row in picture_rows(files, pictures=False):
         image = Path(row.cells["image"])
@@ -53,8 +56,11 @@ def _of_table(path: Path) -> Iterator[Target]:
     file = pq.ParquetFile(path)
     columns = [name for name in ("id", "text", "image") if name in file.schema_arrow.names]
     if "id" not in columns or len(columns) < 2:
-        has = f"it needs a column id, and text, image or both; it has {', '.join(file.schema_arrow.names)}"
-        raise UserError(has, path, key="pool")
+        raise UserError(
+            f"it needs a column id, and text, image or both; it has {', '.join(file.schema_arrow.names)}",
+            path,
+            key="pool",
+        )
     for batch in file.iter_batches(READ_ROWS, columns=columns):
         ids = batch.column("id").to_pylist()
         texts = batch.column("text").to_pylist() if "text" in columns else [None] * len(ids)

@@ -28,8 +28,10 @@ def main(words: Sequence[str]) -> None:
     options = replace(options, model=fill_prices({"model": options.model}, options.prices)["model"])
     check_model("model", options.model)
     if options.candidates > 1 and options.temperature == 0:
-        same = "0 writes the same rationale every time: candidates needs a temperature above 0"
-        raise UserError(same, key="temperature")
+        raise UserError(
+            "0 writes the same rationale every time: candidates needs a temperature above 0",
+            key="temperature",
+        )
     if options.min_gain is not None and options.select is None:
         raise UserError("it needs select=CHECKPOINT: the embedder that measures it", key="min_gain")
     if options.dry_run:

@@ -141,8 +141,12 @@ def sources_of(options: Files) -> list[Source]:
     if out.resolve() == records.resolve():
         raise UserError("it would overwrite the records", out, key="out")
     if records.exists() and out.exists() and out.is_dir() != records.is_dir():
-        form = f"it must be a {'folder' if records.is_dir() else 'file'}, as records={records} is"
-        raise UserError(form, out, key="out", kind="form")
+        raise UserError(
+            f"it must be a {'folder' if records.is_dir() else 'file'}, as records={records} is",
+            out,
+            key="out",
+            kind="form",
+        )
     files = {records: out}
     if records.is_dir():
         paths = [path for path in sorted(records.glob("[!.]*.jsonl")) if not path.name.endswith(SCORES)]
@@ -208,8 +212,9 @@ def read_captions(records: Path, given: Path | None) -> dict[str, str]:
             return {}  # a library of pictures may have the same name
         table = pq.read_table(path, columns=["id", "caption"])
     except (OSError, ValueError, KeyError) as error:
-        other = f"it is not a Parquet file with columns id and caption: {error}"
-        raise UserError(other, path, key="captions") from None
+        raise UserError(
+            f"it is not a Parquet file with columns id and caption: {error}", path, key="captions"
+        ) from None
     rows = zip(table["id"].to_pylist(), table["caption"].to_pylist(), strict=True)
     found = {str(name): caption for name, caption in rows if caption}
     return {os.path.normpath(name): caption for name, caption in found.items()} | found

@@ -333,8 +333,9 @@ def check(config: RmirConfig) -> None:
     one_of("generate.categories", config.generate.categories, tuple(wording(config.prompts).codes))
     for stage, name in models_used(config):
         if name not in config.models:
-            found = f"there is no {name!r} under models (found: {', '.join(config.models) or 'none'})"
-            raise UserError(found, key=stage)
+            raise UserError(
+                f"there is no {name!r} under models (found: {', '.join(config.models) or 'none'})", key=stage
+            )
     for name, model in config.models.items():
         check_model(f"models.{name}", model)
     cache_names({f"models.{name}": model for name, model in config.models.items()})

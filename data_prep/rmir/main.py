@@ -95,8 +95,11 @@ def _models_asked(run: Run, stages: Sequence[str]) -> list[ModelConfig]:
         model.key()
     for name, model in asked.items():
         if config.budget is not None and not model.has_price():
-            unknown = "budget needs its price, which no table lists: set its input_price and output_price (0 if it is free)"
-            raise UserError(unknown, key=f"models.{name}", kind="price")
+            raise UserError(
+                "budget needs its price, which no table lists: set its input_price and output_price (0 if it is free)",
+                key=f"models.{name}",
+                kind="price",
+            )
     return [*asked.values()]
 
 
@@ -105,15 +108,21 @@ def run_stages(run: Run, stages: Sequence[str]) -> None:
     present = stages_of(run.config)
     todo = [stage for stage in stages if stage in present]
     if not todo:
-        writes = "stage=caption needs a model that writes captions: set, for example, caption.model=writer"
-        raise UserError(writes, key="caption.model")
+        raise UserError(
+            "stage=caption needs a model that writes captions: set, for example, caption.model=writer",
+            key="caption.model",
+        )
     # Later stages show no model a picture, and the export checks its own.
     if STAGES.index(todo[0]) <= STAGES.index("judge"):
         settle_library(run)
     for before in present[: present.index(todo[0])]:
         if run.done(before) is None:
-            unfinished = f"{todo[0]} needs {before}, which is not finished with these settings"
-            raise UserError(unfinished, place=todo[0], key="stage", kind=before)
+            raise UserError(
+                f"{todo[0]} needs {before}, which is not finished with these settings",
+                place=todo[0],
+                key="stage",
+                kind=before,
+            )
     whole = asdict(run.config)
     kept = {item.name: whole[item.name] for item in fields(RmirConfig)}
     write_text(run.out / SETTINGS, yaml.safe_dump(json.loads(json.dumps(kept, default=str)), sort_keys=False))

@@ -100,14 +100,13 @@ def review(words: Sequence[str]) -> None:
 def apply(out: Path, files: Sequence[Path], agree: int) -> None:
     """Write ``reviewed.json`` and redo pool, sets, audit, report and card; makes no model calls."""
     if len(files) < agree:
-        few = (
-            f"it has the verdicts of {len(files)} people, but agree={agree} people must give the same verdict"
+        raise UserError(
+            f"it has the verdicts of {len(files)} people, but agree={agree} people must give the same verdict",
+            key="apply",
         )
-        raise UserError(few, key="apply")
     with closing(Run(_settings(out))) as run:
         if run.done("keep") is None:
-            open_ones = "the panel's decisions are not finished: run the command that made it again"
-            raise UserError(open_ones, out)
+            raise UserError("the panel's decisions are not finished: run the command that made it again", out)
         people = read_verdicts(out, files)
         found = settle(out, people, agree)
         write_about_panel(out / REVIEWED, found)
@@ -130,8 +129,9 @@ def _settings(out: Path) -> RmirConfig:
     try:
         return load_config([f"config={path}", f"out={out}"])
     except UserError as error:
-        earlier = f"it is perhaps of an earlier version, with other keys: {again}.\n{error}"
-        raise UserError(earlier, path, kind="version") from None
+        raise UserError(
+            f"it is perhaps of an earlier version, with other keys: {again}.\n{error}", path, kind="version"
+        ) from None
 
 
 def draw(run: Path, size: int, split: str, seed: int) -> list[Row]:
@@ -345,8 +345,11 @@ def read_verdicts(run: Path, files: Sequence[Path]) -> dict[str, Said]:
     for file in files:
         by, said = _verdicts(file, known)
         if by in people:
-            twice = "two files are from this person; change the name (`by`) in one file, or its file name"
-            raise UserError(twice, file, key=by)
+            raise UserError(
+                "two files are from this person; change the name (`by`) in one file, or its file name",
+                file,
+                key=by,
+            )
         people[by] = said
     return people
 
@@ -380,8 +383,11 @@ def _verdicts(file: Path, known: dict[str, str]) -> tuple[str, Said]:
     }
     strange = [key for key in saved.verdicts if key not in rows]
     if not rows:
-        undecided = "this run did not decide it, or its question or pictures have changed; is run= correct?"
-        raise UserError(undecided, file, key=strange[0])
+        raise UserError(
+            "this run did not decide it, or its question or pictures have changed; is run= correct?",
+            file,
+            key=strange[0],
+        )
     if strange:
         print(
             f"{file}: {len(strange)} of {len(saved.verdicts)} verdicts are left out, such as that on {strange[0]!r}, which this run "

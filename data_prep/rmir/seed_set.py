@@ -54,9 +54,12 @@ def seed(run: Run) -> dict[str, Any]:
     # Checked before anything is embedded; `cluster` checks again with the usable pictures.
     listed = sum(1 for _ in islice(library.rows(pictures=False), config.seed.clusters))
     if listed < config.seed.clusters and not state.extensions:
-        few = f"{config.seed.clusters} need at least as many pictures; there are {listed:,}"
-        fix = f"{few}. Set seed.clusters={max(1, listed // 2)}, or add pictures"
-        raise UserError(fix, config.library.path, key="seed.clusters")
+        raise UserError(
+            f"{config.seed.clusters} need at least as many pictures; there are {listed:,}"
+            f". Set seed.clusters={max(1, listed // 2)}, or add pictures",
+            config.library.path,
+            key="seed.clusters",
+        )
     if skipped := library.skipped():
         print(f"library.path {config.library.path}: skipped {skipped}", file=sys.stderr, flush=True)
     encoder, captioner = load_encoder(config.image_encoder), load_encoder(config.caption_encoder)
@@ -66,8 +69,11 @@ def seed(run: Run) -> dict[str, Any]:
     unique, bad = usable(table, state, most_bits, [image["id"] for image in images])
     listed = len(table) - len(state.gone)
     if not len(unique):
-        none = f"none of the {listed} pictures is usable: {reasons(bad)}"
-        raise UserError(none, config.library.path, key="library.path")
+        raise UserError(
+            f"none of the {listed} pictures is usable: {reasons(bad)}",
+            config.library.path,
+            key="library.path",
+        )
     new, share_new = unique, None
     if state.extensions:
         # Repeats of pictures that are gone now count as pictures of their own.
@@ -258,10 +264,12 @@ def _check_outside_library(run: Run) -> None:
         else:
             is_read = would_find(pattern, file)
         if is_read:
-            own = (
+            raise UserError(
                 f"the run's own files, such as {file}, would be taken for the library's (library.path={path})"
+                f": choose another",
+                run.out,
+                key="out",
             )
-            raise UserError(f"{own}: choose another", run.out, key="out")
 
 
 def _carry_over(folder: Path, state: LibraryState, found: Changes, table: pa.Table, finished: bool) -> None:
@@ -389,8 +397,13 @@ def _unread(library: Library, state: LibraryState, tables: list[pa.Table]) -> It
 
     def add(name: str) -> None:
         if (written := safe_id(name)) in seen:
-            twice = "the id occurs twice (white space counts as %20): choose another library.id_column"
-            raise UserError(f"{twice}; null numbers the rows", library.config.path, key=name, kind="twice")
+            raise UserError(
+                "the id occurs twice (white space counts as %20): choose another library.id_column"
+                "; null numbers the rows",
+                library.config.path,
+                key=name,
+                kind="twice",
+            )
         seen.add(written)
 
     names = [name for table in tables for name in table["id"].to_pylist()]
@@ -428,11 +441,19 @@ def keep_pictures(run: Run, library: Library, images: Rows) -> None:
                 changed.add(row["id"])
         os.sync()
     if changed:
-        fix = f"the picture has changed since it was inspected: delete {run.path('seed')} and run the same command again"
-        raise UserError(fix, run.config.library.path, key=min(changed), kind="changed")
+        raise UserError(
+            f"the picture has changed since it was inspected: delete {run.path('seed')} and run the same command again",
+            run.config.library.path,
+            key=min(changed),
+            kind="changed",
+        )
     if wanted:
-        again = "the picture cannot be read now: run the same command again"
-        raise UserError(again, run.config.library.path, key=min(wanted), kind="unreadable")
+        raise UserError(
+            "the picture cannot be read now: run the same command again",
+            run.config.library.path,
+            key=min(wanted),
+            kind="unreadable",
+        )
     for image in missing.values():
         image["ref"] = str(path(image))
     own = os.path.join(os.path.abspath(run.out), "")

@@ -58,8 +58,11 @@ def wording(folder: str | None = None) -> Wording:
     kinds = re.findall(r"^([A-Z]+) \((\w+)\):", texts["kinds.md"], flags=re.M)
     for words in zip(*kinds, strict=True):
         if twice := [word for word in words if words.count(word) > 1]:
-            both = "it stands for two kinds; each needs its own code and name"
-            raise UserError(both, f"{folder}/kinds.md", key=twice[0])
+            raise UserError(
+                "it stands for two kinds; each needs its own code and name",
+                f"{folder}/kinds.md",
+                key=twice[0],
+            )
     codes = {name: code for code, name in kinds}
     if not codes:
         raise UserError(

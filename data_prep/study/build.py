@@ -126,8 +126,11 @@ def build(
 ) -> None:
     """Write the set at each dose, atomically. ``chosen``: facts to use; None: all suitable ones."""
     if out.exists():
-        there = "it already exists; the set is the same every time, so keep it, or remove it to rebuild"
-        raise UserError(there, out, key="out")
+        raise UserError(
+            "it already exists; the set is the same every time, so keep it, or remove it to rebuild",
+            out,
+            key="out",
+        )
     work = out.with_name(f".{out.name}.tmp")
     shutil.rmtree(work, ignore_errors=True)
     tables = read_tables()

@@ -129,8 +129,10 @@ def _kinds(items: Any) -> str:
         if not re.fullmatch("i*v?t*", order) or any(
             isinstance(part.video, tuple) or part != VideoPart(part.video) for part in clips
         ):
-            order_of = "MTEB's tables have pictures, a whole clip and a text, in this order; `rge eval run` takes more"
-            raise UserError(order_of, place=f"item {item.id}")
+            raise UserError(
+                "MTEB's tables have pictures, a whole clip and a text, in this order; `rge eval run` takes more",
+                place=f"item {item.id}",
+            )
         kinds |= set(order)
     return "".join(sorted(kinds, key="ivt".index))
 

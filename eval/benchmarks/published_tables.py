@@ -223,8 +223,9 @@ def _read(path: Path) -> Published:
     except (OSError, ValueError, TypeError) as error:
         raise UserError(f"it is no published table: {type(error).__name__}: {error}", path) from error
     if table.benchmark not in BENCHMARKS or path.parent != BENCHMARKS[table.benchmark].published:
-        other = f"the published tables of {table.benchmark!r} are not in that folder"
-        raise UserError(other, path, key="benchmark")
+        raise UserError(
+            f"the published tables of {table.benchmark!r} are not in that folder", path, key="benchmark"
+        )
     for row in table.rows:
         if len(row.values) != len(table.columns):
             raise UserError(f"it has {len(row.values)} of {len(table.columns)} values", path, row.model)

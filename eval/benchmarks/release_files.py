@@ -36,8 +36,8 @@ class ReleaseError(UserError):
     """All that is wrong with a table."""
 
 
-Where = tuple[Path, str | None]
-"""A file and the row in it, for messages."""
+Where = tuple[object, str | None]
+"""A file or set, and the row in it, for messages."""
 
 
 @dataclass
@@ -133,9 +133,12 @@ class Draft:
     def refuse_lost(self, where: str, *, allowed: bool) -> None:
         """Raise a `ReleaseError` if right candidates are missing from the pool, unless ``allowed``."""
         if self.lost and not allowed:
-            lost = f"{len(self.lost)} right candidates are not in {where}: {some(self.lost)}. A pool without them would be"
-            why = f"{lost} easier; allow_missing=true keeps them in every denominator"
-            raise ReleaseError(why, place=self.lost[0], key="allow_missing")
+            raise ReleaseError(
+                f"{len(self.lost)} right candidates are not in {where}: {some(self.lost)}. A pool without them would be"
+                f" easier; allow_missing=true keeps them in every denominator",
+                place=self.lost[0],
+                key="allow_missing",
+            )
 
 
 def chosen(option: str, wanted: Sequence[str], known: Iterable[str]) -> tuple[str, ...]:
@@ -238,8 +241,12 @@ def files_of_split(folder: Path, split: str) -> list[Path]:
         path for path in folder.glob("*") if path.suffix in TABLES and re.match(rf"{split}\b", path.name)
     )
     if not files:
-        lacking = f"it has no table of split {split} ({split}-*.parquet or {split}.jsonl)"
-        raise ReleaseError(f"{lacking}: src must be a folder in the hub's layout", folder, key=split)
+        raise ReleaseError(
+            f"it has no table of split {split} ({split}-*.parquet or {split}.jsonl)"
+            f": src must be a folder in the hub's layout",
+            folder,
+            key=split,
+        )
     return files
 
 
@@ -292,28 +299,40 @@ def match_columns(
         found.setdefault(given.get(name, key), []).append((-1 if name in given else rank, name))
     found.pop("ignore", None)
     if unknown := [name for _, name in found.pop("", ())]:
-        known_fields = f"unknown columns. Known fields are {', '.join(aliases)}; pass"
-        fix = f"{known_fields} field_map={unknown[0]}=FIELD or =ignore"
-        raise ReleaseError(fix, path, key=", ".join(unknown), kind="unknown")
-    if lacking := [key for key in needed if key not in found]:
-        accepted = (
-            f"no column has one of its names ({', '.join(aliases[lacking[0]])}); found: {', '.join(names)}"
+        raise ReleaseError(
+            f"unknown columns. Known fields are {', '.join(aliases)}; pass"
+            f" field_map={unknown[0]}=FIELD or =ignore",
+            path,
+            key=", ".join(unknown),
+            kind="unknown",
         )
-        raise ReleaseError(f"{accepted}; pass field_map=THEIRS={lacking[0]}", path, key=lacking[0])
+    if lacking := [key for key in needed if key not in found]:
+        raise ReleaseError(
+            f"no column has one of its names ({', '.join(aliases[lacking[0]])}); found: {', '.join(names)}"
+            f"; pass field_map=THEIRS={lacking[0]}",
+            path,
+            key=lacking[0],
+        )
     for key, theirs in found.items():
         theirs.sort(key=itemgetter(0))  # those of field_map first
         (rank, first), *others = theirs
         if others and (others[0][0] < 0 or (rank >= 0 and key not in prefer)):
-            both = f"columns {first!r} and {others[0][1]!r} could both be it: choose with field_map={others[0][1]}=ignore"
-            raise ReleaseError(both, path, key=key, kind="twice")
+            raise ReleaseError(
+                f"columns {first!r} and {others[0][1]!r} could both be it: choose with field_map={others[0][1]}=ignore",
+                path,
+                key=key,
+                kind="twice",
+            )
     return {key: theirs[0][1] for key, theirs in found.items()}
 
 
 def _mapping(word: str, aliases: Iterable[str]) -> tuple[str, str]:
     column, mark, key = (part.strip() for part in word.partition("="))
     if not mark or key not in (*aliases, "ignore"):
-        pairs = f"it must be theirs=ours with ours one of {', '.join(aliases)} or ignore, got {word!r}"
-        raise ReleaseError(pairs, key="field_map")
+        raise ReleaseError(
+            f"it must be theirs=ours with ours one of {', '.join(aliases)} or ignore, got {word!r}",
+            key="field_map",
+        )
     return column, key
 
 
@@ -367,8 +386,12 @@ class Pictures:
         if not files:
             listed = f", which the manifest lists as {entry!r}," if name in self.manifest else ""
             places = ", ".join(map(str, self.roots)) or "any folder"
-            lost = f"the picture{listed} is not below {places}: {hint or self.hint}"
-            raise ReleaseError(lost, *(where or (None, None)), key=str(name), kind="missing")
+            raise ReleaseError(
+                f"the picture{listed} is not below {places}: {hint or self.hint}",
+                *(where or (None, None)),
+                key=str(name),
+                kind="missing",
+            )
         return Path(os.path.abspath(files[0]))
 
     @cached_property

@@ -166,10 +166,11 @@ def _aggregate(
 def _check_same_settings(first: Path, other: Path) -> None:
     for key, (expected, value) in differences(read_results(first), read_results(other)).items():
         if not key.startswith(PER_MEMBER):
-            apart = (
-                f"it is {value!r}, but {expected!r} in {first}: evaluate all members with the same settings"
+            raise UserError(
+                f"it is {value!r}, but {expected!r} in {first}: evaluate all members with the same settings",
+                other,
+                key=key,
             )
-            raise UserError(apart, other, key=key)
 
 
 def _check_joint_out(suite: Suite, out: Path, *, overwrite: bool) -> None:
@@ -178,8 +179,12 @@ def _check_joint_out(suite: Suite, out: Path, *, overwrite: bool) -> None:
         return
     old = read_results(out)
     if not old.suite or set(old.set.members or suite.members) != set(suite.members):
-        taken = f"it already holds an evaluation of {old.set.name}, this one is of {suite.name}"
-        raise UserError(f"{taken}: choose another, or pass overwrite=true", out, key="out")
+        raise UserError(
+            f"it already holds an evaluation of {old.set.name}, this one is of {suite.name}"
+            f": choose another, or pass overwrite=true",
+            out,
+            key="out",
+        )
 
 
 def _joint_table(suite: Suite, dirs: Mapping[str, Path]) -> pd.DataFrame:

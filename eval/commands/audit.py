@@ -150,14 +150,16 @@ def shortcut_rates(evaluations: Sequence[Evaluation], metric: str) -> dict[str, 
     same = {(one.results.checkpoint_hash, one.results.query_mode) for one in evaluations}
     if tables.keys() != {*MODALITIES} or len(evaluations) > len(tables) or len(same) > 1:
         shown = (f"{one.directory} ({one.results.query_modality})" for one in evaluations)
-        needed = (
+        raise UserError(
             "shortcuts need three evaluations of one set, checkpoint and query mode, with both,text,image"
+            f"; got {', '.join(shown)}",
+            key="query_modality",
         )
-        raise UserError(f"{needed}; got {', '.join(shown)}", key="query_modality")
     for one in evaluations:
         if metric not in one.per_query or not pd.api.types.is_numeric_dtype(one.per_query[metric]):
-            no_numbers = f"it must be a column of numbers, got {metric!r}"
-            raise UserError(no_numbers, one.directory / PER_QUERY, key="metric")
+            raise UserError(
+                f"it must be a column of numbers, got {metric!r}", one.directory / PER_QUERY, key="metric"
+            )
     solved = pd.DataFrame({name: table[metric] for name, table in tables.items()}).dropna() > 0
     either = solved["text"] | solved["image"]
     shares = solved.assign(either=either, needs_both=solved["both"] & ~either)

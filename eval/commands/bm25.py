@@ -111,8 +111,9 @@ def rank(wanted: RetrievalSet, options: Bm25Options, depth: int) -> Ranking:
 
     tokens_C = words(texts)
     if not any(tokens_C):
-        none = "no candidate has text that BM25 can use: words of two letters, no stop words"
-        raise UserError(none, wanted.path)
+        raise UserError(
+            "no candidate has text that BM25 can use: words of two letters, no stop words", wanted.path
+        )
     index = bm25s.BM25(k1=options.k1, b=options.b, method=METHOD)
     index.index(tokens_C, show_progress=False)
     rankings = []

@@ -80,8 +80,9 @@ def budget(options: BudgetOptions, load: Callable[[], Embeds] | None = None) -> 
     """Evaluate all points, print the table, write curves and page; returns ``out``. ``load``: see `eval.commands.run.run`."""
     given = (options.query_mode, options.query_modality, options.max_rationale_tokens)
     if given != (("reasoning",), ("both",), None):
-        themselves = "budget sets query mode, modality and cap itself: leave them out"
-        raise UserError(themselves).about("query_mode", "query_modality", "max_rationale_tokens")
+        raise UserError("budget sets query mode, modality and cap itself: leave them out").about(
+            "query_mode", "query_modality", "max_rationale_tokens"
+        )
     options.check_model()
     metric = options.metric or options.protocol().headline[0]
     suite, load = is_suite(options.set), cache(load or options.loader())  # all members share one model

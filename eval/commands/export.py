@@ -72,8 +72,11 @@ def export(options: ExportOptions) -> Path:
     for warning in caveats(results):
         print(f"WARNING: {warning}", file=sys.stderr, flush=True)
     if results.suite and options.format in OF_ONE_SET:
-        mean = f"it is of a suite, and format={options.format} of one set: export those in its members/"
-        raise UserError(mean, options.eval, kind="suite")
+        raise UserError(
+            f"it is of a suite, and format={options.format} of one set: export those in its members/",
+            options.eval,
+            kind="suite",
+        )
     content = FORMATS[options.format](options, results)
     if budget is not None:
         content = with_budget(content, budget)
@@ -97,9 +100,11 @@ def _ranked(options: ExportOptions, results: Results) -> dict[str, list[str]]:
     lines = read_lines(options.eval / RUN).select(["query", "candidate"]).to_pandas().astype(str)
     rankings = lines.groupby("query", sort=False)["candidate"].agg(list).to_dict()
     if len(rankings) < results.set.num_queries:
-        some_only = f"it has only {len(rankings)} of {results.set.num_queries} queries"
-        fix = f"{some_only}; evaluate.py would silently leave the others out"
-        raise UserError(fix, options.eval / RUN)
+        raise UserError(
+            f"it has only {len(rankings)} of {results.set.num_queries} queries"
+            f"; evaluate.py would silently leave the others out",
+            options.eval / RUN,
+        )
     return rankings
 
 
@@ -107,8 +112,11 @@ def _mmeb(options: ExportOptions, results: Results) -> dict[str, Any]:
     why = published()["mmeb"].not_this_set(results.set)
     if why or results.benchmark != "mmeb":
         has = f"it has benchmark={results.benchmark}" + (f", and {why}" if why else "")
-        needs = f"{has}; format=mmeb needs an evaluation of all {len(SETS)} sets with benchmark=mmeb"
-        raise UserError(needs, options.eval, kind="subset" if why else "benchmark")
+        raise UserError(
+            f"{has}; format=mmeb needs an evaluation of all {len(SETS)} sets with benchmark=mmeb",
+            options.eval,
+            kind="subset" if why else "benchmark",
+        )
     return {
         "metadata": {
             "model_name": options.model,
@@ -159,9 +167,10 @@ def _card(path: Path, results: Results) -> str:
     from rge.checkpoints.export import checkpoint_hash  # imports torch
 
     if not path.is_file() or checkpoint_hash(path.parent) != results.checkpoint_hash:
-        other = f"it is not the model card of the evaluated checkpoint ({results.checkpoint}): it does not exist, or"
         raise UserError(
-            f"{other} the hash of the files next to it is not checkpoint_hash in results.json", path
+            f"it is not the model card of the evaluated checkpoint ({results.checkpoint}): it does not exist, or"
+            f" the hash of the files next to it is not checkpoint_hash in results.json",
+            path,
         )
     return path.read_text(encoding="utf-8")
 

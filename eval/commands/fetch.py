@@ -95,8 +95,11 @@ def _release(options: FetchOptions, key: str) -> Release:
         place = next(iter(release.repos.values()), ("", ()))
         return replace(release, repos={options.repo: place})
     if not release.repos:
-        clone = "PinPoint is not on the hub: clone github.com/pinterest/pinpoint-dataset, or pass OWNER/NAME of a copy"
-        raise UserError(f"{clone} on the hub", key="repo")
+        raise UserError(
+            "PinPoint is not on the hub: clone github.com/pinterest/pinpoint-dataset, or pass OWNER/NAME of a copy"
+            " on the hub",
+            key="repo",
+        )
     return release
 
 

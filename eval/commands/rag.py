@@ -105,9 +105,7 @@ def rag(options: RagOptions) -> list[Path]:
         UserError: no reference answers, a ranking of another set, or unanswered calls (all others are stored).
     """
     if join().size > 1:
-        raise UserError(
-            "rag runs in one process, which makes generator.concurrency calls at a time", kind="processes"
-        )
+        raise UserError("rag runs in one process, which makes generator.concurrency calls at a time")
     rows: dict[str, Path | None] = dict.fromkeys(options.rows)
     for label, path in map(labelled, options.of):
         name = re.sub(r"[^\w.-]+", "_", label or path.name)
@@ -169,8 +167,11 @@ def _measure(options: RagOptions, row: str, of: Path | None, caller: Caller) -> 
     wanted = whole.first(options.limit)
     references = reference_answers(wanted)
     if not any(references):
-        none = "there are no reference answers: its queries.parquet needs this column (docs/own_data.md)"
-        raise UserError(none, options.set, key="answers")
+        raise UserError(
+            "there are no reference answers: its queries.parquet needs this column (docs/own_data.md)",
+            options.set,
+            key="answers",
+        )
     ranking = _shown(options, whole, wanted, row, of)
     names = (SCORE, SECOND) if options.second_judge else (SCORE,)
     protocol = AnswerProtocol(benchmark, "clean", (SCORE,), STATEMENTS, metrics=names)
@@ -227,8 +228,11 @@ def _shown(
     check_measured_on(whole, old.set)
     limit = old.set.limit
     if limit is not None and (options.limit is None or options.limit > limit):
-        first = f"it has only the first {limit} queries: pass limit={limit}, or evaluate it without limit"
-        raise UserError(first, of, key="limit")
+        raise UserError(
+            f"it has only the first {limit} queries: pass limit={limit}, or evaluate it without limit",
+            of,
+            key="limit",
+        )
     ranking = read_run(of / RUN, whole.first(limit)).ranking
     top = slice(len(wanted.queries)), slice(min(options.top_n, ranking.depth))
     return Ranking(ranking.rows_QW[top], ranking.score_QW[top], min(options.top_n, ranking.depth))
@@ -304,6 +308,9 @@ def _scores(
         except ReplyError as error:
             counts[f"no score by {judge} ({error.kind}), left out"] += 1
     if asked and np.isnan(score_Q[asked]).mean() > 0.5:
-        unread = "it gave no readable score for most answers: take another model, or raise judge_tokens"
-        raise UserError(unread, key=judge, kind="unreadable")
+        raise UserError(
+            "it gave no readable score for most answers: take another model, or raise judge_tokens",
+            key=judge,
+            kind="unreadable",
+        )
     return score_Q

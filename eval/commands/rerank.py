@@ -105,8 +105,9 @@ def rerank_command(options: RerankOptions) -> Path:
         )
     make, old = SCORERS[options.ask], read_results(options.of)
     if options.endpoint is not None and join().size > 1:
-        one_process = "an endpoint is asked by one process, which makes endpoint.concurrency calls at a time"
-        raise UserError(one_process, kind="processes")
+        raise UserError(
+            "an endpoint is asked by one process, which makes endpoint.concurrency calls at a time"
+        )
     # only the first process stores scores
     answers = AnswerStore((options.cache or options.out / "judge.sqlite") if join().is_first else None)
 
@@ -190,8 +191,9 @@ def _rerank_set(options: RerankOptions, judge: Callable[[], Scorer], answers: An
         first = Path(about.rerank.of)
         about = read_results(first)
         if (about.checkpoint_hash, about.run_hash) != (old.checkpoint_hash, old.run_hash):
-            again = f"it was reordered by {options.of}, and holds another ranking now: rerank it again"
-            raise UserError(again, first)
+            raise UserError(
+                f"it was reordered by {options.of}, and holds another ranking now: rerank it again", first
+            )
     rationales = pd.read_parquet(first / PER_QUERY).set_index("query_id")["rationale"].dropna()
     queries = wanted.query_items(old.query_modality or "both")  # without what the embedder did not see
     prepared = process_group.once(lambda: loaded.prepare(queries, rationales.to_dict(), answers))

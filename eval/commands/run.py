@@ -191,8 +191,11 @@ def _check(options: RunOptions) -> int:
     options.check_model()
     num = len(options.query_mode) * len(options.query_modality)
     if num > 1 and (options.out / RESULTS).exists():
-        several = f"it holds a single evaluation, but this command would write {num}: choose another"
-        raise UserError(several, options.out, key="out")
+        raise UserError(
+            f"it holds a single evaluation, but this command would write {num}: choose another",
+            options.out,
+            key="out",
+        )
     return num
 
 
@@ -211,10 +214,10 @@ class Session:
     ):
         modes = {(condition.mode, options.candidate_mode) for condition in conditions}
         if options.as_ == "release" and modes != {("reasoning", "direct")}:
-            modes = (
-                "queries write a rationale and candidates do not (query_mode=reasoning candidate_mode=direct)"
+            raise UserError(
+                "queries write a rationale and candidates do not (query_mode=reasoning candidate_mode=direct)",
+                key="as",
             )
-            raise UserError(modes, key="as")
         process_group = join()
         protocol, whole = options.prepared()
         wanted = whole.first(options.limit)
@@ -225,8 +228,10 @@ class Session:
         modalities = {condition.modality for condition in conditions}
         rewriter = None if modalities == {"image"} else options.load_rewriter(options.root)
         if rewriter is not None and rewriter.kind == ALONE and "image" in modalities:
-            no_picture = "describe leaves no picture in a query: measure query_modality=image without it"
-            raise UserError(no_picture, key="rewrite")
+            raise UserError(
+                "describe leaves no picture in a query: measure query_modality=image without it",
+                key="rewrite",
+            )
 
         def read() -> tuple[Contents, str | None]:
             contents = contents_of(wanted, modalities)

@@ -55,11 +55,9 @@ def score(options: ScoreOptions, *, of_suite: bool = False) -> Path:
     read = read_run(path, wanted, allow_ties=options.allow_ties)
     if read.missing and not options.allow_missing:
         counted = "leaves them out, as the released code does," if protocol.skips_missing else "scores them 0"
-        lacking = (
-            f"{len(read.missing)} of {len(wanted.queries)} queries have no line, first {read.missing[0]!r}"
-        )
         raise UserError(
-            f"{lacking}. Leaving them out would flatter the run; allow_missing=true {counted} and reports the coverage",
+            f"{len(read.missing)} of {len(wanted.queries)} queries have no line, first {read.missing[0]!r}"
+            f". Leaving them out would flatter the run; allow_missing=true {counted} and reports the coverage",
             options.run,
             read.missing[0],
             "allow_missing",

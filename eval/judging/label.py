@@ -136,11 +136,17 @@ def _check(options: LabelOptions, wanted: RetrievalSet, columns: Sequence[str]) 
     made: dict[str, str] = wanted.meta.get("labels", {})
     for column in columns:
         if column in names and column not in made:
-            own = "the set already has a column of this name: rename it"
-            raise UserError(own, wanted.path / "queries.parquet", key=column)
+            raise UserError(
+                "the set already has a column of this name: rename it",
+                wanted.path / "queries.parquet",
+                key=column,
+            )
         if made.get(column, options.model.name) != options.model.name and not options.overwrite:
-            taken = f"it is there already, by {made[column]}: pass overwrite=true to replace it"
-            raise UserError(taken, wanted.path, key=column)
+            raise UserError(
+                f"it is there already, by {made[column]}: pass overwrite=true to replace it",
+                wanted.path,
+                key=column,
+            )
 
 
 def _labels(options: LabelOptions, wanted: RetrievalSet, caller: Caller, kind: str) -> dict[str, list[str]]:

@@ -140,8 +140,11 @@ class Rewriter:
                 kind="unanswered",
             )
         if todo and not any(known.values()):
-            nothing = f"it wrote nothing for any of {sum(key is not None for key in keys)} queries"
-            raise UserError(nothing, key=self._shown, kind="empty")
+            raise UserError(
+                f"it wrote nothing for any of {sum(key is not None for key in keys)} queries",
+                key=self._shown,
+                kind="empty",
+            )
         self.answers.put_values(dict.fromkeys(refused, ""))
         return [None if key is None else known[key] for key in keys]
 

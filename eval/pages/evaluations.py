@@ -192,26 +192,28 @@ def check_one_set(evaluations: Sequence[Evaluation]) -> None:
     for other in others:
         if mismatch := set_mismatch(first.results.set, other.results.set):
             key, why = mismatch
-            sets = (
-                f"it was measured on {other.results.set.name}, {first.directory} on {first.results.set.name}"
-            )
             raise UserError(
-                f"{sets}: different retrieval sets ({why}), whose figures are not comparable",
+                f"it was measured on {other.results.set.name}, {first.directory} on {first.results.set.name}"
+                f": different retrieval sets ({why}), whose figures are not comparable",
                 other.directory,
                 key=key,
             )
         for key in ("benchmark", "profile"):
             expected, value = (getattr(evaluation.results, key) for evaluation in (first, other))
             if expected != value:
-                apart = (
-                    f"it is {value!r}, but {expected!r} in {first.directory}, so figures are not comparable"
+                raise UserError(
+                    f"it is {value!r}, but {expected!r} in {first.directory}, so figures are not comparable",
+                    other.directory,
+                    key=key,
                 )
-                raise UserError(apart, other.directory, key=key)
         missing = first.per_query.index.symmetric_difference(other.per_query.index)
         if len(missing):
-            sizes = f"{first.directory} has {len(first.per_query)} queries, {other.directory} {len(other.per_query)}"
-            once = f"{sizes}; this one is only in one of them. Was one run with limit=?"
-            raise UserError(once, other.directory, missing[0])
+            raise UserError(
+                f"{first.directory} has {len(first.per_query)} queries, {other.directory} {len(other.per_query)}"
+                f"; this one is only in one of them. Was one run with limit=?",
+                other.directory,
+                missing[0],
+            )
 
 
 def featured(evaluations: Sequence[Evaluation]) -> Evaluation:

@@ -81,14 +81,18 @@ def report(options: ReportOptions) -> Path:
     metric, budget = options.metric, read_json(Path(runs[0]) / BUDGET) if len(runs) == 1 else None
     evaluations = read_evaluations(runs)
     if of_suite := next((one for one in evaluations if one.results.suite), None):
-        mean = "it is the mean of a suite, and a page shows one set: name a member's evaluation, members/NAME, or"
-        fix = f"{mean} compare two suites with `rge eval compare`"
-        raise UserError(fix, of_suite.directory, kind="suite")
+        raise UserError(
+            "it is the mean of a suite, and a page shows one set: name a member's evaluation, members/NAME, or"
+            " compare two suites with `rge eval compare`",
+            of_suite.directory,
+            kind="suite",
+        )
     check_one_set(evaluations)
     main = featured(evaluations)
     if main.figure("micro", metric) is None:
-        known = f"there is no {metric!r}; there are {', '.join(main.results.micro)}"
-        raise UserError(known, main.directory, key="metric")
+        raise UserError(
+            f"there is no {metric!r}; there are {', '.join(main.results.micro)}", main.directory, key="metric"
+        )
     rows = compared(evaluations)
     gallery = Gallery()
     loaded = set_of(main, options.set)
@@ -173,8 +177,9 @@ def read_training_logs(paths: Sequence[Path]) -> pd.DataFrame:
             raise UserError("the training log does not exist, or has no lines with stage and step", path)
         stage = str(table["stage"].iloc[0])
         if stage in tables:
-            twice = "the log repeats a stage of an earlier one: log= takes the stages of one run"
-            raise UserError(twice, path, key=stage)
+            raise UserError(
+                "the log repeats a stage of an earlier one: log= takes the stages of one run", path, key=stage
+            )
         tables[stage] = table.assign(step=table["step"] + end, stage=stage.replace("_", " "))
         end = tables[stage]["step"].max()
     return pd.concat(tables.values(), ignore_index=True)

@@ -348,8 +348,11 @@ def wrong_kind(judged: Judged, k: int) -> np.ndarray:
     Source: MMEB-V3 (arXiv:2604.23321), which finds that models miss the modality that an instruction names.
     """
     if judged.wrong_kind_QK is None:
-        single = "it needs a pool of several kinds of candidates, and this one has a single kind"
-        raise UserError(single, key="wrong_kind", kind="pool")
+        raise UserError(
+            "it needs a pool of several kinds of candidates, and this one has a single kind",
+            key="wrong_kind",
+            kind="pool",
+        )
     wrong_QK = judged.wrong_kind_QK[:, :k]
     known_QK = np.isfinite(wrong_QK)
     num_Q = known_QK.sum(axis=1)

@@ -243,8 +243,12 @@ def set_path(measured: SetFacts, given: Path | None, *, otherwise: str = "") -> 
 def check_measured_on(wanted: RetrievalSet, measured: SetFacts) -> None:
     """Raise a `UserError` if a set is not the one of an evaluation, or has changed since."""
     if mismatch := set_mismatch(set_facts(wanted), measured):
-        other = f"it is not the retrieval set that was measured ({mismatch[1]}): pass set=DIR"
-        raise UserError(other, wanted.path, key="set", kind=mismatch[0])
+        raise UserError(
+            f"it is not the retrieval set that was measured ({mismatch[1]}): pass set=DIR",
+            wanted.path,
+            key="set",
+            kind=mismatch[0],
+        )
 
 
 def statistics_settings(seed: int) -> dict[str, Any]:
@@ -296,10 +300,14 @@ def read_results(directory: Path) -> Results:
     except FileNotFoundError:
         inner = sorted(child.parent.name for child in directory.glob(f"*/{RESULTS}"))
         if inner:
-            several = f"it holds {len(inner)} evaluations: pass one of {', '.join(inner)}"
-            raise UserError(several, directory, kind="several") from None
-        none = "it does not exist: the evaluation is unfinished or in another directory"
-        raise UserError(none, path, kind="missing") from None
+            raise UserError(
+                f"it holds {len(inner)} evaluations: pass one of {', '.join(inner)}",
+                directory,
+                kind="several",
+            ) from None
+        raise UserError(
+            "it does not exist: the evaluation is unfinished or in another directory", path, kind="missing"
+        ) from None
     except OSError as error:
         raise UserError(f"it cannot be read: {error.strerror}", path) from None
     except ValidationError as error:

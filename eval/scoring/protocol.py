@@ -51,8 +51,9 @@ class Protocol:
         if asked is None:
             return max(needed, DEPTH) if len(wanted.corpus_ids) > DEPTH else DEPTH
         if asked < min(needed, len(wanted.corpus_ids)):
-            small = f"it must be at least {needed}, the largest cutoff of the metrics, got {asked}"
-            raise UserError(small, key="depth")
+            raise UserError(
+                f"it must be at least {needed}, the largest cutoff of the metrics, got {asked}", key="depth"
+            )
         return asked
 
     def prepare(self, wanted: RetrievalSet) -> RetrievalSet:

@@ -161,8 +161,11 @@ def read_lines(path: Path) -> pa.Table:
         lines = (line.strip() for line in re.sub(rb"[ \t]+", b" ", data).splitlines())
         data = b"\n".join(line for line in lines if line)
     if not data.strip():
-        empty = f"it ranks no candidate for any query; its lines should be {' '.join(COLUMNS)}"
-        raise UserError(empty, path, kind="empty")
+        raise UserError(
+            f"it ranks no candidate for any query; its lines should be {' '.join(COLUMNS)}",
+            path,
+            kind="empty",
+        )
     try:
         return pyarrow.csv.read_csv(
             pa.py_buffer(data),

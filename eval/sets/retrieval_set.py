@@ -141,10 +141,12 @@ class RetrievalSet:
                 for q in self.queries
             ]
         if empty := [item.id for item in kept if not item.text and not item.is_visual]:
-            none = (
-                f"{len(empty)} of {len(kept)} queries have no {modality}, and would be empty: {some(empty)}"
+            raise SetError(
+                f"{len(empty)} of {len(kept)} queries have no {modality}, and would be empty: {some(empty)}",
+                self.path,
+                empty[0],
+                "query_modality",
             )
-            raise SetError(none, self.path, empty[0], "query_modality")
         return kept
 
 
@@ -185,9 +187,9 @@ def load_set(path: str | Path, *, by: Sequence[str] = ()) -> RetrievalSet:
     _check_judged(wanted)
     # last, since the messages of the other checks are more specific
     if meta.get("fingerprint", wanted.fingerprint) != wanted.fingerprint:
-        changed = f"it is {meta['fingerprint']!r}, but the tables next to it have {wanted.fingerprint!r}"
         raise SetError(
-            f"{changed}: the set was changed after it was written, or only part of it was copied",
+            f"it is {meta['fingerprint']!r}, but the tables next to it have {wanted.fingerprint!r}"
+            f": the set was changed after it was written, or only part of it was copied",
             root / "meta.json",
             key="fingerprint",
         )
@@ -280,8 +282,12 @@ def _query_columns(table: Table, report_by: Iterable[str]) -> dict[str, list[str
             raise SetError("figures cannot be reported by it, since it is reserved", table.path, key=name)
         columns[name] = table.read(name)
         if (num := len(set(columns[name]))) > MAX_REPORT_VALUES:
-            many = f"it has {num} values, more than report_by takes ({MAX_REPORT_VALUES})"
-            raise SetError(many, table.path, key=name, kind="many")
+            raise SetError(
+                f"it has {num} values, more than report_by takes ({MAX_REPORT_VALUES})",
+                table.path,
+                key=name,
+                kind="many",
+            )
     return columns
 
 
@@ -332,8 +338,11 @@ def _check_judged(wanted: RetrievalSet) -> None:
     right = [rows for rows, _ in wanted.positives]
     num_Q = [len(rows) + num for rows, num in zip(right, missing_Q, strict=True)]
     if none := [query for query, num in zip(wanted.query_ids, num_Q, strict=True) if not num]:
-        lacking = f"{len(none)} of {len(num_Q)} queries have no positive: {some(none)}"
-        raise SetError(lacking, wanted.path / "qrels.parquet", none[0])
+        raise SetError(
+            f"{len(none)} of {len(num_Q)} queries have no positive: {some(none)}",
+            wanted.path / "qrels.parquet",
+            none[0],
+        )
     for name, lost_of, words in (("candidates", np.setdiff1d, "not "), ("excluded", np.intersect1d, "")):
         for query, rows, listed in zip(wanted.query_ids, right, getattr(wanted, name) or (), strict=False):
             if len(lost := lost_of(rows, listed)):

@@ -68,8 +68,11 @@ class Table:
         """The column ``id``, of distinct names that TREC run files can hold: they separate columns by white space."""
         ids = self.read("id")
         if {"text", "image", "content"}.isdisjoint(self.names):
-            all_missing = f"the columns are all missing; there are {', '.join(self.names)}"
-            raise SetError(all_missing, self.path, key="text, image, content")
+            raise SetError(
+                f"the columns are all missing; there are {', '.join(self.names)}",
+                self.path,
+                key="text, image, content",
+            )
         if not ids:
             raise SetError("it has no rows", self.path)
         seen: set[str] = set()
@@ -106,8 +109,9 @@ def _content(path: Path, row: Cells) -> Content:
     if not row.get("content"):
         return short
     if short:
-        both = "it also has text or image, which are its short form: leave one out"
-        raise SetError(both, path, row["id"], "content")
+        raise SetError(
+            "it also has text or image, which are its short form: leave one out", path, row["id"], "content"
+        )
     try:
         parts = parts_from_json(json.loads(row["content"]))
     except ValueError as error:
@@ -206,8 +210,13 @@ def _in_folder(path: Path, name: str, cell: str) -> str:
     # the hub's cache links to files in blobs/; sets may share a library of pictures beside them
     blobs = [above.parent / "blobs" for above in folder.parents if above.name == "snapshots"]
     if not any(real.is_relative_to(allowed) for allowed in (folder.parent if library else folder, *blobs)):
-        outside = f"{cell!r} is outside the set's folder: copy the file, or its content, into the set"
-        raise SetError(outside, path, name, "image", "outside")
+        raise SetError(
+            f"{cell!r} is outside the set's folder: copy the file, or its content, into the set",
+            path,
+            name,
+            "image",
+            "outside",
+        )
     return str(target) + (f"#{row}" if library else "")
 
 

@@ -236,8 +236,9 @@ def _write_corpus(path: Path, corpus: Iterable[Candidate], place: _Pictures) -> 
         for candidate in chain([] if first is None else [first], candidates):
             ids.append(candidate.id)
             if candidate.content and "content" not in columns:
-                some_only = "the first candidate has none: give it to all"
-                raise SetError(some_only, place=candidate.id, key="content")
+                raise SetError(
+                    "the first candidate has none: give it to all", place=candidate.id, key="content"
+                )
             image = place.cell(candidate.image, candidate.id)
             if isinstance(image, bytes) and not place.embed:
                 raise SetError(

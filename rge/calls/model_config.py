@@ -160,11 +160,16 @@ class ModelConfig:
 def check_model(where: str, model: ModelConfig) -> None:
     """Validate a configuration beyond what `build` checks. Raises `UserError`: names the setting and the fix."""
     if model.budget is not None and not model.paid():
-        needs = "it needs input_price and output_price: without prices nothing is ever spent"
-        raise UserError(needs, key=f"{where}.budget")
+        raise UserError(
+            "it needs input_price and output_price: without prices nothing is ever spent",
+            key=f"{where}.budget",
+        )
     if set(model.extra_body) & {"model", "messages", "n", "seed"}:
-        reserved = "it must not set model, messages, n or seed, which are part of the cache key"
-        raise UserError(reserved, key=f"{where}.extra_body", kind="reserved")
+        raise UserError(
+            "it must not set model, messages, n or seed, which are part of the cache key",
+            key=f"{where}.extra_body",
+            kind="reserved",
+        )
     try:
         json.dumps(model.extra_body, allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -180,8 +185,10 @@ def check_model(where: str, model: ModelConfig) -> None:
     if url.scheme not in ("http", "https") or not url.host or (url.port or 0) > 65535:
         raise UserError(f"it must be http(s)://HOST..., got {model.base_url!r}", key=f"{where}.base_url")
     if url.userinfo or url.query:
-        secret = "it must not contain a user, password or query; pass keys through key_env"
-        raise UserError(secret, key=f"{where}.base_url")
+        raise UserError(
+            "it must not contain a user, password or query; pass keys through key_env",
+            key=f"{where}.base_url",
+        )
 
 
 def cache_names(models: Mapping[str, ModelConfig]) -> dict[str, str]:
@@ -198,11 +205,9 @@ def cache_names(models: Mapping[str, ModelConfig]) -> dict[str, str]:
             continue
         other, address = unsaid.setdefault(model.name, (label, model.address))
         if address != model.address:
-            both = (
-                f"models {other} and {label} have the name {model.name!r} at {address} and at {model.address}"
-            )
             raise UserError(
-                f"{both}, so one might get the other's stored answers: set it to {model.name} if their weights are the same, else "
+                f"models {other} and {label} have the name {model.name!r} at {address} and at {model.address}"
+                f", so one might get the other's stored answers: set it to {model.name} if their weights are the same, else "
                 "to a new name",
                 key=f"{label}.cache_as",
             )

@@ -282,8 +282,9 @@ class Sender:
             except AttemptFailed as failed:
                 raise self._given_up(failed) from None
             except Rejection:
-                why = f"the endpoint rejects the request; {error}"
-                raise StopCalls(why, self.model.name, "settings", error.status) from None
+                raise StopCalls(
+                    f"the endpoint rejects the request; {error}", self.model.name, "settings", error.status
+                ) from None
 
     async def _begin(self, call: Call) -> Attempt:
         """Enter an attempt in the ledger as soon as the budget allows it; raises why calls to the endpoint have stopped."""

@@ -363,8 +363,10 @@ class AnswerStore:
             yield
             self._db.execute("COMMIT")
         except sqlite3.DatabaseError as error:
-            full = f"it cannot be written ({error}), so calls stop here: free up disk space and run the same command again"
-            raise UserError(full, self.path) from None
+            raise UserError(
+                f"it cannot be written ({error}), so calls stop here: free up disk space and run the same command again",
+                self.path,
+            ) from None
         finally:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")

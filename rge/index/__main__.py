@@ -44,8 +44,9 @@ def main(words: list[str]) -> int:
     """Run the command."""
     options = parse_options(IndexOptions, positional(words, "src"), "rge index FOLDER")
     if options.watch and options.remove:
-        both = "watch=true keeps an index up to date, remove=true takes a source out of it: give one of them"
-        raise UserError(both).about("watch", "remove")
+        raise UserError(
+            "watch=true keeps an index up to date, remove=true takes a source out of it: give one of them"
+        ).about("watch", "remove")
     with writing(options.out):
         if options.remove:
             return remove_source(options)
@@ -63,8 +64,9 @@ def remove_source(options: IndexOptions) -> int:
     index = Index.open(options.out)
     name, sources = source_name(options.src), index.sources()
     if name not in sources:
-        none = f"it contains nothing from it, but {', '.join(sources) or 'nothing'}"
-        raise SearchIndexError(none, options.out, key=name)
+        raise SearchIndexError(
+            f"it contains nothing from it, but {', '.join(sources) or 'nothing'}", options.out, key=name
+        )
     index.remove(name)
     index.refresh(options.ann_from)
     print(f"{options.out}: {sources[name]} items of {name} removed, {len(index)} left")  # noqa: T201

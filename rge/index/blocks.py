@@ -55,8 +55,11 @@ class Finished:
         differs = [key for key, value in about.items() if before.get(key) != value and key != "checkpoint"]
         if differs:
             changes = ", ".join(f"{key}: {before.get(key)!r}, now {about[key]!r}" for key in differs)
-            other = f"it was started with other settings ({changes}): continue with the same settings, delete it, or"
-            raise UserError(f"{other} give another out=", self.folder).about(*differs)
+            raise UserError(
+                f"it was started with other settings ({changes}): continue with the same settings, delete it, or"
+                f" give another out=",
+                self.folder,
+            ).about(*differs)
         self._put(ABOUT, json.dumps(about, indent=1, ensure_ascii=False).encode())
 
     def write(self, rows: pa.Table) -> None:

@@ -125,8 +125,10 @@ def metadata_fields(metadata: Iterable[dict[str, Any]]) -> list[pa.Field]:
             if value is not None and not isinstance(value, list | dict | tuple | bytes):
                 column = column_name(name)
                 if (other := keys.setdefault(column, name)) != name:
-                    both = f"where= would know both it and {other!r} as {column}: rename one of these columns"
-                    raise UserError(both, key=name)
+                    raise UserError(
+                        f"where= would know both it and {other!r} as {column}: rename one of these columns",
+                        key=name,
+                    )
                 types.setdefault(column, set()).add(type(value))
                 if type(value) is int:
                     bounds = integers.get(column, (value, value))

@@ -136,9 +136,12 @@ class Unreadable:
     def check(self, *, all_read: bool = False) -> None:
         """Refuse more than are allowed."""
         if self.too_many:
-            count = f"{len(self.faults)} of {self.total} items are unreadable{'' if all_read else ' so far'}"
-            more = f"{count}, more than {self.max_share:g}:\n{self._listed()}"
-            raise UserError(more, key="max_unreadable", kind="all" if all_read else "so far")
+            raise UserError(
+                f"{len(self.faults)} of {self.total} items are unreadable{'' if all_read else ' so far'}"
+                f", more than {self.max_share:g}:\n{self._listed()}",
+                key="max_unreadable",
+                kind="all" if all_read else "so far",
+            )
 
     def report(self, what: str = "") -> None:
         """Print their number and the first of them."""
@@ -214,8 +217,11 @@ def read_source(
         empty = ""
     else:
         reason = "it is neither a folder nor a table" if path.exists() else "it does not exist"
-        fix = f"{reason}: give a folder, or a file that ends in {', '.join((*TABLES, PDF))}"
-        raise SourceError(fix, path, kind="kind" if path.exists() else "missing")
+        raise SourceError(
+            f"{reason}: give a folder, or a file that ends in {', '.join((*TABLES, PDF))}",
+            path,
+            kind="kind" if path.exists() else "missing",
+        )
     source = _with_pages(source, pages)
     if not source.entries and not source.faults:
         raise SourceError(empty, path, kind="empty")

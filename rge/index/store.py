@@ -264,14 +264,18 @@ class Index:
         """Open an index, a folder or an address that LanceDB supports; `SearchIndexError` if there is none."""
         uri = str(uri)
         if (opened := _table(uri)) is None:
-            none = f"there is no index: make one with `rge index FOLDER out={uri} checkpoint=...`"
-            raise SearchIndexError(none, uri, kind="missing")
+            raise SearchIndexError(
+                f"there is no index: make one with `rge index FOLDER out={uri} checkpoint=...`",
+                uri,
+                kind="missing",
+            )
         about = _about(uri, opened[1])
         if about["format"] != FORMAT:
-            other = (
-                f"it has format {about['format']}, this version reads format {FORMAT}: make the index anew"
+            raise SearchIndexError(
+                f"it has format {about['format']}, this version reads format {FORMAT}: make the index anew",
+                uri,
+                kind="format",
             )
-            raise SearchIndexError(other, uri, kind="format")
         return cls(uri, *opened, about)
 
     @staticmethod
@@ -327,8 +331,9 @@ class Index:
         for key, value in wanted.items():
             if value not in (None, stored := self.about[key]):
                 made = f"without {key}" if stored is None else f"with {key}={stored}"
-                other = f"it was made {made}, not {value}: leave it out, or make another index"
-                raise SearchIndexError(other, self.uri, key=key)
+                raise SearchIndexError(
+                    f"it was made {made}, not {value}: leave it out, or make another index", self.uri, key=key
+                )
 
     def embedder(self, checkpoint: str | None = None, base: str | None = None) -> "Embedder":
         """Load the checkpoint that made the index, see `check`, with the prompts of the index's task.
@@ -599,13 +604,18 @@ class Index:
         self._table = self._connection.open_table(TABLE)
         now = _about(self.uri, self._table)
         if any(now[key] != self.about[key] for key in ("checkpoint_hash", "dimensions", "task")):
-            anew = "it was re-created since it was opened, by another checkpoint, or with other dimensions or another task"
-            raise SearchIndexError(f"{anew}: open it again", self.uri, kind="re-created")
+            raise SearchIndexError(
+                "it was re-created since it was opened, by another checkpoint, or with other dimensions or another task"
+                ": open it again",
+                self.uri,
+                kind="re-created",
+            )
         if where is not None:
             where = self._condition(where)
         if words is not None and not self._indices("words"):
-            none = "it has no index of words yet: run `rge index` on its source again"
-            raise SearchIndexError(none, self.uri, key="words")
+            raise SearchIndexError(
+                "it has no index of words yet: run `rge index` on its source again", self.uri, key="words"
+            )
         depth = k if words is None else max(k, MIN_FUSED)
         if exact or not self._indices("vector"):
             near = self._snapshot().search(query_ND, depth, where, columns)
@@ -663,8 +673,9 @@ class Index:
                     f"it compares a text with a number, and {' and '.join(texts)} hold{'s' if len(texts) == 1 else ''} texts: write '9' instead of 9, or "
                     f"try_cast({texts[0] if texts else 'price'} as double) > 9"
                 )
-            invalid = f"{where!r} is not a valid condition: {reason}"
-            raise ConditionError(invalid, key="where", kind=kind) from error
+            raise ConditionError(
+                f"{where!r} is not a valid condition: {reason}", key="where", kind=kind
+            ) from error
         return condition
 
     def _indices(self, column: str) -> list[str]:
@@ -775,12 +786,16 @@ def _check_calls(where: str) -> None:
     end = 0
     while end < len(where):
         if (token := _TOKEN.match(where, end)) is None:
-            unread = f"{where!r} cannot be read from {where[end : end + 20]!r} on"
-            raise ConditionError(unread, key="where", kind="unreadable")
+            raise ConditionError(
+                f"{where!r} cannot be read from {where[end : end + 20]!r} on", key="where", kind="unreadable"
+            )
         name = token[1] and token[1].strip('"`').lower()
         if name and name not in FUNCTIONS | _NOT_CALLED:
-            calls = f"{where!r} calls {name}; functions are {', '.join(sorted(FUNCTIONS))}"
-            raise ConditionError(calls, key="where", kind="calls")
+            raise ConditionError(
+                f"{where!r} calls {name}; functions are {', '.join(sorted(FUNCTIONS))}",
+                key="where",
+                kind="calls",
+            )
         end = token.end()
 
 
@@ -846,8 +861,9 @@ def _about(uri: str, table: "Table") -> dict[str, Any]:
     try:
         about: dict[str, Any] = json.loads((table.schema.metadata or {})[b"rge"])
     except (KeyError, ValueError):
-        other = f"it holds a LanceDB table {TABLE!r} that `rge index` did not make"
-        raise SearchIndexError(other, uri, kind="foreign") from None
+        raise SearchIndexError(
+            f"it holds a LanceDB table {TABLE!r} that `rge index` did not make", uri, kind="foreign"
+        ) from None
     return about
 
 

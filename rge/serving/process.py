@@ -38,8 +38,10 @@ def serve(options: ServeOptions, listener: socket.socket) -> int:
             "true computes every state alone, which vLLM does not do: use engine=own", key="exact"
         )
     if options.max_inputs > options.max_queue:
-        many = f"{options.max_inputs} is more than max_queue={options.max_queue} admits at once"
-        raise UserError(many, key="max_inputs")
+        raise UserError(
+            f"{options.max_inputs} is more than max_queue={options.max_queue} admits at once",
+            key="max_inputs",
+        )
     key = None if options.key_env is None else read_key("rge serve", options.key_env)
     handler = logging.StreamHandler()
     handler.addFilter(CorrelationIdFilter(default_value="-"))

@@ -226,8 +226,9 @@ def table(folder: Path, paper: int) -> Rows:
     stages = stages_of(RmirConfig())
     runs = [run for run in runs if set(run["stages"]) == set(stages)]
     if len(runs) < 2:
-        two = f"two finished runs are needed to tell how time grows; there are {len(runs)}"
-        raise UserError(two, folder, key="table")
+        raise UserError(
+            f"two finished runs are needed to tell how time grows; there are {len(runs)}", folder, key="table"
+        )
     frames = []
     for run in runs:
         frame = pd.DataFrame(run["stages"]).T

@@ -27,8 +27,10 @@ def measure(options: Options, words: list[str]) -> dict:
     """Take the steps and count."""
     stage = load_recipe(words).stage
     if stage == "all":
-        one = "the steps of one stage are counted: give stage=joint and init=CHECKPOINT, for example"
-        raise UserError(one, key="stage")
+        raise UserError(
+            "the steps of one stage are counted: give stage=joint and init=CHECKPOINT, for example",
+            key="stage",
+        )
     from rge import train  # slow, and `--help` does not need it
 
     # Whatever `validation.every` says, the last step is followed by it.

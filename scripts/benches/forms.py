@@ -150,8 +150,9 @@ def long_setting(options: Sizes, sizes: dict | None = None) -> Setting:
         # Ragged, as real prompts are: the longest has `prompt_tokens`, the others up to 4 % less.
         wanted = options.prompt_tokens - (row % 4) * options.prompt_tokens // 100
         if wanted < base:
-            few = f"{options.prompt_tokens} are too few: picture and template take {base}"
-            raise UserError(few, key="prompt_tokens")
+            raise UserError(
+                f"{options.prompt_tokens} are too few: picture and template take {base}", key="prompt_tokens"
+            )
         queries.append(
             builder.build(Item(f"q{row}", content_of(" key" * (wanted - base + 1), [image])), "query")
         )

@@ -285,8 +285,9 @@ def unwanted(image: Image.Image, filters: Sequence[str]) -> str | None:
     for name in filters:
         reason = load_filter(name)(image)
         if reason is not None and not isinstance(reason, str):
-            other = f"it must return a reason or None, got {type(reason).__name__}"
-            raise UserError(other, name, key="library.filters")
+            raise UserError(
+                f"it must return a reason or None, got {type(reason).__name__}", name, key="library.filters"
+            )
         if reason:
             return reason
     return None

@@ -54,8 +54,9 @@ class Pool:
             self._add(path, id_of)
         if not self.files:
             only = f"; it holds {self.skipped}" if self.skipped else ""
-            none = f"no picture in it can be opened; supported: {', '.join(SUFFIXES)}{only}"
-            raise ReleaseError(none, root)
+            raise ReleaseError(
+                f"no picture in it can be opened; supported: {', '.join(SUFFIXES)}{only}", root
+            )
 
     def _add(self, path: Path, id_of: dict[bytes, str]) -> None:
         inside = path.relative_to(self.root).as_posix()

@@ -76,7 +76,7 @@ def _import_one(
     name, _, way = member.rpartition("_")
 
     def picture(image: dict[str, Any]) -> bytes | Path:
-        return pictures.find(image["path"], f"{name}, image {image['imgid']}")
+        return pictures.find(image["path"], (name, f"image {image['imgid']}"))
 
     pairs = [(image["id"], caption) for image in images for caption in image["captions"]]
     texts = {caption: text for image in images for caption, text in image["captions"].items()}

@@ -88,7 +88,7 @@ def import_manual(options: ManualOptions) -> RetrievalSet:
     for words, right in pages_of.items():
         name = content_id(words)
         query = Query(name, words, category=kinds[words], instruction=options.instruction or None)
-        draft.add(query, f"entry {words!r}", dict.fromkeys(right, 1))
+        draft.add(query, (options.src, f"entry {words}"), dict.fromkeys(right, 1))
     draft.refuse_lost("the manuals' pages outside their indexes", allowed=False)
     return options.write(
         meta={
@@ -111,8 +111,11 @@ def _manuals(options: ManualOptions) -> Iterator[_Manual]:
         if options.manuals:
             by_name = {path.stem: path for path in paths}
             if missing := [name for name in options.manuals if name not in by_name]:
-                lacking = f"it is missing; there are {', '.join(by_name) or 'no PDFs'}"
-                raise ReleaseError(lacking, options.src / f"{missing[0]}.pdf", kind="missing")
+                raise ReleaseError(
+                    f"it is missing; there are {', '.join(by_name) or 'no PDFs'}",
+                    options.src / f"{missing[0]}.pdf",
+                    kind="missing",
+                )
             paths = [by_name[name] for name in options.manuals]
     found = 0
     for path in paths:
@@ -121,8 +124,10 @@ def _manuals(options: ManualOptions) -> Iterator[_Manual]:
             found += 1
             yield manual
         elif options.src.is_file() or options.manuals:
-            none = f"it has no printed index: no bookmark with the word index leads to {MIN_ENTRIES} entries or more"
-            raise ReleaseError(none, path)
+            raise ReleaseError(
+                f"it has no printed index: no bookmark with the word index leads to {MIN_ENTRIES} entries or more",
+                path,
+            )
     if not found:
         raise ReleaseError("it has no PDF with a printed index", options.src)
 
@@ -139,8 +144,12 @@ def read_manual(path: Path) -> _Manual:
         for words, printed in _entries(text, title, manual):
             pages = [number_of.get(str(one)) for one in printed]
             if None in pages:
-                lost = f"it is said to be on page {printed[pages.index(None)]}, which does not exist"
-                raise ReleaseError(lost, path, f"page {page}", words)
+                raise ReleaseError(
+                    f"it is said to be on page {printed[pages.index(None)]}, which does not exist",
+                    path,
+                    f"page {page}",
+                    words,
+                )
             manual.entries.append((words, title, [one for one in pages if one is not None]))
     return manual
 

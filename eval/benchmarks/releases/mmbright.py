@@ -83,8 +83,9 @@ def import_mmbright(options: MmbrightOptions) -> list[str]:
     config = "examples" if options.task == "1" else "examples_multimodal"
     domains = domains_of(options.src / config)
     if not domains:
-        lacking = f"it has no DOMAIN.parquet: src must be a snapshot of {REPOSITORY}"
-        raise ReleaseError(lacking, options.src / config)
+        raise ReleaseError(
+            f"it has no DOMAIN.parquet: src must be a snapshot of {REPOSITORY}", options.src / config
+        )
     names = chosen("domains", options.domains, domains)
     return options.write_members(
         {name: {} for name in names},
@@ -258,8 +259,12 @@ class _Domain:
         images = []
         for path in paths:
             if path not in pictures:
-                lost = "the picture is missing from examples_images: fetch it again, or remove it from image_paths"
-                raise ReleaseError(lost, self.name, query, path)
+                raise ReleaseError(
+                    "the picture is missing from examples_images: fetch it again, or remove it from image_paths",
+                    self.name,
+                    query,
+                    path,
+                )
             try:
                 images.append(_still(pictures[path]))
             except (TypeError, ImageError):

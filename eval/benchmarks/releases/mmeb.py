@@ -116,7 +116,7 @@ class OwnCandidates:
     def corpus(self) -> Iterator[Candidate]:
         """Distinct candidates, sorted by id."""
         for name, (text, path) in sorted(self._content_of.items()):
-            image = self.pictures.find(path, f"{self.name}: candidate") if path else None
+            image = self.pictures.find(path, (self.name, "candidate")) if path else None
             yield Candidate(name, self.word_candidate(text) or None, image)
 
     def parts(self) -> dict[str, Any]:

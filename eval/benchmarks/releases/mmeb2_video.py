@@ -341,8 +341,9 @@ def _rows(folder: Path, member: Member) -> Iterator[Row]:
         if not files and len(member.tables) == len(tables) == 1:
             files = tables
         if not files:
-            lacking = "it has no table with this in its name: src must be a copy of the release"
-            raise ReleaseError(lacking, folder, key=word)
+            raise ReleaseError(
+                "it has no table with this in its name: src must be a copy of the release", folder, key=word
+            )
         for row in read_rows(files):
             if number == member.most:
                 return

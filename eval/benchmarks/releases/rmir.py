@@ -122,10 +122,12 @@ def import_rmir(options: RmirOptions) -> RetrievalSet:
     pool_file = options.pool or _one_file(options, *POOL)
     files = _query_files(options, [pool_file, options.manifest, judged, wrong])
     if pool_file is None:
-        lacking = (
+        raise ReleaseError(
             f"no file lists it ({', '.join(POOL)}), and a pool of the positives alone would be far too easy"
+            f": pass pool=FILE with one id per row",
+            options.src,
+            key="pool",
         )
-        raise ReleaseError(f"{lacking}: pass pool=FILE with one id per row", options.src, key="pool")
     pool: dict[str, None] = {}
     for row in _pool(pool_file, pictures=False):
         if row["id"] in pool:
@@ -300,8 +302,9 @@ def _query_files(options: RmirOptions, others: Sequence[Path | None], split: str
     named = [path for path in files if split in path.stem or len(files) == 1]
     if not named:
         listed = ", ".join(path.name for path in files)
-        which = f"which of {listed} has the queries? Name it {split}{files[0].suffix}"
-        raise ReleaseError(which, options.src, kind="twice")
+        raise ReleaseError(
+            f"which of {listed} has the queries? Name it {split}{files[0].suffix}", options.src, kind="twice"
+        )
     return named
 
 

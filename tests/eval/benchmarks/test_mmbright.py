@@ -259,7 +259,7 @@ def test_task_3_scales_single_scores(tmp_path):
 def test_refusals(src, tmp_path):
     with error_about(UserError, ("choice", "task")):
         parse_options(MmbrightOptions, [f"src={src}", f"out={tmp_path / 'o'}", "task=5"])
-    with error_about(UserError, tmp_path / "documents"):
+    with error_about(UserError, tmp_path / "examples_multimodal"):
         imported(tmp_path, tmp_path / "o")
     with error_about(UserError, ("choice", "domains")):
         imported(src, tmp_path / "o", domains=("bio",))

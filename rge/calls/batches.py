@@ -244,7 +244,7 @@ class BatchJobs:
                 row.id = await self._ask("which batches there are", lambda: self._listed_id(row.file))
             except (Gone, StopCalls) as error:
                 why = f"the endpoint does not list batches ({error}), so it is unknown whether {row.label} was accepted"
-                raise self._stop("unknown", why, error.status) from None
+                raise self._stop("unknown", why) from None
             if row.id is not None:
                 self.store.save_batch(row)
                 return True
@@ -278,7 +278,7 @@ class BatchJobs:
         raise AssertionError("the last attempt returns or raises")
 
     def _stop(self, kind: Stop, reason: str, status: int | None = None) -> StopCalls:
-        return StopCalls(reason, self.model.name, kind, status)
+        return StopCalls(reason, self.model.name, status, kind=kind)
 
     async def _send(self, method: str, path: str, limit_s: float | None = None, **options: Any) -> bytes:
         """Send a request of the batch API; raises `AttemptFailed`, `Rejection` or `StopCalls`."""

@@ -159,7 +159,7 @@ def _batch_of(batches: Mapping[str, Sequence[BatchRow]]) -> dict[tuple[str, str]
 def _in_batch(model: ModelConfig, batch: str) -> StopCalls:
     """The error of a plain call that an open batch contains: it would be paid for twice."""
     why = f"batch {batch} of an earlier run contains some of these calls, which would be paid for twice"
-    return StopCalls(why, model.endpoint, "open")
+    return StopCalls(why, model.endpoint, kind="open")
 
 
 def check_answered(

@@ -65,17 +65,15 @@ class StopCalls(UserError):
     """No further call to this endpoint can succeed.
 
     Attributes:
-        key: the model's name.
+        file: the model's name.
+        place: the HTTP status that says so; None: none does.
         kind: why, see `Stop`.
-        status: the HTTP status that says so.
     """
 
-    def __init__(self, reason: str, model: str = "", kind: Stop = "unanswered", status: int | None = None):
-        super().__init__(reason, key=model, kind=kind)
-        self.status = status
+    numbered = ""
 
     def __str__(self) -> str:
-        return f"{super().__str__()}. {FIX[self.kind]}"
+        return ". ".join(filter(None, (super().__str__(), FIX.get(self.kind))))
 
 
 class BudgetReached(StopCalls):
@@ -251,7 +249,7 @@ def failure(
     if 300 <= status < 400:
         # Redirects are not followed, so that the key goes only to the configured address.
         moved = f"the address has moved to {mask(str(headers.get('location')))}"
-        return StopCalls(moved, model.name, "address", status)
+        return StopCalls(moved, model.name, status, kind="address")
     content = parse(raw)
     # What the server broke off may be billed, whatever it says then.
     is_begun = bool(as_dict(content).get("choices"))
@@ -261,7 +259,7 @@ def failure(
         return None
     if meaning == "account":
         kind, why = _account_problem(status, codes(content), model.key_env)
-        return StopCalls(f"{why}; {message}", model.name, kind, status)
+        return StopCalls(f"{why}; {message}", model.name, status, kind=kind)
     if meaning == "overload":
         # Gemini reports the wait in the body instead of a header.
         details = dict_items(_error_of(content).get("details"))

@@ -283,7 +283,10 @@ class Sender:
                 raise self._given_up(failed) from None
             except Rejection:
                 raise StopCalls(
-                    f"the endpoint rejects the request; {error}", self.model.name, "settings", error.status
+                    f"the endpoint rejects the request; {error}",
+                    self.model.name,
+                    error.status,
+                    kind="settings",
                 ) from None
 
     async def _begin(self, call: Call) -> Attempt:
@@ -368,7 +371,7 @@ class Sender:
 
     def _given_up(self, error: AttemptFailed) -> Unanswered | StopCalls:
         """The error of a call whose retries failed; `MAX_UNANSWERED_IN_A_ROW` of them stop the run."""
-        endpoint, stop = self.endpoint, partial(StopCalls, model=self.model.name, status=error.status)
+        endpoint, stop = self.endpoint, partial(StopCalls, file=self.model.name, place=error.status)
         is_idle = time.monotonic() - endpoint.accepted_at >= self.model.max_limited_s
         if self._must_wait_too_long(error) or (error.limited and is_idle):
             return stop(str(error), kind="limited")
@@ -378,7 +381,7 @@ class Sender:
         endpoint.unanswered_in_a_row += 1
         if endpoint.unanswered_in_a_row >= MAX_UNANSWERED_IN_A_ROW:
             why = f"{endpoint.unanswered_in_a_row} calls in a row got no answer; last error: {error}"
-            endpoint.stop(stop(why))
+            endpoint.stop(stop(why, kind="unanswered"))
         return unanswered
 
     def budget_reached(self, max_cost: float) -> BudgetReached:
@@ -388,7 +391,7 @@ class Sender:
         whose = "command's" if name is None else "model's"
         spent = f"{self.store.spent(name):.4f} of the {whose} budget {self.budgets[name]:g} is spent"
         why = f"{spent}, and the next call might cost {max_cost:.4f}"
-        return BudgetReached(why, self.model.name, "budget")
+        return BudgetReached(why, self.model.name, kind="budget")
 
 
 def _canary(request: Request) -> Request:

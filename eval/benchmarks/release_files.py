@@ -362,7 +362,7 @@ class Pictures:
             self._read_manifest(manifest)
 
     def find(
-        self, ref: Any, where: Where | None = None, *, by_stem: bool = False, hint: str = ""
+        self, ref: Any, where: Where = (None, None), *, by_stem: bool = False, hint: str = ""
     ) -> bytes | Path:
         """Find the picture of a reference: bytes, ``{bytes, path}``, a path, or an id.
 
@@ -388,7 +388,7 @@ class Pictures:
             places = ", ".join(map(str, self.roots)) or "any folder"
             raise ReleaseError(
                 f"the picture{listed} is not below {places}: {hint or self.hint}",
-                *(where or (None, None)),
+                *where,
                 key=str(name),
                 kind="missing",
             )

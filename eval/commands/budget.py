@@ -33,7 +33,7 @@ from eval.scoring.tables import write_tables
 from rge.common.errors import UserError
 from rge.common.files import write_text
 from rge.common.modes import Mode
-from rge.common.options import Count
+from rge.common.options import Count, one_of
 from rge.common.schema import Encoded
 from rge.stats.intervals import OF_DIFFERENCES, Bootstrap, figures, in_words
 from rge.vectors.fill_cache import Embeds
@@ -124,10 +124,7 @@ def _of_set(options: BudgetOptions, metric: str, load: Callable[[], Embeds]) -> 
     condition = Condition("reasoning", "both", options.out / "reasoning", rerun_command("budget", options))
     session = Session(options, [condition], load)
     protocol, wanted = session.measurement.protocol, session.measurement.wanted
-    if metric not in (known := dict.fromkeys((*protocol.names(wanted), *protocol.headline))):
-        raise UserError(
-            f"it must be one of {', '.join(known)}, or one that metrics= adds, got {metric!r}", key="metric"
-        )
+    one_of("metric", [metric], tuple(dict.fromkeys((*protocol.names(wanted), *protocol.headline))))
     session.embeddings.fill_candidates()
     for mode in BASES:
         session.embeddings.fill_queries(mode, "both")
@@ -173,8 +170,7 @@ def _of_set(options: BudgetOptions, metric: str, load: Callable[[], Embeds]) -> 
 def _row(directory: Path, metric: str) -> dict[str, Any]:
     """A point's row of budget.json, except comparisons with other points."""
     results = read_results(directory)
-    if metric not in results.overall:
-        raise UserError(f"it must be one of {', '.join(results.overall)}, got {metric!r}", key="metric")
+    one_of("metric", [metric], tuple(results.overall))
     assert results.budget is not None
     kinds = {WRONG_KIND: results.overall[WRONG_KIND]} if WRONG_KIND in results.overall else {}
     return results.budget.as_json() | {"metric": metric, **results.overall[metric], **kinds}

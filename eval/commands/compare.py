@@ -30,7 +30,7 @@ from eval.scoring.stats import POWER, effect_size, holm, minimum_detectable, sig
 from eval.scoring.tables import write_tables
 from rge.common.errors import UserError
 from rge.common.files import read_json, write_text
-from rge.common.options import Count
+from rge.common.options import Count, one_of
 from rge.common.registry import PluginOptions
 from rge.identity.run_identity import in_words as what_differs
 from rge.stats.intervals import OF_DIFFERENCES, Bootstrap, cluster_bootstrap, figures, in_words, index_of
@@ -226,9 +226,7 @@ def _metrics(requested: tuple[str, ...], a: Evaluation, frame_b: pd.DataFrame) -
     known = [name for name in a.results.micro if name in a.per_query and name in frame_b]
     unasked = of_kinds(known) if requested == DEFAULT_METRICS else []
     names = known if requested == ("all",) else list(dict.fromkeys([*requested, *unasked]))
-    for name in names:
-        if name not in known:
-            raise UserError(f"the metric is not in both evaluations; both have {', '.join(known)}", key=name)
+    one_of("metric", names, known)
     return names
 
 

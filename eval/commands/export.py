@@ -137,8 +137,7 @@ def _mmeb(options: ExportOptions, results: Results) -> dict[str, Any]:
 
 
 def _mteb(options: ExportOptions, results: Results) -> dict[str, Any]:
-    if options.main not in results.micro:
-        raise UserError(f"it must be one of {', '.join(results.micro)}, got {options.main!r}", key="main")
+    one_of("main", [options.main], tuple(results.micro))
     values = {name: round(value, 5) for name, value in _values(results.micro).items()}
     scores = {
         **{re.sub("^hit@", "hit_rate@", name).replace("@", "_at_"): value for name, value in values.items()},

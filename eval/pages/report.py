@@ -37,6 +37,7 @@ from eval.pages.wording import number, slice_label, slice_order
 from eval.scoring.metrics import metric_words
 from rge.common.errors import UserError
 from rge.common.files import read_json, read_json_lines
+from rge.common.options import one_of
 from rge.common.registry import PluginOptions
 from rge.tables.errors import reading
 
@@ -89,10 +90,7 @@ def report(options: ReportOptions) -> Path:
         )
     check_one_set(evaluations)
     main = featured(evaluations)
-    if main.figure("micro", metric) is None:
-        raise UserError(
-            f"there is no {metric!r}; there are {', '.join(main.results.micro)}", main.directory, key="metric"
-        )
+    one_of("metric", [metric], tuple(main.results.micro))
     rows = compared(evaluations)
     gallery = Gallery()
     loaded = set_of(main, options.set)

@@ -183,7 +183,7 @@ def test_queries_that_one_side_does_not_define_are_left_out_of_both():
         ("a/direct-both", "few", {}, ("few", "q10")),
         ("a", "b", {}, ("a", "several")),
         ("set", "b", {}, ("set/results.json", "missing")),
-        ("b", "b", {"metric": ("recall@3",)}, ("recall@3",)),
+        ("b", "b", {"metric": ("recall@3",)}, (("choice", "metric"),)),
     ],
 )
 def test_what_cannot_be_compared_is_named(dirs, a, b, change, fields):

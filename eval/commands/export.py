@@ -115,7 +115,7 @@ def _mmeb(options: ExportOptions, results: Results) -> dict[str, Any]:
         raise UserError(
             f"{has}; format=mmeb needs an evaluation of all {len(SETS)} sets with benchmark=mmeb",
             options.eval,
-            kind="subset" if why else "benchmark",
+            kind="subset" if results.benchmark == "mmeb" else "benchmark",
         )
     return {
         "metadata": {

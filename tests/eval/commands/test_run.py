@@ -595,11 +595,11 @@ def test_nothing_half_written_looks_complete(set_dir, tmp_path, monkeypatch):
     [
         ({"query_mode": ("reasonin",)}, (("choice", "query_mode"),)),
         ({"query_modality": ("picture",)}, (("choice", "query_modality"),)),
-        ({"benchmark": "rmirr"}, ("rmirr",)),
+        ({"benchmark": "rmirr"}, (("choice", "benchmark"),)),
         ({"benchmark": "rmir"}, ("benchmark",)),
         ({"profile": "paper"}, ("profile",)),
         ({"profile": "official"}, ("profile",)),
-        ({"prompts": "rgee"}, ("rgee",)),
+        ({"prompts": "rgee"}, (("choice", "prompts"),)),
         ({"limit": 0}, ("limit",)),
         ({"depth": 20}, ("depth",)),
     ],

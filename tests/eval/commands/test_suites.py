@@ -312,7 +312,7 @@ def test_bm25_ranks_every_member(suite, tmp_path, capsys):
     table = pd.read_parquet(out / "per_query.parquet").set_index("query_id")
     assert table.at["south/q01", "top10"].tolist() == ["c008"]  # the only text with word8
     for key, value in (("k1", 1.2), ("b", 0.75), ("stopwords", "null")):
-        with error_about(UserError, key):
+        with error_about(UserError, f"settings.{key}"):
             bm25(Bm25Options(set=suite, out=tmp_path / "out", **{key: value}))
     assert bm25(Bm25Options(set=suite, out=tmp_path / "out")) == out
 

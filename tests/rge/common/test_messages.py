@@ -10,8 +10,8 @@ from typing import Annotated, Literal, get_args
 import pytest
 from pydantic import Field
 
-from rge.calls.failures import Rejection
-from rge.calls.wire.replies import ReplyError
+from rge.calls.failures import FIX, AttemptFailed, Rejection, Stop, StopCalls, Unanswered
+from rge.calls.wire.replies import MissingTag, ReplyError
 from rge.common.errors import Fault, UserError
 from rge.common.options import parse_options
 from rge.content.pdf import PdfError
@@ -61,6 +61,8 @@ RENDERED = {
     "PdfError": "document a, page 1,234: key: why",
     "VideoError": "video a, page 1,234: key: why",
     "RankError": "failure of rank a:1234: key: why",
+    "StopCalls": "a: key: why",
+    "BudgetReached": "a: key: why",
 }
 """Of the errors that name their file in their own way."""
 
@@ -70,7 +72,7 @@ def every_kind(of: type) -> set[type]:
 
 
 def test_all_errors_that_a_user_can_fix():
-    for path in (ROOT / "rge").rglob("*.py"):
+    for path in (*(ROOT / "rge").rglob("*.py"), *(ROOT / "eval").rglob("*.py")):
         if re.search(r"^class \w+\(.*Error\b.*\):", path.read_text(), re.M):
             importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
     kinds = every_kind(UserError)
@@ -96,11 +98,19 @@ def assert_pickles(error: Exception) -> None:
         (UserError("why").about("lr"), "why"),
         (PdfError("it is missing", ""), "document: it is missing"),
         (Rejection("too large", certain=False), "too large"),
+        (MissingTag("<x> is empty", "x"), "<x> is empty"),
+        (AttemptFailed("no answer within 3 s", num=2), "no answer within 3 s (2 attempts)"),
+        (StopCalls("HTTP 401", "m", 401, kind="key"), f"m: HTTP 401. {FIX['key']}"),
     ],
 )
 def test_fields_that_are_left_out(error, message):
     assert str(error) == message
     assert_pickles(error)
+
+
+def test_each_reason_to_stop_has_a_fix():
+    assert {*FIX} == {*get_args(Stop)}
+    assert str(Unanswered("m", AttemptFailed("no connection"))) == "m: no connection"
 
 
 def test_kinds_of_replies_are_distinct_in_tables():

@@ -36,12 +36,12 @@ QUEUE_FULL = "token_limit_exceeded"
 
 
 Stop = Literal[
-    "key", "access", "credit", "address", "settings", "limited", "unanswered", "budget",
+    "key", "credit", "address", "settings", "limited", "unanswered", "budget",
     "batch", "queue", "open", "unknown", "waiting", "expired", "cancelled", "gone",
 ]  # fmt: skip
 """Why calls stop; those of the second line concern a batch."""
 FIX: dict[str, str] = {
-    **dict.fromkeys(("key", "access", "credit"), "Fix this and run the same command again"),
+    **dict.fromkeys(("key", "credit"), "Fix this and run the same command again"),
     "address": "Is base_url the address of an OpenAI-compatible API that has this model? Most end in /v1",
     "settings": "It also rejects a harmless request with the same settings: change the model's settings (token_limit, "
     "send_temperature, send_seed, extra_body, max_side_px ...) and run the same command again; answers so far are stored",
@@ -276,7 +276,7 @@ def _account_problem(status: int, error_codes: set[str], key_env: str | None) ->
     if error_codes & KEY_CODES or status == 401:
         return "key", key
     if status == 403:
-        return "access", f"{key}, or the key has no access to this model"
+        return "key", f"{key}, or the key has no access to this model"
     if status == 404:
         return "address", "no such model or address"
     return "credit", "the account has no credit or quota left, or no access to this model"

@@ -381,7 +381,9 @@ class Pictures:
             files = self._stems.get(path.stem if path.suffix.lower() in SUFFIXES else path.name, [])
             if len(files) > 1:
                 raise ReleaseError(
-                    f"the picture could be {files[0]} or {files[1]}: keep one of them", key=str(name), kind="twice"
+                    f"the picture could be {files[0]} or {files[1]}: keep one of them",
+                    key=str(name),
+                    kind="twice",
                 )
         if not files:
             listed = f", which the manifest lists as {entry!r}," if name in self.manifest else ""

@@ -230,11 +230,10 @@ def test_a_picture_that_is_gone_is_shown_from_the_index(explorer, gallery):
 
 
 def test_a_taken_port_is_one_sentence():
-    with (
-        bound("127.0.0.1", 0, listens=True) as taken,
-        error_about(UserError, "127.0.0.1"),
-    ):
-        bound("127.0.0.1", taken.getsockname()[1])
+    with bound("127.0.0.1", 0, listens=True) as taken:
+        port = taken.getsockname()[1]
+        with error_about(UserError, f"127.0.0.1:{port}"):
+            bound("127.0.0.1", port)
 
 
 class Endless:
@@ -320,7 +319,12 @@ def test_the_routes(server):
                 200,
                 "not recognise it as a picture of a supported format",
             ),
-            ("/api/ask", '{"picture": {"source": "/etc", "id": "passwd"}}', 400, "holds no 'passwd'"),
+            (
+                "/api/ask",
+                '{"picture": {"source": "/etc", "id": "passwd"}}',
+                400,
+                "passwd: it holds no such item",
+            ),
             ("/api/preview", json.dumps({"data": f"data:video/mp4;base64,{nothing}"}), 400, "no container"),
             (
                 "/api/preview",

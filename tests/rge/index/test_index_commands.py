@@ -311,7 +311,7 @@ def test_watching_brings_the_index_up_to_date(photos, capsys, monkeypatch):
         "gallery: 7 added, 0 changed, 0 removed, 0", "gallery: 1 added, 0 changed, 0 removed, 7",
         "gallery: 0 added, 0 changed, 1 removed, 7",
     ]  # fmt: skip
-    assert told.err.count("src=pho tos does not exist") == 1
+    assert told.err.count("pho tos: it does not exist") == 1
     assert names() == EVERYTHING
     with error_about(UserError, "watch", "remove"):
         index(["pho tos", "out=gallery", "watch=true", "remove=true"])
@@ -445,7 +445,7 @@ def test_unreadable_files_are_counted_listed_and_fatal_beyond_a_share(photos, mo
         "tall.png",
         "thin.png",
     ]
-    assert "latin.txt is not UTF-8" in listed
+    assert "latin.txt: it is not UTF-8" in listed
     assert "bytes>" not in listed
     assert names() == EVERYTHING
     # What was readable and no longer is leaves the index: its vector is of something else.

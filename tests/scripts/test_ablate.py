@@ -353,7 +353,7 @@ def test_runs_of_different_queries_make_no_table(ablate, tmp_path):
         (["init=runs/nowhere/final"], ("init", "runs/nowhere/final")),
         (["set=recipes"], ("set", "recipes")),
         (["recipe=qwen25vl_3b"], ("set", "missing")),
-        (["recipe=nothing"], ("nothing.yaml",)),
+        (["recipe=nothing"], (("choice", "recipe"),)),
         (["nonsense"], ("nonsense",)),
     ],
 )

@@ -71,11 +71,12 @@ def export(run: Run, splits: Mapping[str, str], positives: Mapping[str, Sequence
         waiting.rename(final)
         return counts
     except ImageError as error:
-        why = f"{error}. Restore it and run the same command again"
+        error.reason += ". Restore it and run the same command again"
+        raise
     except OSError as error:
-        why = error.strerror or str(error)
-    shutil.rmtree(waiting, ignore_errors=True)
-    raise UserError(f"it cannot be written: {why}", run.out / "dataset")
+        raise UserError(f"it cannot be written: {error.strerror or error}", run.out / "dataset") from None
+    finally:
+        shutil.rmtree(waiting, ignore_errors=True)
 
 
 class _Export:

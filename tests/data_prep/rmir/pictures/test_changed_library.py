@@ -256,7 +256,7 @@ def test_a_change_is_an_error_in_every_stage_that_looks_at_pictures(tmp_path, ph
     seeded(tmp_path, photos)
     paint(photos / "p03.png", 33)
     run = begun(tmp_path, photos)
-    with closing(run), error_about(UserError, photos, "p03"):
+    with closing(run), error_about(UserError, photos, "library.changed"):
         run_stages(run, [stage])
 
 

@@ -264,5 +264,5 @@ def test_a_table_keeps_its_columns(site, tmp_path):
     columns = {"query.text": "q", "positives.image": "photo"}
     [record] = open_records(RecordsConfig(dataset=str(tmp_path / "out/a.jsonl"), columns=columns))
     assert (record.query.text, load_image(record.positives[0].image).size) == ("a", (40, 40))
-    with error_about(UserError, "a.csv", "query.image, positives.image"):
+    with error_about(UserError, "a.csv", "query.images, positives.image, negatives.image"):
         main([f"records={tmp_path / 'a.csv'}", f"out={tmp_path / 'out'}"])

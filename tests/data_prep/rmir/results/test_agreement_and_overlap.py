@@ -553,7 +553,7 @@ def test_wrong_verdicts(finished, tmp_path, content, field):
 
 
 def test_a_run_that_is_not_finished(tmp_path):
-    with error_about(UserError, tmp_path):
+    with error_about(UserError, tmp_path / "generate/queries.parquet"):
         main(["review", f"run={tmp_path}", f"out={tmp_path / 'x.html'}"])
     with error_about(UserError, ("missing", "run")):
         main(["agreement", "verdicts=x"])

@@ -139,7 +139,7 @@ def test_a_stage_whose_calls_are_all_rejected_is_not_done_and_goes_on_after_the_
     with LocalServer(picky) as server:
         config = config_of(tmp_path / "out", tmp_path / "library.csv", server.url)
         run = Run(config, progress=False)
-        with error_about(UserError, "rejected"):
+        with error_about(UserError, "settings", 400):
             run_stages(run, STAGES)
         assert run.done("seed")
         assert not run.done("generate")
@@ -160,7 +160,7 @@ def test_pictures_that_are_all_rejected_leave_their_stage_open(tmp_path):
 
     with LocalServer(cannot) as server:
         run = Run(config_of(tmp_path / "out", tmp_path / "library.csv", server.url), progress=False)
-        with error_about(UserError, "rejected"):
+        with error_about(UserError, "settings", 400):
             run_stages(run, STAGES)
         assert not run.done("generate")
         assert not list(run.path("generate").rglob("part-*"))

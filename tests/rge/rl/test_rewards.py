@@ -299,7 +299,7 @@ def test_a_judge_whose_budget_is_spent_ends_the_run(group):
 def test_a_wrong_endpoint_is_found_before_anything_runs():
     for endpoint, message in [
         ({"name": "m", "mode": "batch"}, "mode=batch takes up to a day"),
-        ({"name": "m", "base_url": "ftp://x"}, "judge.base_url must be http"),
+        ({"name": "m", "base_url": "ftp://x"}, "judge.base_url: it must be http"),
         ({"base_url": "http://x"}, "missing name"),
         ({"name": "m", "temprature": 1}, "unknown key temprature"),
     ]:

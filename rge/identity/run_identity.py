@@ -14,6 +14,7 @@ import platform
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -31,6 +32,8 @@ BLOCKS, BLOCK_BYTES = 4096, 1 << 16
 MODULES, PACKAGES = "software.modules.", "software.packages."
 PYTHON = tuple(sysconfig.get_path(name) for name in ("stdlib", "scripts"))
 """Where Python itself is."""
+GONE = "gone"
+"""In place of the hash of a module whose file is not there."""
 SHOWN = 8
 """Modules listed by name."""
 
@@ -50,18 +53,16 @@ def software(rooms: Sequence[str] = OURS, but: Sequence[str] = ()) -> dict[str, 
 
     Comments and docstrings do not count. Modules of plugins are in `plugins`.
     """
-    plugin_packages = {_top(name) for name in plugins_loaded()}
+    loaded = _loaded()
     modules = {
         name: _code_of(path)
-        for name, path in _loaded()
-        if _top(name) not in plugin_packages
+        for name, path in loaded.files.items()
+        if _top(name) not in loaded.plugins
         and (_top(name) not in OURS or (_is_in(name, rooms) and not _is_in(name, but)))
     }
-    tops = {_top(name) for name, _ in _modules()}
-    installed = sorted({name for top in tops for name in _distributions().get(top, ())})
     return {
         "modules": dict(sorted(modules.items())),
-        "packages": {name: _version_now(name) for name in (*installed, "python", "rge")},
+        "packages": {name: _version_now(name) for name in (*loaded.packages, "python", "rge")},
     }
 
 
@@ -73,7 +74,8 @@ def plugins(*, figures: bool = True) -> dict[str, Identity]:
     found = {}
     for name in sorted(plugins_loaded()):
         if (entries := registered_by(name, figures=figures)) is not None:
-            modules = {module: _code_of(path) for module, path in _loaded() if _top(module) == _top(name)}
+            files = _loaded().files.items()
+            modules = {module: _code_of(path) for module, path in files if _top(module) == _top(name)}
             found[name] = {"gives": entries, "code": digest(modules)[:12]}
     return found
 
@@ -97,9 +99,9 @@ def changes_since(then: Identity) -> dict[str, tuple[Any, Any]]:
 
     All its modules are compared, loaded now or not: which ones are loaded also depends on the command.
     """
-    loaded, software = dict(_loaded()), then["software"]
+    files, software = _loaded().files, then["software"]
     now = {
-        "modules": {name: _code_now(name, loaded) for name in software["modules"]},
+        "modules": {name: _code_now(name, files) for name in software["modules"]},
         "packages": {name: _version_now(name) for name in software["packages"]},
     }
     return differences(then, {"software": now, "plugins": plugins(figures=False)})
@@ -259,17 +261,40 @@ def _shown(value: Any) -> str:
     return "nothing" if value is None else text if len(text) <= 200 else f"{text[:200]}..."
 
 
-def _loaded() -> Iterator[tuple[str, Path]]:
-    """Loaded modules and their files: ours, plugins, and those that belong neither to Python nor to an installed package."""
-    known = {*OURS, *map(_top, plugins_loaded())}
-    for name, file in _modules():
-        if file is not None and (_top(name) in known or not _is_installed(file)):
-            yield name, Path(file)
+@dataclass(frozen=True)
+class _Loaded:
+    """What the modules of a process say of its code."""
+
+    modules: Mapping[str, ModuleType]  # ``sys.modules``
+    plugins: frozenset[str]  # packages of plugins
+    files: Mapping[
+        str, Path
+    ]  # modules that are ours, plugins', or neither Python's nor of an installed package
+    packages: Sequence[str]  # installed distributions that any module belongs to
 
 
-def _modules() -> Iterator[tuple[str, str | None]]:
-    """Names of ``sys.modules``, and the files of those that have one of their own."""
-    for name, loaded in sys.modules.copy().items():
+_last: _Loaded | None = None
+
+
+def _loaded() -> _Loaded:
+    """What is loaded, found out again only when a module came, went or was replaced: there are thousands."""
+    global _last
+    modules, plugins = sys.modules.copy(), frozenset(map(_top, plugins_loaded()))
+    if _last is None or _last.plugins != plugins or _last.modules != modules:
+        known, files, tops = {*OURS, *plugins}, dict[str, Path](), set[str]()
+        for name, file in _named(modules):
+            top = _top(name)
+            tops.add(top)
+            if file is not None and (top in known or not _is_installed(file)):
+                files[name] = Path(file)
+        packages = sorted({name for top in tops for name in _distributions().get(top, ())})
+        _last = _Loaded(modules, plugins, files, packages)
+    return _last
+
+
+def _named(modules: Mapping[str, ModuleType]) -> Iterator[tuple[str, str | None]]:
+    """Names of modules, and the files of those that have one of their own."""
+    for name, loaded in modules.items():
         spec, file = getattr(loaded, "__spec__", None), getattr(loaded, "__file__", None)
         # `python -m rge.train`, or a script; in a process that it spawned, also under the second name.
         if name in ("__main__", "__mp_main__") and file is not None:
@@ -294,9 +319,10 @@ def _is_installed(file: str) -> bool:
 
 
 def _code_of(path: Path) -> str:
-    if not path.is_file():
-        return "gone"
-    status = path.stat()
+    try:
+        status = path.stat()
+    except OSError:
+        return GONE
     return _hash_of(path, status.st_mtime_ns, status.st_size)
 
 
@@ -315,9 +341,11 @@ def _hash_of(path: Path, *_: int) -> str:
 
 def _code_now(name: str, loaded: Mapping[str, Path]) -> str:
     """The current hash of a module that was loaded earlier, loaded now or not."""
+    if name in loaded and (code := _code_of(loaded[name])) != GONE:
+        return code
     base = HOME.joinpath(*name.split("."))
-    paths = (loaded.get(name), base.with_suffix(".py"), base / "__init__.py")
-    return next((_code_of(path) for path in paths if path is not None and path.is_file()), "gone")
+    codes = map(_code_of, (base.with_suffix(".py"), base / "__init__.py"))
+    return next((code for code in codes if code != GONE), GONE)
 
 
 @cache

@@ -265,6 +265,22 @@ def test_a_script_is_the_users_and_an_installed_command_is_not(monkeypatch, tmp_
     assert not [name for name in run_identity.software()["modules"] if "bin" in name]
 
 
+def test_modules_are_looked_through_once_until_one_comes_or_is_replaced(monkeypatch, tmp_path):
+    looked, original = [], run_identity._named
+    monkeypatch.setattr(run_identity, "_named", lambda modules: looked.append(1) or original(modules))
+    run_identity.software()
+    looked.clear()
+    codes = []
+    for text in ("a = 1", "a = 2"):
+        file = tmp_path / f"{len(codes)}.py"
+        file.write_text(text)
+        spec = importlib.util.spec_from_file_location("mine", file)
+        monkeypatch.setitem(sys.modules, "mine", importlib.util.module_from_spec(spec))
+        codes += [run_identity.software()["modules"]["mine"] for _ in range(2)]
+    assert codes[0] == codes[1] != codes[2] == codes[3]
+    assert len(looked) == 2
+
+
 def test_the_command_has_one_name_in_a_process_that_it_spawned(monkeypatch):
     spec = importlib.util.find_spec("rge.__main__")
     main = importlib.util.module_from_spec(spec)

@@ -3,6 +3,7 @@
 import base64
 import hashlib
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,23 @@ def write_page(out: Path, template: str, styles: Sequence[str], content: Mapping
     override earlier ones.
     """
     script = (TEMPLATES / "report.js").read_text(encoding="utf-8")
+    page = (
+        _environment()
+        .get_template(template)
+        .render(
+            style=Markup("".join((TEMPLATES / name).read_text(encoding="utf-8") for name in styles)),
+            script=Markup(script),
+            script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+            **content,
+        )
+    )
+    write_text(out, page)
+    return out
+
+
+@cache
+def _environment() -> Environment:
+    """One for all pages of a process, so that a template is compiled once."""
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True,
@@ -40,11 +58,4 @@ def write_page(out: Path, template: str, styles: Sequence[str], content: Mapping
         "long_question": LONG_QUESTION,
         "long_rationale": LONG_RATIONALE,
     }
-    page = environment.get_template(template).render(
-        style=Markup("".join((TEMPLATES / name).read_text(encoding="utf-8") for name in styles)),
-        script=Markup(script),
-        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        **content,
-    )
-    write_text(out, page)
-    return out
+    return environment

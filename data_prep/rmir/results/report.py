@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -252,6 +253,7 @@ def figure(value: float | None) -> str:
     return "undefined" if value is None else f"{value:.3f}"
 
 
+@cache
 def template(name: str) -> Template:
     """Load a file of ``templates/`` with the filters ``number``, ``share`` and ``cell``."""
     loader = FileSystemLoader(TEMPLATES)

@@ -17,6 +17,7 @@ Please attach ``gpu_check.md`` and ``gpu_check.json`` from ``out`` to an issue, 
 everything that can run on a CPU, with a tiny model. Results are written after each check. The exit code is 1 if a check failed.
 """
 
+import copy
 import json
 import math
 import os
@@ -30,6 +31,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -51,6 +53,7 @@ from rge.config import load_recipe  # noqa: E402
 from rge.data.collate import Batch  # noqa: E402
 from rge.distributed.transfer import moved  # noqa: E402
 from rge.model import fused, varlen, vision_tower  # noqa: E402
+from rge.model.backbone import Backbone  # noqa: E402
 from rge.model.embedding_model import EmbeddingModel  # noqa: E402
 from rge.objective import Objective  # noqa: E402
 from rge.plan.costs import GIB, RESERVED_GIB, Setup, flops, memory, shapes_of, speed_of  # noqa: E402
@@ -150,11 +153,8 @@ def _embedder(
     machine: Machine, sizes: dict, dtype: torch.dtype, form: str, pixels: tuple[int, int], rows: int = 0, **settings: Any
 ) -> EmbeddingModel:  # fmt: skip
     """A model of these sizes on the device, with a small tokenizer; `rows` of its embedding matrix if not the tokenizer's."""
-    words = ["what opens this", "a key opens a lock", "an egg becomes a chick"]
     # The processor is of the real kind; with `rows`, the weights are only made where they are used.
-    backbone = random_backbone(
-        words, {"vocab_size": 512, **(SMALL if rows else sizes)}, min_pixels=pixels[0], max_pixels=pixels[1]
-    )
+    backbone = copy.deepcopy(_small_backbone(*pixels))
     model, tokenizer = backbone.model, backbone.processor.tokenizer
     if rows:
         ids = dict(
@@ -168,6 +168,12 @@ def _embedder(
     barred = [*backbone.suppressed_ids, *range(len(tokenizer), rows)]
     backbone = replace(backbone, model=model.to(machine.device, dtype), suppressed_ids=barred, attention=form)
     return EmbeddingModel(backbone, **settings)
+
+
+@cache
+def _small_backbone(min_pixels: int, max_pixels: int) -> Backbone:
+    words = ["what opens this", "a key opens a lock", "an egg becomes a chick"]
+    return random_backbone(words, {"vocab_size": 512, **SMALL}, min_pixels=min_pixels, max_pixels=max_pixels)
 
 
 def check_kernels(machine: Machine) -> Figures:
@@ -243,10 +249,10 @@ def check_form(machine: Machine) -> Figures:
 def check_kept(machine: Machine) -> Figures:
     """Kept activations (`train.keep_activations`) against computing them again: gradients, time and peak memory.
 
-    A small model, sixteen queries in micro batches of two; seconds and memory of the second step.
+    A small model, sixteen queries (six in a rehearsal) in micro batches of two; seconds and memory of the second step.
     """
     embedder = small_embedder(machine, machine.dtype, "varlen")
-    batch, figures, gradients = random_batch(embedder, 16), dict[str, Any](), []
+    batch, figures, gradients = random_batch(embedder, 16 if machine.on_gpu else 6), dict[str, Any](), []
     for keep in ("none", "device", "host"):
         with patch.object(micro_batches, "LEAST_BYTES", 2**12):  # the small model's are small
             _one_step(machine, embedder, batch, keep)
@@ -299,7 +305,7 @@ def check_rollout(machine: Machine) -> Figures:
     for graphs in (False, True):
         embedder = small_embedder(machine, machine.dtype, "varlen", cuda_graphs=graphs).eval()
         batch = random_batch(embedder, 12)
-        settings: Any = {"max_new_tokens": 48, "batch_size": 12}
+        settings: Any = {"max_new_tokens": 48 if machine.on_gpu else 12, "batch_size": 12}
         generate(embedder, batch.queries, **settings)
         machine.wait()
         began = time.perf_counter()

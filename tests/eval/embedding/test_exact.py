@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 from eval_fakes import write_set
-from eval_processes import launch
+from eval_processes import start
 from recorded import settings_of
 
 from eval.commands.run import RunOptions, run
@@ -59,7 +59,7 @@ def test_run_files_are_byte_equal_for_two_processes(checkpoint, tmp_path):
     data = write_set(tmp_path / "set", num_queries=12, num_candidates=16)
     (one,) = evaluate(checkpoint, data, tmp_path / "one", batch_size=32).values()
     words = (f"checkpoint={checkpoint}", f"set={data}", f"out={tmp_path / 'two'}", "batch_size=3")
-    done = launch(*words)
+    done = start(*words, pair=True)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "two" / "run.trec").read_bytes() == one
 

@@ -452,8 +452,15 @@ def test_a_real_sweep_with_two_processes_a_run(ablate, tmp_path, tiny_path, monk
     monkeypatch.setattr(ablate.sweep, "run", run)
     monkeypatch.chdir(ROOT)
     data = write_set(tmp_path / "set", num_queries=8, num_candidates=12)
+    shipped = ROOT / "data_prep" / "demo" / "data" / "train"
+    (tmp_path / "train").mkdir()
+    for path in shipped.iterdir():
+        (tmp_path / "train" / path.name).symlink_to(path)
+    few = tmp_path / "train" / "few.jsonl"  # every process looks through all records before it starts
+    few.write_text("".join((shipped / "relations.jsonl").read_text().splitlines(keepends=True)[:16]))
     words = [
         "recipe=demo",
+        f"joint.sources=[{{path: {few}}}]",
         "sweep=loss.anchor=[self,none]",
         "seeds=1",
         f"init={tiny_path}",

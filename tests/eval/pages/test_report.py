@@ -153,19 +153,27 @@ def write_evaluation(
     return folder
 
 
-@pytest.fixture
-def world(tmp_path):
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
     """A set, four conditions of one checkpoint, one baseline, one training log."""
-    set_dir = write_set(tmp_path / "set")
-    out = tmp_path / "out"
+    made = tmp_path_factory.mktemp("made")
+    set_dir, out = write_set(made / "set"), made / "out"
     write_evaluation(out / "reasoning-both", set_dir)
     write_evaluation(out / "direct-both", set_dir, mode="direct", hit_every=8)
     write_evaluation(out / "reasoning-text", set_dir, modality="text", hit_every=10)
     write_evaluation(out / "reasoning-image", set_dir, modality="image", hit_every=5)
-    write_evaluation(tmp_path / "none" / "direct-both", set_dir, mode="direct", hit_every=3)
-    log = tmp_path / "cold" / "metrics.jsonl"
-    log.parent.mkdir()
+    write_evaluation(made / "none" / "direct-both", set_dir, mode="direct", hit_every=3)
+    log = made / "cold" / "metrics.jsonl"
     write_log(log, [{"stage": "cold", "step": s, "loss": 4 / s, "loss_lm": 4 / s} for s in range(1, 400)])
+    return made
+
+
+@pytest.fixture
+def world(made, tmp_path):
+    """A copy of it, which a test may change."""
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+    for results in tmp_path.rglob("results.json"):
+        results.write_text(results.read_text().replace(str(made), str(tmp_path)))
     return tmp_path
 
 

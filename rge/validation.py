@@ -18,9 +18,10 @@ from rge.data.collate import Batch, Collator, PromptBuilders
 from rge.data.mixture import Draw
 from rge.data.sources import RecordError, Records
 from rge.distributed import collectives as dist
-from rge.model.embedding_model import EmbeddingModel, Readout, eval_mode
+from rge.model.embedding_model import EmbeddingModel, Packed, Readout, eval_mode
 from rge.objective import Objective
 from rge.rollout.generate import Rationale, generate
+from rge.rollout.micro_batches import within
 from rge.step.comparison import Candidates
 
 
@@ -75,13 +76,16 @@ class Validation:
         # Also if training embeds after oracle rationales: these may name the answer, and a checkpoint is used without them.
         anchor = "self" if objective.anchor in ("oracle", "mix") else objective.anchor
         self.collator, self.objective = collator, replace(objective, adaptive=None, anchor=anchor)
-        self.micro_batch_size = micro_batch_size = recipe.train.micro_batch_size
+        self.micro_batch_size, self.most_tokens = (
+            recipe.train.micro_batch_size,
+            recipe.train.micro_batch_tokens,
+        )
         self.max_new_tokens = recipe.rollout.max_new_tokens
+        limits = [one for one in (recipe.rollout.batch_tokens, self.most_tokens) if one is not None]
+        self.rollout_tokens = min(limits, default=None)
         most, world_size = recipe.validation.max_records, dist.world_size()
         counts = [num_records(source.records, most) for source in collator.sources]
         self.rows = [list(range(dist.rank(), count, world_size)) for count in counts]  # of each source
-        # With sharded weights, all processes must run the same number of forwards.
-        self.num_chunks = [math.ceil(math.ceil(count / world_size) / micro_batch_size) for count in counts]
 
     @torch.no_grad()
     def measure(self, embedder: EmbeddingModel) -> dict[str, Any]:
@@ -110,19 +114,20 @@ class Validation:
         q_parts: list[Tensor] = []
         t_parts: list[Tensor] = []
         nll, num_tokens, forced = 0.0, 0.0, 0.0
-        for number in range(self.num_chunks[source]):
-            rows = all_rows[number * self.micro_batch_size : (number + 1) * self.micro_batch_size]
-            # A process without further records repeats one in the forward pass, and omits it from the sums.
-            batch, rationales, (q, *t) = self._forward(embedder, source, rows or all_rows[:1])
-            if not rows:
-                continue
+        for start in range(0, len(all_rows), self.micro_batch_size):
+            rows = all_rows[start : start + self.micro_batch_size]
+            batch = self.collator.collate([Draw(source, row, seed=row) for row in rows])
+            rationales = self._written(embedder, batch)
             chunks.append(batch)
-            nll += sum(map(float, (objective.query_nll(q), *(readout.nll for readout in t))))
+            for q, t in self._forwards(embedder, batch, rationales):
+                if q is not None:
+                    nll += float(objective.query_nll(q))
+                    q_parts.append(q.state_ND)
+                if t is not None:
+                    nll += float(t.nll)
+                    t_parts.append(t.state_ND)
             num_tokens += objective.num_lm_tokens(batch)
-            if objective.compares:
-                q_parts.append(q.state_ND)
-                t_parts.append(t[0].state_ND)
-                forced += sum(rationale.forced for rationale in rationales)
+            forced += sum(rationale.forced for rationale in rationales)
         figures: dict[str, float] = {}
         if objective.compares:
             # In float32, as in training: bfloat16 makes close scores equal, and ties count as misses.
@@ -140,29 +145,47 @@ class Validation:
         report["val_loss"] = objective.alpha_lm * lm + objective.alpha_con * contrastive
         return report
 
-    def _forward(
-        self, embedder: EmbeddingModel, source: int, rows: Sequence[int]
-    ) -> tuple[Batch, list[Rationale], list[Readout]]:
-        """The batch of these records, its rationales, and the readouts of queries and candidates."""
-        objective = self.objective
-        batch = self.collator.collate([Draw(source, row, seed=row) for row in rows])
-        rationales: list[Rationale] = []
-        if objective.needs_rollout:
-            rationales = generate(
-                embedder,
-                batch.queries,
-                max_new_tokens=self.max_new_tokens,
-                batch_size=self.micro_batch_size,
-                with_direct=objective.direct > 0,
-            )
-        q_branches = [
+    def _written(self, embedder: EmbeddingModel, batch: Batch) -> list[Rationale]:
+        """Rationales of the batch's queries, if the objective needs them."""
+        if not self.objective.needs_rollout:
+            return []
+        return generate(
+            embedder,
+            batch.queries,
+            max_new_tokens=self.max_new_tokens,
+            batch_size=self.micro_batch_size,
+            batch_tokens=self.rollout_tokens,
+            with_direct=self.objective.direct > 0,
+        )
+
+    def _forwards(
+        self, embedder: EmbeddingModel, batch: Batch, rationales: Sequence[Rationale]
+    ) -> Iterator[tuple[Readout | None, Readout | None]]:
+        """Readouts of queries and of candidates in order: of all in one forward, or where their prompts have too many tokens, in several."""
+        objective, most = self.objective, self.most_tokens
+        lengths = [[*map(len, prompts)] for prompts in (batch.queries, batch.candidates)]
+        q_parts, t_parts = (within(each, most) for each in lengths)
+        branches = [
             objective.query_branches(batch, rationales, embedder, row) for row in range(len(batch.queries))
         ]
-        packs = [replace(embedder.pack(batch.queries, q_branches), by_branch=len(objective.lm_targets) > 1)]
-        if batch.candidates:
-            branch = objective.candidate_branch(embedder.emb_id)
-            packs.append(embedder.pack(batch.candidates, [[branch]] * len(batch.candidates)))
-        return batch, rationales, embedder(*packs)
+        branch = objective.candidate_branch(embedder.emb_id)
+
+        def queries(part: slice) -> Packed:
+            packed = embedder.pack(batch.queries[part], branches[part])
+            return replace(packed, by_branch=len(objective.lm_targets) > 1)
+
+        def candidates(part: slice) -> Packed:
+            shown = batch.candidates[part]
+            return embedder.pack(shown, [[branch]] * len(shown))
+
+        if t_parts and (most is None or sum(map(sum, lengths)) <= most):
+            q, t = embedder(queries(q_parts[0]), candidates(t_parts[0]))
+            yield q, t
+            return
+        for part in q_parts:
+            yield embedder(queries(part))[0], None
+        for part in t_parts:
+            yield None, embedder(candidates(part))[0]
 
     def _contrastive(self, chunks: Sequence[Batch], q_ND: Tensor, t_ND: Tensor) -> dict[str, float]:
         """Every query against the candidates of all records: `Contrast.figures`, summed over the queries."""

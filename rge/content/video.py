@@ -121,6 +121,7 @@ class _Timeline(NamedTuple):
         first: time of the first frame on the file's own clock, from which all others are counted.
         last: time of the last frame.
         seconds: end of the last frame.
+        size: width and height by the file's header, before it is turned upright; 0 where that says nothing.
         times: times of all frames in order; None: not known.
         keys: times of the key frames; None: not known.
     """
@@ -128,6 +129,7 @@ class _Timeline(NamedTuple):
     first: float
     last: float
     seconds: float
+    size: tuple[int, int]
     times: np.ndarray | None
     keys: np.ndarray | None
 
@@ -149,6 +151,14 @@ def probe(source: Source, source_fps: float | None = None) -> Probe:
     if _orientation(frame) in _TURNED:
         width, height = height, width
     return Probe(width, height, timeline.seconds, None if timeline.times is None else len(timeline.times))
+
+
+def header_size(source: Source) -> tuple[int, int]:
+    """Width and height of a clip's frames without decoding one; a clip that is turned upright has them swapped. Raises `VideoError`."""
+    if isinstance(source, tuple):
+        return _picture_size(source)
+    size = _timeline(source).size
+    return size if all(size) else probe(source)[:2]
 
 
 def num_frames(source: str | bytes) -> int:
@@ -349,6 +359,12 @@ class _Opened:
         return (packet for packet in self.container.demux(self.stream) if packet.size)
 
     @property
+    def size(self) -> tuple[int, int]:
+        """Width and height by the header."""
+        context = self.stream.codec_context
+        return (context.width or 0, context.height or 0)
+
+    @property
     def frame_s(self) -> float:
         """A frame's length by the stream's rate."""
         rate = self.stream.guessed_rate or self.stream.average_rate
@@ -415,7 +431,9 @@ def _from_packets(clip: _Opened) -> _Timeline | None:
     clip.container.seek(first + hint, stream=stream, backward=True)
     last = max((packet.pts for packet in clip.packets() if packet.pts is not None), default=first)
     length = (last - first) * float(stream.time_base or 0)
-    return _Timeline(first * float(stream.time_base or 0), length, length + clip.frame_s, None, None)
+    return _Timeline(
+        first * float(stream.time_base or 0), length, length + clip.frame_s, clip.size, None, None
+    )
 
 
 def _of_times(clip: _Opened, packets: "Iterator[av.Packet]") -> _Timeline | None:
@@ -430,13 +448,14 @@ def _of_times(clip: _Opened, packets: "Iterator[av.Packet]") -> _Timeline | None
     if not times:
         return None
     first = min(times)
-    return _listed(first, np.sort(times) - first, np.sort(keys) - first, clip.frame_s)
+    return _listed(clip, first, np.sort(times) - first, np.sort(keys) - first)
 
 
-def _listed(first: float, times: np.ndarray, keys: np.ndarray, frame_s: float) -> _Timeline:
+def _listed(clip: _Opened, first: float, times: np.ndarray, keys: np.ndarray) -> _Timeline:
     """The last frame is shown as long as the others usually are."""
-    length = float(np.median(np.diff(times))) if len(times) > 1 else frame_s
-    return _Timeline(first, float(times[-1]), float(times[-1]) + max(length, TOLERANCE_S * 10), times, keys)
+    length = float(np.median(np.diff(times))) if len(times) > 1 else clip.frame_s
+    end = float(times[-1]) + max(length, TOLERANCE_S * 10)
+    return _Timeline(first, float(times[-1]), end, clip.size, times, keys)
 
 
 def _shown(

@@ -115,7 +115,7 @@ def surrounded(shown: Sequence[str | V], before: str, after: str) -> list[str | 
 def sizes(
     part: Part, rule: video.VideoRule, size_of: Callable[[ImageRef], Size] = picture_size
 ) -> Iterator[Size | ClipSize]:
-    """The sizes of `shown`, without decoding; errors as far as headers show them."""
+    """The sizes of `shown`, without decoding; errors as far as headers show them. A clip that is turned upright has its sides swapped."""
     if isinstance(part, ImagePart):
         yield size_of(part.image)
     elif isinstance(part, PdfPart):
@@ -123,8 +123,7 @@ def sizes(
     elif isinstance(part, VideoPart):
         given = asked(part, rule)
         seconds = video.times(part.video, *given)
-        found = video.probe(part.video, part.fps)
-        yield ClipSize(given[0].frame_size((found.width, found.height), len(seconds)), tuple(seconds))
+        yield ClipSize(given[0].frame_size(video.header_size(part.video), len(seconds)), tuple(seconds))
 
 
 def _pages(part: PdfPart) -> Sequence[int]:

@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache, partial
@@ -61,6 +61,14 @@ COLUMNS = tuple(
 longest rationale, `<emb>` included; number of cut prompts and of all; labelled negatives; hashes of its id, of its query with the
 instruction, and of the identities of its right answers; further wordings of the query."""
 
+SUMS = tuple(
+    f"{side} {what}"
+    for side in ("query", "positive", "negative")
+    for what in "tokens squares pictures compared".split()
+)
+"""Of prompts of a query, of all positives and of all negatives: their tokens, the squares of these, their picture tokens, and
+`Measured.num_compared`."""
+
 
 @dataclass
 class Layout:
@@ -76,6 +84,8 @@ class Layout:
     reworded_W: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     # Records of the source, of which those above are a random sample; None: they are all.
     sample_of: int | None = None
+    # int64, of these records, see `SUMS`
+    sums: np.ndarray = field(default_factory=lambda: np.zeros(len(SUMS), np.int64))
 
     @property
     def unseen(self) -> float:
@@ -87,31 +97,43 @@ class Layout:
         """One of `COLUMNS`."""
         return self.sizes_NK[:, COLUMNS.index(name)]
 
+    def sums_of(self, side: str) -> np.ndarray:
+        """(4,) the sums of ``query``, ``positive`` or ``negative``."""
+        return self.sums.reshape(3, -1)[("query", "positive", "negative").index(side)]
 
-def lay_out(source: Source, *, need_oracle: bool, need_candidates: bool, sample: bool = True) -> Layout:
-    """Lay out the records of a source of known length: all, or with `sample` only `SAMPLE` if all would take too long."""
+
+def lay_out(
+    source: Source, *, need_oracle: bool, need_candidates: bool, sample: bool = True, most: int | None = None
+) -> Layout:
+    """Lay out the records of a source of known length.
+
+    They are all, or with `sample` only `SAMPLE` if all would take too long, or at most `most`.
+    """
     file, measure = source.records, partial(_sizes, source, need_oracle, need_candidates)
     rows, numbers, reworded, targets = array("q"), array("q"), array("q"), array("q")
     faults: dict[int, str] = {}
     some: dict[int, list[int] | str] = {}
-    order: Iterable[int] = range(len(file))
-    if sample and len(file) > SAMPLE:
-        drawn = np.sort(np.random.default_rng(0).choice(len(file), SAMPLE, replace=False)).tolist()
+    sums = np.zeros(len(SUMS), np.int64)
+    order: Sequence[int] = range(len(file))
+    if most is not None and len(file) > most:
+        order = _drawn(len(file), most)
+    elif sample and len(file) > SAMPLE:
+        drawn = _drawn(len(file), SAMPLE)
         began = time.perf_counter()
         some = dict(zip(drawn, on_all_cores(measure, drawn), strict=True))
         if (time.perf_counter() - began) / SAMPLE * len(file) > AT_MOST_S:
             order = drawn
-    rest = on_all_cores(
-        measure, [number for number in order if number not in some] if some else range(len(file))
-    )
+    rest = on_all_cores(measure, [number for number in order if number not in some] if some else order)
     for number in order:
         found = some.pop(number) if number in some else next(rest)
         if isinstance(found, str):
             faults[number] = found
         else:
             rows.extend(found[: len(COLUMNS)])
-            end = len(COLUMNS) + found[COLUMNS.index("wordings")]
-            reworded.extend(found[len(COLUMNS) : end])
+            start = len(COLUMNS) + len(SUMS)
+            sums += found[len(COLUMNS) : start]
+            end = start + found[COLUMNS.index("wordings")]
+            reworded.extend(found[start:end])
             targets.extend(found[end:])
             numbers.append(number)
     sizes_NK = np.array(rows, dtype=np.int64).reshape(-1, len(COLUMNS))
@@ -122,7 +144,12 @@ def lay_out(source: Source, *, need_oracle: bool, need_candidates: bool, sample:
         on_disk(targets).reshape(-1, 3),
         on_disk(reworded),
         len(file) if isinstance(order, list) else None,
+        sums,
     )
+
+
+def _drawn(size: int, most: int) -> list[int]:
+    return np.sort(np.random.default_rng(0).choice(size, most, replace=False)).tolist()
 
 
 def on_all_cores(measure: Callable[[Any], T], items: Sequence[Any]) -> Iterator[T]:
@@ -151,6 +178,7 @@ def settings_of(builder: PromptBuilder, *asked: object) -> str:
             builder.max_rationale_tokens,
             asdict(builder.video),
             COLUMNS,
+            SUMS,
             version_of(backbone, prompts, families, sys.modules[__name__]),
             asked,
         ],
@@ -159,23 +187,34 @@ def settings_of(builder: PromptBuilder, *asked: object) -> str:
 
 
 def lay_out_once(
-    source: Source, verdicts: Verdicts, *, need_oracle: bool, need_candidates: bool, sample: bool = True
+    source: Source,
+    verdicts: Verdicts,
+    *,
+    need_oracle: bool,
+    need_candidates: bool,
+    sample: bool = True,
+    most: int | None = None,
 ) -> Layout:
-    """`lay_out`, cached for the same records and settings if it found no problem; without `sample` a cached one does not serve."""
+    """`lay_out`, cached for the same records and settings if it found no problem.
+
+    A sample that is cached does not serve without `sample`, and one of at most `most` is not cached.
+    """
     file, asked = (
         source.records,
         settings_of(source.builder, need_oracle, need_candidates, source.instruction),
     )
     if (known := verdicts.numbers(file, asked)) is not None and (sample or not known[1]):
         count, sample_of = known[:2].tolist()
-        numbers, sizes, rest = np.split(known[2:], [count, count * (1 + len(COLUMNS))])
-        laid = Layout(sizes.reshape(-1, len(COLUMNS)), numbers, sample_of=sample_of or None)
+        sums, numbers, sizes, rest = np.split(
+            known[2:], np.cumsum([len(SUMS), count, count * len(COLUMNS)]).tolist()
+        )
+        laid = Layout(sizes.reshape(-1, len(COLUMNS)), numbers, sample_of=sample_of or None, sums=sums)
         reworded, targets = np.split(rest, [laid.column("wordings").sum()])
         laid.reworded_W, laid.targets_T3 = on_disk(reworded), on_disk(targets).reshape(-1, 3)
         return laid
-    laid = lay_out(source, need_oracle=need_oracle, need_candidates=need_candidates, sample=sample)
-    if not laid.faults:
-        head = np.array([len(laid.sizes_NK), laid.sample_of or 0])
+    laid = lay_out(source, need_oracle=need_oracle, need_candidates=need_candidates, sample=sample, most=most)
+    if not laid.faults and (most is None or laid.sample_of is None):
+        head = np.array([len(laid.sizes_NK), laid.sample_of or 0, *laid.sums])
         parts = (head, laid.numbers_N, laid.sizes_NK.ravel(), laid.reworded_W, laid.targets_T3.ravel())
         verdicts.keep_numbers(file, asked, np.concatenate(parts))
     return laid
@@ -204,6 +243,7 @@ def _measured(record: Record, builder: PromptBuilder, need_oracle: bool, need_ca
     query = max((measure(item, "query") for item in query_items(record)), key=lambda size: size.num_tokens)
     targets = (*record.positives, *record.negatives) if need_candidates else ()
     candidates = [measure(target_item(target), "candidate") for target in targets]
+    sides = ([query], candidates[: len(record.positives)], candidates[len(record.positives) :])
     oracles = [target.rationale or "" for target in record.positives if need_oracle]
     rationales = [len(builder.rationale_ids(oracle, record.id)) for oracle in oracles]
     asks, *reworded = (_content(content, record.instruction or "") for content in record.query.wordings)
@@ -221,9 +261,21 @@ def _measured(record: Record, builder: PromptBuilder, need_oracle: bool, need_ca
         asks,
         number_of(json.dumps(sorted({identity(target) for target in record.positives}))),
         len(reworded),
+        *(total for side in sides for total in _totals(side)),
         *reworded,
         *(number for target in targets for number in _names(target)),
     ]
+
+
+def _totals(prompts: Sequence[Measured]) -> Iterator[int]:
+    """Of one side's prompts what `SUMS` adds up."""
+    for of_prompt in (
+        lambda one: one.num_tokens,
+        lambda one: one.num_tokens**2,
+        lambda one: one.num_picture_tokens,
+        lambda one: one.num_compared,
+    ):
+        yield sum(map(of_prompt, prompts))
 
 
 def _names(target: Target) -> tuple[int, int, int]:

@@ -71,6 +71,8 @@ class Measured:
     num_picture_tokens: int
     num_cut_tokens: int = 0
     num_pictures: int = 0  # pages and a clip's frames included
+    # Squares of the picture tokens that one pass of a vision tower compares, added up: of a picture, and of frames that share patches.
+    num_compared: int = 0
 
     def __len__(self) -> int:
         return self.num_tokens
@@ -280,6 +282,10 @@ class PromptBuilder:
             return self.family.clip_text(self.processor, size).count(self.processor.video_token)
         return self._tokens_of_picture(size)
 
+    def _num_times(self, size: Size | ClipSize) -> int:
+        """Frames that share patches count once."""
+        return -(-len(size.seconds) // self.rule.multiple) if isinstance(size, ClipSize) else 1
+
     def measure(self, item: Item, side: str, size_of: Callable[[ImageRef], Size] = picture_size) -> Measured:
         """The size of `build`'s prompt; `size_of` gives a picture's width and height. Errors as there."""
         pieces = self._pieces(item, lambda part: visuals.sizes(part, self.rule, size_of))
@@ -288,10 +294,11 @@ class PromptBuilder:
         num_pictures = sum(len(size.seconds) if isinstance(size, ClipSize) else 1 for size in sizes)
         with _of_pictures(item.id):
             for_pictures, all_visuals = sum(map(self._tokens_of, pictures)), sum(map(self._tokens_of, sizes))
+            compared = sum(self._tokens_of(size) ** 2 // self._num_times(size) for size in sizes)
 
         def counted(layout: Layout, num_cut: int) -> Measured:
             num_tokens = self._tokens_of_text(layout) - len(pictures) + for_pictures
-            return Measured(num_tokens, all_visuals, num_cut, num_pictures)
+            return Measured(num_tokens, all_visuals, num_cut, num_pictures, compared)
 
         return self._fitted(item, side, pieces, sizes, counted)
 

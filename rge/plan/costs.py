@@ -133,7 +133,7 @@ class Shapes:
     cached: int  # numbers in a token's keys and values, over all layers
     inside: int  # numbers that autograd keeps per token and layer
     vocabulary: int  # rows of the output matrix
-    picture: PictureCost  # the largest
+    picture: PictureCost  # the largest, or one like the records'
 
 
 def speed_of(device: str, dtype: str) -> tuple[float, float] | None:
@@ -236,15 +236,15 @@ class Load:
     queries: int
     candidates: int
     chunks: int  # micro batches
-    prompt: int  # tokens of a query's prompt, pictures included
-    candidate: int  # the same of a candidate's
+    prompt: float  # tokens of a query's prompt, pictures included
+    candidate: float  # the same of a candidate's
     own: int  # tokens of a generated rationale without `<emb>`; 0 if none is generated
     oracle: int  # tokens of an oracle rationale; 0 if no branch has one
     # InfoNCE reads a separate branch: after the generated rationale, or directly after the prompt.
     read_own: bool
     contrastive: bool
     label_candidates: bool  # `<emb>` after a candidate's prompt is predicted
-    query_pictures: float  # of the largest size in a query's prompt
+    query_pictures: float  # of the size of `Shapes.picture` in a query's prompt
     candidate_pictures: float
     each: int = 1  # generated rationales per query
     sampled: bool = False  # their tokens' log probabilities are read, for a policy gradient
@@ -256,6 +256,21 @@ class Load:
     updates: int = 1  # optimizer updates per rollout
     mining: "Load | None" = None  # what this rank embeds for `data.mine`, every so many steps
     every: int = 1  # of these
+    prompt_spread: float = 0.0  # variance of `prompt`, since attention grows with the square
+    candidate_spread: float = 0.0
+    # The same step with what 95 % of the prompts have at most, and with the largest; None: as this.
+    high: "Load | None" = None
+    most: "Load | None" = None
+
+    @property
+    def largest(self) -> "Load":
+        """The step that needs the most memory."""
+        return self.most or self
+
+    def in_chunks(self, chunks: int) -> "Load":
+        """In another number of micro batches."""
+        high, most = (one and replace(one, chunks=chunks) for one in (self.high, self.most))
+        return replace(self, chunks=chunks, high=high, most=most)
 
     @property
     def tail(self) -> int:
@@ -286,10 +301,10 @@ class Load:
     def tokens(self) -> dict[str, int]:
         """Tokens per step, by kind."""
         return {
-            "query prompts": self.queries * self.prompt,
+            "query prompts": round(self.queries * self.prompt),
             "own rationales": self.queries * self.own_tokens if self.own else 0,
             "oracle rationales": self.queries * self.oracle_tokens,
-            "candidates": self.candidates * (self.candidate + 1),
+            "candidates": round(self.candidates * (self.candidate + 1)),
         }
 
     @property
@@ -335,13 +350,18 @@ class Setup:
 Numbers = TypeVar("Numbers", float, np.ndarray)
 
 
-def _read_row(s: Shapes, prompt: Numbers, tail: float, read: float) -> tuple[Numbers, Numbers]:
-    """Products and attention of one row; the last layer computes only what is read, and keys and values."""
+def _read_row(
+    s: Shapes, prompt: Numbers, tail: float, read: float, spread: float = 0.0
+) -> tuple[Numbers, Numbers]:
+    """Products and attention of one row; the last layer computes only what is read, and keys and values.
+
+    Of rows whose prompts differ, `prompt` is the mean and `spread` the variance.
+    """
     tokens = prompt - 1 + tail
     last = s.key_value * tokens + (s.layer - s.key_value) * read
     products = 2.0 * ((s.layers - 1) * s.layer * tokens + last)
     tails = tail * tokens
-    return products, 4 * s.attention * ((s.layers - 1) * ((prompt - 1) ** 2 + tails) + tails)
+    return products, 4 * s.attention * ((s.layers - 1) * ((prompt - 1) ** 2 + spread + tails) + tails)
 
 
 def _written_row(s: Shapes, prompt: Numbers, own: Numbers) -> Numbers:
@@ -363,18 +383,20 @@ def embedding_flops(
         text_N = _written_row(shapes, prompt_N, own_N) + sum(_read_row(shapes, prompt_N, 0, 0))
     else:
         text_N = sum(_read_row(shapes, prompt_N, 2, 1))
-    each_N = (prompt.num_picture_tokens / max(prompt.num_pictures, 1) for prompt in prompts)
-    seen = [one.num_pictures * _seen(model, each) for one, each in zip(prompts, each_N, strict=True)]
+    seen = []
+    for prompt in prompts:
+        tokens = prompt.num_picture_tokens
+        like = cost_of_tokens(model, prompt.num_compared / max(tokens, 1))
+        seen.append(like.seen * tokens / max(like.placeholders, 1))
     return text_N + np.array(seen)
 
 
 @lru_cache(maxsize=4096)
-def _seen(model: HubModel, num_tokens: float) -> float:
-    """The tower's pass over a picture of so many tokens: as over a square of about as many, by the token."""
+def cost_of_tokens(model: HubModel, num_tokens: float) -> PictureCost:
+    """Cost of a square picture of about so many tokens."""
     pixels, _ = family_of(model).square_picture(model.config)
     of_token = pixels.numel() / pixels.shape[1] / cost_of_picture(model, 0).placeholders
-    like = cost_of_picture(model, round(round(math.sqrt(num_tokens)) ** 2 * of_token))
-    return like.seen * num_tokens / like.placeholders
+    return cost_of_picture(model, round(round(math.sqrt(num_tokens)) ** 2 * of_token))
 
 
 def flops(shapes: Shapes, load: Load, setup: Setup) -> dict[str, float]:
@@ -387,7 +409,8 @@ def flops(shapes: Shapes, load: Load, setup: Setup) -> dict[str, float]:
 
 def _step_flops(shapes: Shapes, load: Load, setup: Setup) -> dict[str, float]:
     s, n, picture = shapes, load, shapes.picture
-    text = partial(_read_row, shapes)
+    asked = partial(_read_row, s, n.prompt, spread=n.prompt_spread)
+    offered = partial(_read_row, s, n.candidate, 2, spread=n.candidate_spread)
     found = {}
     query_pictures, candidate_pictures = n.queries * n.query_pictures, n.candidates * n.candidate_pictures
     unseen = {"queries": query_pictures, "candidates": candidate_pictures}
@@ -401,23 +424,23 @@ def _step_flops(shapes: Shapes, load: Load, setup: Setup) -> dict[str, float]:
     if n.own:
         found["rollout"] = n.queries * n.each * _written_row(s, n.prompt, n.own)
         if not setup.once:
-            found["rollout"] += see("queries") + n.queries * sum(text(n.prompt, 0, 0))
+            found["rollout"] += see("queries") + n.queries * sum(asked(0, 0))
     if n.reference:
         found["reference"] = query_pictures * picture.seen + n.queries * (
-            sum(text(n.prompt, 1 + n.own_tokens, n.own_tokens)) + 2.0 * s.hidden * s.vocabulary * n.own_tokens
+            sum(asked(1 + n.own_tokens, n.own_tokens)) + 2.0 * s.hidden * s.vocabulary * n.own_tokens
         )
-    query = text(n.prompt, n.tail, n.labels + (n.each if n.read_own else 0))
-    candidate = text(n.candidate, 2, 1 + n.label_candidates)
+    query = asked(n.tail, n.labels + (n.each if n.read_own else 0))
+    candidate = offered(1 + n.label_candidates)
     caches = n.contrastive and n.chunks > 1  # gradients
     recomputes = caches and setup.keep == "none"
     if recomputes and (setup.dropout or not n.own):
-        read = text(n.prompt, 1 + n.beside + (1 if n.read_own else n.oracle + 1), 1)
+        read = asked(1 + n.beside + (1 if n.read_own else n.oracle + 1), 1)
         found["queries without gradient"] = see("queries") + n.queries * sum(query if setup.dropout else read)
     elif caches and n.updates > 1:  # the rollout's states are those of the first
-        own = n.queries * sum(text(n.prompt, 1 + n.own_tokens, n.each))
+        own = n.queries * sum(asked(1 + n.own_tokens, n.each))
         found["queries without gradient"] = (1 - 1 / n.updates) * (see("queries") + own)
     if recomputes or (n.contrastive and not n.trains_candidates):
-        found["candidates without gradient"] = see("candidates") + n.candidates * sum(text(n.candidate, 2, 1))
+        found["candidates without gradient"] = see("candidates") + n.candidates * sum(offered(1))
     candidates = n.candidates * n.trains_candidates
     products, looks = (n.queries * query[part] + candidates * candidate[part] for part in (0, 1))
     head = 2.0 * s.hidden * s.vocabulary * (n.queries * n.labels + candidates * n.label_candidates)
@@ -448,12 +471,13 @@ def memory(shapes: Shapes, load: Load, setup: Setup) -> dict[str, float]:
     s, n = shapes, load
     activation_bytes, weights, gradients, states = _parameter_bytes(shapes, setup)
     rows_each = n.trains_candidates * -(-n.candidates // n.chunks)
-    tokens = setup.micro_queries * (n.prompt - 1 + n.tail) + rows_each * (n.candidate + 1)
-    pictures = setup.micro_queries * n.query_pictures + rows_each * n.candidate_pictures
+    queries_each = min(setup.micro_queries, -(-n.queries // n.chunks))  # large prompts may take more chunks
+    tokens = queries_each * (n.prompt - 1 + n.tail) + rows_each * (n.candidate + 1)
+    pictures = queries_each * n.query_pictures + rows_each * n.candidate_pictures
     kept = _kept(shapes, setup, tokens, pictures)
     if setup.checkpointing:  # and the layer that is being recomputed
         kept += max(tokens * shapes.inside, setup.train_vision * pictures * s.picture.inside)
-    of_queries = [setup.micro_queries * tokens for tokens in (n.learned_tokens, n.sampled * n.own_tokens)]
+    of_queries = [queries_each * tokens for tokens in (n.learned_tokens, n.sampled * n.own_tokens)]
     # Logits of more rows than these are computed in chunks, and again in the backward.
     predicted = sum(min(CHUNK_TOKENS, rows) for rows in (*of_queries, rows_each * n.label_candidates))
     training = kept * activation_bytes + 12.0 * predicted * s.vocabulary
@@ -470,7 +494,7 @@ def memory(shapes: Shapes, load: Load, setup: Setup) -> dict[str, float]:
     if n.mining is not None:  # between two steps: one layer of a pass, or the rationales' keys and values
         rows = min(setup.rollout_rows, n.mining.queries)
         cached = float(shapes.cached * setup.dtype_bytes) * rows * (n.prompt + n.mining.own + 2)
-        passed = setup.micro_queries * max(n.prompt, n.candidate) * float(s.inside) * setup.dtype_bytes
+        passed = queries_each * max(n.prompt, n.candidate) * float(s.inside) * setup.dtype_bytes
         mining = max(passed, cached * bool(n.mining.own)) + 2.0 * s.parameters * setup.shares_weights
     if n.reference and not setup.adapters:  # a frozen copy, whole on every process
         weights += setup.dtype_bytes * s.parameters

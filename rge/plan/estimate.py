@@ -1,11 +1,9 @@
 """The estimate in training's banner: steps, records, memory and time."""
 
-import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 
@@ -20,6 +18,7 @@ from rge.optim.config import StageConfig
 from rge.plan.costs import GIB, speed_of
 from rge.plan.machine import cpu_speed, main_memory
 from rge.plan.options import PlanOptions
+from rge.plan.prompt_sizes import sizes_of
 from rge.plan.report import LESS, Plan, lack, plan
 from rge.plan.search import ImpossibleKeeping
 from rge.rollout.micro_batches import Kept
@@ -76,10 +75,13 @@ class Plans:
     def plan(self, name: str, options: PlanOptions) -> Plan:
         """A stage's plan."""
         stage: StageConfig = getattr(self.recipe, name)
-        # If a source was not laid out, such as a stream, plan the largest that the recipe allows.
-        longest = _longest(self.layouts_of(name), -(-stage.batch_size // options.num_gpus))
         options = replace(options, for_=name, steps=self.num_steps[name])  # type: ignore[arg-type]
-        return plan(self.recipe, self.model, options, longest)
+        layouts = [layout for layout in self.layouts_of(name) if layout is not None and len(layout.sizes_NK)]
+        if len(layouts) < len(stage.sources):  # such as a stream
+            return plan(self.recipe, self.model, options, "a source is measured as it is read")
+        files = [self.records[source.key] for source in stage.sources if source.key]
+        queries = -(-stage.batch_size // options.num_gpus)
+        return plan(self.recipe, self.model, options, sizes_of(self.recipe, stage, files, layouts, queries))
 
     def layouts_of(self, name: str) -> list[Layout | None]:
         """Layouts of a stage's sources; None of those that were not laid out."""
@@ -196,8 +198,9 @@ def _time(plans: Plans, name: str, figures: Plan) -> str:
 
 def _estimated(plans: Plans, name: str, figures: Plan) -> Iterator[str]:
     load, room = figures.load, "" if plans.options.cpu else f" of {plans.options.gpu_gib:,.1f}"
+    about = "on average" if figures.prompts.is_measured else "at most"
     yield (
-        f"  {figures.setup.trained:,} of {figures.shapes.parameters:,} parameters trained; at most "
+        f"  {figures.setup.trained:,} of {figures.shapes.parameters:,} parameters trained; {about} "
         f"{sum(figures.tokens.values()):,} tokens and {figures.flops / 1e12:,.3g} TFLOP per step"
     )
     yield (
@@ -216,9 +219,9 @@ def _estimated(plans: Plans, name: str, figures: Plan) -> Iterator[str]:
             f"  the largest prompts are those of a random sample: with 95 % confidence, at most {unseen:.2g} of the records "
             "have larger ones"
         )
-    if load.chunks > 1 and load.contrastive:
+    if (chunks := load.largest.chunks) > 1 and load.contrastive:
         yield (
-            f"  kept between the {load.chunks} micro batches' first forward pass and their backward pass: "
+            f"  kept between the {chunks} micro batches' first forward pass and their backward pass: "
             f"{figures.setup.keep} ({figures.why})"
         )
     if plans.options.cpu:
@@ -232,26 +235,6 @@ def _estimated(plans: Plans, name: str, figures: Plan) -> Iterator[str]:
                 f"  according to the plan, {'faster ' * figures.fits}settings for the same step fit, {figures.seconds / way.seconds:.2f} x, in "
                 f"{way.memory_total / GIB:,.1f} (to {way.memory_to / GIB:,.1f}) GiB: {' '.join(way.overrides)}"
             )
-
-
-def _longest(layouts: Sequence[Layout | None], queries: int) -> dict[str, int] | None:
-    """Maximum of each size over the records of several sources; None if one of them was not laid out.
-
-    Positives per query: the mean over the `queries` records with the most.
-    """
-    known = [layout for layout in layouts if layout is not None]
-    if len(known) < len(layouts):
-        return None
-    names = ("query", "query_pictures", "candidate", "candidate_pictures", "rationale")
-    most = {
-        name: max((int(layout.column(name).max(initial=0)) for layout in known), default=0) for name in names
-    }
-    targets = [layout.column("prompts") - 1 - layout.column("negatives") for layout in known]
-    largest_N = np.sort(np.concatenate(targets))[-queries:]
-    positives = math.ceil(largest_N.sum() / max(len(largest_N), 1))
-    most |= {"rationale": max(most["rationale"] - 1, 1), "positives": positives}  # without `<emb>`
-    records = sum(len(layout.sizes_NK) for layout in known)
-    return most | {"records": records, "targets": sum(len(layout.targets_T3) for layout in known)}
 
 
 def _duration(hours: float) -> str:

@@ -38,18 +38,25 @@ class PlanOptions:
     """How parameters, gradients and optimizer state are sharded across GPUs; null: train.back_end."""
     for_: Literal["joint", "cold_start", "rl", "all"] = "joint"
     """Stage to plan, whether or not the recipe has sources for it; all: every stage that it would run."""
-    query_pictures: Count = 1
-    """Pictures per query: a page of a document counts as one, and so do two frames of a clip."""
-    candidate_pictures: Count = 1
-    """Pictures per candidate, counted likewise."""
-    positives: AtLeastOne = 1
-    """Positives per query, with data.positives=all."""
-    text_tokens: Count = 64
-    """Tokens of a prompt, besides pictures and template."""
-    template_tokens: Count = 24
-    """Tokens of the chat template."""
+    query_pictures: Count | None = None
+    """Pictures per query: a page of a document counts as one, and so do two frames of a clip. If this or one of the next four is
+    given, the prompts are assumed; else they are those of the sources' records, if these are on this machine. null: 1."""
+    candidate_pictures: Count | None = None
+    """Pictures per candidate, counted likewise; null: 1."""
+    positives: AtLeastOne | None = None
+    """Positives per query, with data.positives=all; null: 1."""
+    text_tokens: Count | None = None
+    """Tokens of a prompt, besides pictures and template; null: 64."""
+    template_tokens: Count | None = None
+    """Tokens of the chat template; null: 24."""
     rationale_tokens: Count = 0
-    """Tokens of a rationale; 0: rollout.max_new_tokens."""
+    """Tokens of a generated rationale, and of a given one where records are not measured; 0: rollout.max_new_tokens."""
+
+    @property
+    def prompts_given(self) -> list[str]:
+        """The options that say how large prompts are, as given."""
+        names = ("query_pictures", "candidate_pictures", "positives", "text_tokens", "template_tokens")
+        return [f"{name}={getattr(self, name)}" for name in names if getattr(self, name) is not None]
 
     @property
     def reached(self) -> float:

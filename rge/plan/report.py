@@ -2,11 +2,13 @@
 
     rge plan recipe=qwen25vl_3b num_gpus=8 gpu_gib=80 back_end=zero2 [key=value of the recipe ...]
 
-No weights are loaded and nothing is trained (rge/plan/costs.py). The plan is for the largest possible step: all pictures at
-model.max_pixels, all rationales at the cap. The last line is the plan as JSON. If it does not fit, the exit code is 1.
+No weights are loaded and nothing is trained (rge/plan/costs.py). Where the sources' records are on this machine, FLOPs and time are
+those of their mean prompt, and memory that of their largest; else all pictures are at model.max_pixels. Generated rationales are at
+the cap. The last line is the plan as JSON. If it does not fit, the exit code is 1.
 """
 
 import json
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -18,10 +20,11 @@ from rge.model.hub_model import HubModel
 from rge.objective import Objective
 from rge.optim.config import StageConfig
 from rge.plan import costs
-from rge.plan.costs import GIB, Load, Setup, Shapes, num_parameters, shapes_of
+from rge.plan.costs import GIB, Load, Setup, Shapes, cost_of_tokens, num_parameters, shapes_of
 from rge.plan.known_models import outline
 from rge.plan.machine import cpu_speed, main_memory
 from rge.plan.options import PlanCommand, PlanOptions
+from rge.plan.prompt_sizes import PromptSizes, Sizes, assumed, measured
 from rge.plan.search import Room, Way, decided, fastest, refused
 
 LESS = (
@@ -31,8 +34,14 @@ LESS = (
 )
 
 
-Longest = Mapping[str, int] | None
-"""Tokens of the largest prompts, of their pictures and rationales, and positives per query, if the records are known."""
+MEASURED_ROWS = {
+    "query": "tokens of a query's prompt",
+    "query_pictures": "of a query's pictures",
+    "candidate": "tokens of a candidate's",
+    "candidate_pictures": "of a candidate's pictures",
+    "rationale": "tokens of a given rationale",
+}
+"""Rows of the report by fields of `Sizes`."""
 
 
 @dataclass(kw_only=True)
@@ -40,6 +49,7 @@ class Plan(Way):
     """The plan of one stage; the command's last line is this as JSON."""
 
     shapes: Shapes
+    prompts: PromptSizes
     tokens: dict[str, int]  # per step over all GPUs, by kind
     bytes_sent: dict[str, float]  # per GPU and step, by back end
     batch_bytes: float  # pictures of a rank's batch
@@ -67,7 +77,9 @@ def show(recipe: PlanCommand) -> int:
     fit = True
     for name in stages:
         options = replace(recipe, for_=name)  # type: ignore[arg-type]  # one of them
-        stage_plan = plans[name] = plan(recipe, model, options)
+        given = options.prompts_given
+        sizes = f"given: {' '.join(given)}" if given else measured(recipe, name, options.num_gpus)
+        stage_plan = plans[name] = plan(recipe, model, options, sizes)
         fit &= stage_plan.fits
         print(report(recipe, stage_plan, origin, options), end="\n" * (1 + (len(stages) > 1)))  # noqa: T201 - a command
     if everything:
@@ -83,17 +95,21 @@ def plan(
     recipe: Recipe,
     model: HubModel,
     options: PlanOptions,
-    longest: Longest = None,
+    prompts: PromptSizes | str = "the records were not looked at",
 ) -> Plan:
-    """The plan of a stage, whose model comes without its weights.
+    """The plan of a stage, whose model comes without its weights; `prompts` are measured, or why they are not.
 
     RecipeError if the batch cannot be divided, a prompt is longer than allowed, or activations cannot be kept as asked.
     """
     recipe = recipe.largest(getattr(recipe, options.for_))
     shapes = shapes_of(model, recipe.model.max_pixels)
-    load = load_of(recipe, shapes, options, longest)
+    if isinstance(prompts, str):
+        prompts = assumed(recipe, shapes.picture, options, prompts)
+    elif prompts.picture:
+        shapes = replace(shapes, picture=cost_of_tokens(model, prompts.picture))
+    load = load_of(recipe, shapes, options, prompts)
     base = setup_of(recipe, model, options, load)
-    host, main = costs.host(recipe, shapes, load, base, options), options.host_gib * GIB
+    host, main = costs.host(recipe, shapes, load.largest, base, options), options.host_gib * GIB
     device = options.gpu_gib * GIB
     if options.cpu:
         device = max(costs.CPU_SHARE * device - host["memory"] / options.processes, 0.0)
@@ -116,11 +132,12 @@ def plan(
     return Plan(
         **vars(way),
         shapes=shapes,
+        prompts=prompts,
         tokens={name: number * options.num_gpus for name, number in load.tokens.items()},
         bytes_sent={
             name: costs.communication(shapes, load, replace(way.setup, back_end=name)) for name in BACK_ENDS
         },
-        batch_bytes=costs.pixel_bytes(shapes, load),
+        batch_bytes=costs.pixel_bytes(shapes, load.largest),
         host=host,
         mining=costs.mining(shapes, load, way.setup, way.seconds, *options.speed(options.reached)),
         why=why,
@@ -138,8 +155,20 @@ def _utilisations(options: PlanOptions) -> tuple[float, float]:
     return min(least, options.reached), max(most, options.reached)
 
 
-def load_of(recipe: Recipe, shapes: Shapes, options: PlanOptions, longest: Longest = None) -> Load:
-    """Work of one rank in a step: the largest that the recipe allows, or that occurs in the records (`longest`)."""
+def load_of(recipe: Recipe, shapes: Shapes, options: PlanOptions, prompts: PromptSizes | None = None) -> Load:
+    """Work of one rank in a step: with the mean prompts, or with the largest that the recipe allows."""
+    prompts = prompts or assumed(recipe, shapes.picture, options, "the records were not looked at")
+    load, high, most = (
+        size and _load_of(recipe, shapes, options, prompts, size)
+        for size in (prompts.mean, prompts.high, prompts.most)
+    )
+    assert load is not None
+    return replace(load, high=high, most=most)
+
+
+def _load_of(
+    recipe: Recipe, shapes: Shapes, options: PlanOptions, prompts: PromptSizes, sizes: Sizes
+) -> Load:
     name, gpus, objective = options.for_, options.num_gpus, Objective.of(recipe, options.for_)
     if recipe.stage not in ("all", name):
         raise RecipeError(f"stage={recipe.stage} leaves no {name} to plan; give for={recipe.stage}")
@@ -148,33 +177,32 @@ def load_of(recipe: Recipe, shapes: Shapes, options: PlanOptions, longest: Longe
         raise RecipeError(f"{name}.batch_size={stage.batch_size} leaves some of {gpus} GPUs without a query")
     queries = -(-stage.batch_size // gpus)  # the largest share
     rationale = options.rationale_tokens or recipe.rollout.max_new_tokens
-    if longest is None:
-        longest = _largest(recipe, shapes, options)
-        longest |= {"rationale": rationale, "positives": options.positives}
     targets = objective.lm_targets
-    positives = longest["positives"] if recipe.data.positives == "all" else 1
+    positives = sizes.positives if recipe.data.positives == "all" else 1
     # Rewards may need the oracle without a branch, and a mixture puts it in place of an own rationale.
     learned = sum(name != "direct" for name in targets)
     only_read = objective.alpha_con > 0 and objective.anchor == "oracle" and "words" not in targets
     beside = (objective.direct > 0) + ("direct" in targets)
-    candidates = queries * (positives + recipe.data.max_negatives) * objective.needs_candidates
+    candidates = math.ceil(queries * (positives + sizes.negatives)) * objective.needs_candidates
     chunks = -(-queries // recipe.train.micro_batch_size)
     if (limit := recipe.train.micro_batch_tokens) is not None:
-        tokens = queries * longest["query"] + candidates * longest["candidate"]
-        chunks = min(max(chunks, -(-tokens // limit)), queries)
+        tokens = queries * sizes.query + candidates * sizes.candidate
+        chunks = min(max(chunks, math.ceil(tokens / limit)), queries)
     load = Load(
         queries=queries,
         candidates=candidates,
         chunks=chunks,
-        prompt=longest["query"],
-        candidate=longest["candidate"],
+        prompt=sizes.query,
+        candidate=sizes.candidate,
         own=rationale * objective.needs_rollout,
-        oracle=longest["rationale"] * (learned + only_read > 0),
+        oracle=sizes.rationale * (learned + only_read > 0),
         read_own=objective.needs_rollout or (objective.alpha_con > 0 and objective.anchor == "none"),
         contrastive=objective.compares,
         label_candidates=objective.alpha_lm > 0 and objective.lm_on_candidates,
-        query_pictures=longest["query_pictures"] / shapes.picture.placeholders,
-        candidate_pictures=longest["candidate_pictures"] / shapes.picture.placeholders,
+        query_pictures=sizes.query_pictures / shapes.picture.placeholders,
+        candidate_pictures=sizes.candidate_pictures / shapes.picture.placeholders,
+        prompt_spread=sizes.query_spread,
+        candidate_spread=sizes.candidate_spread,
         each=recipe.rollout_of(stage).num_rationales,
         oracles=learned + only_read or 1,
         learned=learned,
@@ -187,7 +215,7 @@ def load_of(recipe: Recipe, shapes: Shapes, options: PlanOptions, longest: Longe
     every = min(recipe.data.mine.every, options.steps or stage.steps or 1000)
     if not every or objective.alpha_con == 0:
         return load
-    num_records, num_targets = _mined(recipe, stage, options, longest, every)
+    num_records, num_targets = _mined(recipe, stage, prompts, every)
     writes = recipe.data.mine.mode(objective.anchor) == "reasoning"
     mining = replace(
         load, queries=-(-num_records // gpus), candidates=-(-num_targets // gpus), own=rationale * writes, oracle=0,
@@ -197,30 +225,13 @@ def load_of(recipe: Recipe, shapes: Shapes, options: PlanOptions, longest: Longe
     return replace(load, mining=mining, every=every)
 
 
-def _mined(
-    recipe: Recipe, stage: StageConfig, options: PlanOptions, longest: Mapping[str, int], every: int
-) -> tuple[int, int]:
+def _mined(recipe: Recipe, stage: StageConfig, prompts: PromptSizes, every: int) -> tuple[int, int]:
     """Queries and candidates that one mining embeds at most: the window's, and the targets of the pools' records and the window's."""
     drawn, pools = every * stage.batch_size, recipe.data.mine.pool * max(len(stage.sources), 1)
-    if "records" not in longest:  # of unknown sources
-        return drawn, (drawn + pools) * (options.positives + recipe.data.max_negatives)
-    size = max(longest["records"], 1)
-    return min(drawn, size), -(-min(drawn + pools, size) * longest["targets"] // size)
-
-
-def _largest(recipe: Recipe, shapes: Shapes, options: PlanOptions) -> dict[str, int]:
-    largest: dict[str, int] = {}
-    limit = recipe.data.max_prompt_tokens
-    for side, pictures in (("query", options.query_pictures), ("candidate", options.candidate_pictures)):
-        placeholders = pictures * shapes.picture.placeholders
-        tokens = options.template_tokens + placeholders + 2 * pictures  # one before a picture, and one after
-        if tokens > limit:
-            raise RecipeError(
-                f"{pictures} pictures of model.max_pixels={recipe.model.max_pixels} take {placeholders} tokens, "
-                f"which data.max_prompt_tokens={limit} cannot hold; lower the former or raise the latter"
-            )
-        largest |= {f"{side}_pictures": placeholders, side: min(tokens + options.text_tokens, limit)}
-    return largest
+    if prompts.records is None or prompts.targets is None:  # of unknown sources
+        return drawn, math.ceil((drawn + pools) * (prompts.mean.positives + prompts.mean.negatives))
+    size = max(prompts.records, 1)
+    return min(drawn, size), math.ceil(min(drawn + pools, size) * prompts.targets / size)
 
 
 def setup_of(recipe: Recipe, model: HubModel, options: PlanOptions, load: Load) -> Setup:
@@ -277,7 +288,7 @@ def _hours(hours: float) -> str:
 
 def report(recipe: Recipe, found: Plan, origin: str, options: PlanOptions) -> str:
     """The plan as text."""
-    load, setup, shapes = found.load, found.setup, found.shapes
+    load, setup, shapes, prompts = found.load, found.setup, found.shapes, found.prompts
     stage: StageConfig = getattr(recipe, options.for_)
     scale, unit = (1e15, "PFLOP") if found.flops >= 1e15 else (1e12, "TFLOP")
     device, here, all_gpus = f"{options.num_gpus} GPUs of {options.gpu_gib:g} GiB", "a GPU", ", all GPUs"
@@ -289,6 +300,8 @@ def report(recipe: Recipe, found: Plan, origin: str, options: PlanOptions) -> st
         f"{load.candidates} candidates{'' if options.cpu else ' per GPU'}, "
         f"{load.chunks} micro batch{'es' * (load.chunks > 1)} of {recipe.train.micro_batch_size}",
         f"kept between them: {setup.keep} ({found.why}); prompts encoded {'once' if setup.once else 'twice'}",
+        f"prompts: {prompts.origin}"
+        + "; FLOPs and hours of the mean, memory of the largest" * prompts.is_measured,
         "",
     ]
 
@@ -304,7 +317,11 @@ def report(recipe: Recipe, found: Plan, origin: str, options: PlanOptions) -> st
         "trained": setup.trained,
     }
     section("parameters", {name: f"{count / 1e9:.3f} G" for name, count in counts.items()})
-    tokens = found.tokens | {"a query's prompt": load.prompt}
+    if prompts.is_measured:
+        rows = {name: prompts.table[key] for key, name in MEASURED_ROWS.items() if any(prompts.table[key])}
+        shown = {name: " / ".join(f"{value:,.4g}" for value in row) for name, row in rows.items()}
+        section("prompts: mean / 95 % at most / largest", shown)
+    tokens = found.tokens | {"a query's prompt": round(load.prompt)}
     section(f"tokens per step{all_gpus}", {name: f"{count:,}" for name, count in tokens.items()})
     phases = {phase: count * setup.num_gpus for phase, count in found.flops_per_gpu.items()}
     phases["all"] = found.flops

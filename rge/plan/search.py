@@ -4,7 +4,7 @@ The settings varied give the same losses and gradients up to rounding: micro bat
 prompts are encoded, where activations of several micro batches are kept, and the back end.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -62,8 +62,11 @@ class Way:
 def way_of(shapes: Shapes, load: Load, setup: Setup, room: Room) -> Way:
     """Estimate the costs of a step."""
     flops = costs.flops(shapes, load, setup)
-    memory = costs.memory(shapes, load, setup) | {"reserved": room.reserved}
-    total, uncertain = sum(memory.values()), ACTIVATIONS_OFF_BY * (memory["activations"] + memory[costs.KEPT])
+    memory, usual = (
+        costs.memory(shapes, one, setup) | {"reserved": room.reserved}
+        for one in (load.largest, load.high or load.largest)
+    )
+    total, of_usual = sum(memory.values()), sum(usual.values())
     return Way(
         load=load,
         setup=setup,
@@ -72,19 +75,23 @@ def way_of(shapes: Shapes, load: Load, setup: Setup, room: Room) -> Way:
         seconds=costs.step_seconds(shapes, load, setup, sum(flops.values()), *room.speed),
         memory=memory,
         memory_total=total,
-        memory_from=total - uncertain,
-        memory_to=total + uncertain,
-        kept_on_host=costs.kept_bytes(shapes, load, setup)[1],
+        memory_from=of_usual - _uncertain(usual),
+        memory_to=total + _uncertain(memory),
+        kept_on_host=costs.kept_bytes(shapes, load.largest, setup)[1],
         sent=costs.communication(shapes, load, setup),
         overrides=[],
     )
+
+
+def _uncertain(memory: Mapping[str, float]) -> float:
+    return ACTIVATIONS_OFF_BY * (memory["activations"] + memory[costs.KEPT])
 
 
 def ways(
     recipe: Recipe, load: Load, setup: Setup, asked: str, prompt_pass: str, *, is_cpu: bool = False
 ) -> Iterator[Setup]:
     """The setup with each way to keep activations (`asked`) and encode prompts (`prompt_pass`), simplest first."""
-    several = load.chunks > 1 and load.contrastive
+    several = load.largest.chunks > 1 and load.contrastive
     places = ["none"]
     if several:
         # A CPU's own memory is the host's.
@@ -124,7 +131,7 @@ def decided(recipe: Recipe, shapes: Shapes, load: Load, setup: Setup, room: Room
     if best is none:
         if load.own and prompt_pass == "once":
             raise ImpossibleKeeping(
-                f"rollout.prompt_pass=once keeps what {load.chunks} micro batches need of their prompts, for which the device "
+                f"rollout.prompt_pass=once keeps what {load.largest.chunks} micro batches need of their prompts, for which the device "
                 "has no room according to the plan: set "
                 f"{'' if room.is_cpu else 'train.keep_activations=host, or '}rollout.prompt_pass=auto"
             )
@@ -164,7 +171,7 @@ def fastest(
         return way.seconds, way.setup.back_end != setup.back_end, way.sent, way.memory_total
 
     for size, back_end, checkpointing in product(sizes, back_ends, (False, True)):
-        taken = replace(load, chunks=-(-load.queries // size))
+        taken = load.in_chunks(-(-load.queries // size))
         base = replace(setup, micro_queries=size, back_end=back_end, checkpointing=checkpointing)
         for choice in ways(recipe, taken, base, "auto", "auto"):
             way = way_of(shapes, taken, choice, room)
@@ -186,9 +193,9 @@ def overrides(recipe: Recipe, way: Way, setup: Setup) -> list[str]:
         "train.keep_activations": (new.keep, recipe.train.keep_activations),
         "train.back_end": (new.back_end, setup.back_end),
     }
-    if way.load.chunks == 1:
+    if way.load.largest.chunks == 1:
         del keys["train.keep_activations"]
-    kept = way.load.chunks > 1 and new.keep != "none"
+    kept = way.load.largest.chunks > 1 and new.keep != "none"
     if way.load.own and (kept or recipe.rollout.prompt_pass != "auto"):
         keys["rollout.prompt_pass"] = ("once" if new.once else "twice", recipe.rollout.prompt_pass)
     return [f"{key}={str(value).lower()}" for key, (value, now) in keys.items() if value != now]

@@ -7,6 +7,7 @@ import batch_losses
 import numpy as np
 import pytest
 import torch
+from forwards import counted_forwards
 
 from rge.config import Recipe, ValidationConfig
 from rge.data.collate import Collator, Source
@@ -55,12 +56,14 @@ def records(tmp_path, picture):
     return RecordFile(path)
 
 
-def make(records, embedder, objective, micro_batch_size=3, max_records=100, **settings):
+def make(
+    records, embedder, objective, micro_batch_size=3, max_records=100, micro_batch_tokens=None, **settings
+):
     collator = Collator([Source(records, PromptBuilder(embedder.processor), PLAIN)], **settings)
     recipe = Recipe(
         recipe="tiny",
         rollout=RolloutConfig(max_new_tokens=6),
-        train=TrainConfig(micro_batch_size=micro_batch_size),
+        train=TrainConfig(micro_batch_size=micro_batch_size, micro_batch_tokens=micro_batch_tokens),
         validation=ValidationConfig(max_records=max_records),
     )
     return Validation(collator, objective, recipe)
@@ -118,6 +121,26 @@ def test_the_figures_are_those_of_a_plain_loop(lively, records, micro_batch_size
     weighted = 0.3 * expected["val_loss_lm"] + 0.7 * expected["val_loss_contrastive"]
     assert found["val_loss"] == pytest.approx(weighted, rel=1e-5)
     assert 0 <= found["val_forced_rate"] <= 1
+
+
+@pytest.mark.slow
+def test_every_forward_keeps_to_the_limit_of_tokens(lively, records):
+    """Queries, candidates, and the rollout's encoding: the figures are equal however they are cut."""
+    objective, found, forwards = Objective(0.3, 0.7, 0.1), [], []
+
+    def note(_, packs):
+        forwards.append([len(prompt) for pack in packs for prompt in pack.owners or ()])
+
+    with lively.register_forward_pre_hook(note):
+        for limit in (None, 150, 60):
+            forwards.clear()
+            validation = make(records, lively, objective, 7, micro_batch_tokens=limit)
+            with counted_forwards() as counted:
+                found.append(validation.measure(lively))
+            assert max(map(sum, forwards)) > 150 if limit is None else counted.within(limit)
+            assert limit is None or all(len(rows) == 1 or sum(rows) <= limit for rows in forwards)
+    for limited in found[1:]:
+        assert limited == pytest.approx(found[0], rel=1e-6)
 
 
 def test_a_loss_of_the_global_batch_sees_all_queries(lively, records):

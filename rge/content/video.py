@@ -232,22 +232,39 @@ def sample(
     Raises:
         VideoError: the file is missing, damaged, cut short, of no known container, or without frames in the span.
     """
+    shown = list(frames(source, rule, start, end, source_fps))
+    return Frames([picture for picture, _ in shown], [time for _, time in shown])
+
+
+def frames(
+    source: Source,
+    rule: VideoRule,
+    start: float | None = None,
+    end: float | None = None,
+    source_fps: float | None = None,
+) -> Iterator[tuple[Image.Image, float]]:
+    """The frames and times of `sample`, one after the other. Arguments and errors as there."""
     origin, targets = _wanted(source, rule, start, end, source_fps)
     if isinstance(source, tuple):
         _picture_size(source)
         rate = source_fps or rule.fps
-        chosen = [min(len(source) - 1, int((time + TOLERANCE_S) * rate)) for time in targets]
-        pictures: dict[int, Image.Image] = {}
-        for index in dict.fromkeys(chosen):
-            picture = load_image(source[index])
-            pictures[index] = _scaled(picture, rule.frame_size(picture.size, len(targets)))
-        return Frames([pictures[index] for index in chosen], [max(0.0, i / rate - origin) for i in chosen])
-    timeline = _timeline(source)
+        index, picture = -1, Image.new("RGB", (1, 1))
+        for target in targets:
+            wanted = min(len(source) - 1, int((target + TOLERANCE_S) * rate))
+            if wanted != index:
+                index, picture = wanted, load_image(source[wanted])
+                picture = _scaled(picture, rule.frame_size(picture.size, len(targets)))
+            yield picture, max(0.0, index / rate - origin)
+        return
+    timeline, done = _timeline(source), 0
     try:
-        shown = _shown(source, timeline, targets, rule, seeking=True)
+        for picture, time in _shown(source, timeline, targets, rule, seeking=True):
+            done += 1
+            yield picture, max(0.0, time - origin)
     except _SeekFailed:
-        shown = _shown(source, timeline, targets, rule, seeking=False)
-    return Frames([picture for picture, _ in shown], [max(0.0, time - origin) for _, time in shown])
+        rest = _shown(source, timeline, targets, rule, seeking=False)
+        for picture, time in islice(rest, done, None):
+            yield picture, max(0.0, time - origin)
 
 
 def _wanted(
@@ -460,9 +477,9 @@ def _listed(clip: _Opened, first: float, times: np.ndarray, keys: np.ndarray) ->
 
 def _shown(
     source: str | bytes, timeline: _Timeline, targets: Sequence[float], rule: VideoRule, seeking: bool
-) -> list[tuple[Image.Image, float]]:
+) -> Iterator[tuple[Image.Image, float]]:
     """The frames that are shown at these times, and since when."""
-    found: list[tuple[Image.Image, float]] = []
+    shown: Image.Image | None = None
     with _Opened(source) as clip:
         player = _Player(clip, timeline)
         last: av.VideoFrame | None = None
@@ -470,16 +487,15 @@ def _shown(
             if seeking and player.is_far(target):
                 player.seek(target)
             frame, time = player.at(target)
-            if frame is last:
-                found.append((found[-1][0], time))
+            if frame is last and shown is not None:
+                yield shown, time
                 continue
             if frame.is_corrupt:
                 raise VideoError(f"the frame at {time:.3f} s is damaged", title(source))
             picture = _upright(frame)
-            size = found[0][0].size if found else rule.frame_size(picture.size, len(targets))
-            found.append((_scaled(picture, size), time))
-            last = frame
-    return found
+            size = rule.frame_size(picture.size, len(targets)) if shown is None else shown.size
+            shown, last = _scaled(picture, size), frame
+            yield shown, time
 
 
 class _Player:

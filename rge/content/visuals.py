@@ -69,6 +69,11 @@ def shown(
         yield Clip(*video.sample(part.video, *asked(part, rule)))
 
 
+def frames(part: VideoPart, rule: video.VideoRule) -> Iterator[tuple[Image.Image, float]]:
+    """The frames of a clip, one after the other, and when each is shown; errors as of `shown`."""
+    return video.frames(part.video, *asked(part, rule))
+
+
 def as_pictures(content: Content, *, clips: bool = True) -> Content:
     """Content with encoded pictures in place of pages and, unless clips stay, of their frames; errors as of `shown`."""
     rule = video.VideoRule(**vars(VideoConfig()), multiple=1)

@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple, cast
 
@@ -93,24 +94,49 @@ def room_for_pixels() -> Iterator[None]:
         ) from error
 
 
+class _NoRoom(UserError):
+    """No record is to blame for a full disk."""
+
+
 class _Pixels:
-    """Pixels of the prompts of a batch in the making, so that memory holds those of one record and `WHOLE_BYTES`."""
+    """Pixels of the prompts of a batch in the making, so that memory holds those of one picture and `WHOLE_BYTES`."""
 
     def __init__(self) -> None:
         self._file = tempfile.SpooledTemporaryFile(WHOLE_BYTES, prefix="rge-pixels-")
         self._shape: tuple[int, ...] = (0,)
-        self._places: dict[int, slice] = {}  # by the prompt that they were taken from
+        self._places: dict[int, slice] = {}  # by the prompt that shows them
 
-    def taken(self, prompt: Prompt) -> Prompt:
-        """The prompt without its pixels, which are written."""
-        if prompt.pixels is None:
-            return prompt
-        with room_for_pixels():
-            self._file.write(prompt.pixels.contiguous().numpy().data)
-        bare, start, count = replace(prompt, pixels=None), self._shape[0], len(prompt.pixels)
-        self._places[id(bare)] = slice(start, start + count)
-        self._shape = (start + count, *prompt.pixels.shape[1:])
-        return bare
+    def of(self, build: Callable[[Callable[[Tensor], None]], Prompt]) -> Prompt:
+        """The prompt that `build` makes, without its pixels, which are written as it makes them."""
+        start = self._shape[0]
+        prompt = build(self._keep)
+        if prompt.pixels is not None:
+            self._keep(prompt.pixels)
+            prompt = replace(prompt, pixels=None)
+        if self._shape[0] > start:
+            self._places[id(prompt)] = slice(start, self._shape[0])
+        return prompt
+
+    def _keep(self, pixels: Tensor) -> None:
+        try:
+            with room_for_pixels():
+                self._file.write(pixels.contiguous().numpy().data)
+        except UserError as error:
+            raise _NoRoom(str(error)) from error
+        self._shape = (self._shape[0] + len(pixels), *pixels.shape[1:])
+
+    @contextmanager
+    def undone_on_error(self) -> Iterator[None]:
+        """Forget what was kept of a record that turns out to be bad."""
+        shape, end = self._shape, self._file.tell()
+        try:
+            yield
+        except ValueError:
+            self._shape = shape
+            self._file.seek(end)
+            self._file.truncate()
+            self._places = {key: place for key, place in self._places.items() if place.stop <= shape[0]}
+            raise
 
     def whole(self) -> Tensor:
         """All that were written."""
@@ -255,11 +281,6 @@ class _Row:
     # Prompts and identities of the drawn positive, of other positives and of negatives; empty if none are needed.
     candidates: Sequence[Sequence[Candidate]]
 
-    def with_prompts(self, change: Callable[[Prompt], Prompt]) -> "_Row":
-        """The row with its prompts changed."""
-        candidates = [[(change(one[0]), *one[1:]) for one in group] for group in self.candidates]
-        return replace(self, query=change(self.query), candidates=candidates)
-
 
 MAX_REPLACEMENTS = 16
 """Consecutive bad records after which the source itself is considered bad, such as a folder that is not mounted."""
@@ -294,7 +315,7 @@ class Collator:
         bad: list[BadRecord] = []
         taken = {(draw.source, draw.index) for draw in drawn or draws}
         pixels = _Pixels()
-        rows = [self._row_or_another(draw, taken, bad).with_prompts(pixels.taken) for draw in draws]
+        rows = [self._row_or_another(draw, taken, bad, pixels) for draw in draws]
         batch = _batch_of(rows, bad, by_length=self.sources[0].settings.sort_by_length)
         batch = pixels.given_back(batch)
         groups = [source.group for source in self.sources]
@@ -306,7 +327,9 @@ class Collator:
             candidate_groups=[groups[source] for source in batch.candidate_groups],
         )
 
-    def _row_or_another(self, draw: Draw, taken: Collection[tuple[int, int]], bad: list[BadRecord]) -> _Row:
+    def _row_or_another(
+        self, draw: Draw, taken: Collection[tuple[int, int]], bad: list[BadRecord], pixels: _Pixels
+    ) -> _Row:
         """The row of the drawn record, or of a replacement from its source if it is bad.
 
         The draw alone decides which one, so that it is the same on any number of processes and after a resume.
@@ -321,7 +344,10 @@ class Collator:
                 problem = error
             if record is not None:
                 try:
-                    return self._row(chosen, record)
+                    with pixels.undone_on_error():
+                        return self._row(chosen, record, pixels)
+                except _NoRoom:
+                    raise
                 except ValueError as error:
                     problem = error
             place, name = file.place(chosen.index), None if record is None else record.id
@@ -334,29 +360,37 @@ class Collator:
             f"the last: record {bad[-1].id!r}: {bad[-1].reason}"
         )
 
-    def _row(self, draw: Draw, record: Record) -> _Row:
+    def _row(self, draw: Draw, record: Record, pixels: _Pixels) -> _Row:
         source, generator = self.sources[draw.source], np.random.default_rng(draw.seed)
         if self.need_candidates:
             check_targets(record)
         drawn = int(generator.integers(len(record.positives)))
         rationale = record.positives[drawn].rationale or ""
-        query = _prompt(source, _worded(record, draw.seed), "query", generator)
+        query = _prompt(source, _worded(record, draw.seed), "query", generator, pixels)
         oracle_ids = source.builder.rationale_ids(rationale, record.id) if self.need_oracle else []
         mined = self.mined.get((draw.source, draw.index), ())
-        candidates = _candidates(source, record, drawn, mined, generator) if self.need_candidates else ()
+        candidates = (
+            _candidates(source, record, drawn, mined, generator, pixels) if self.need_candidates else ()
+        )
         right_answers = sorted({identity(target) for target in record.positives})
         return _Row(draw.source, record.id, draw.seed, query, oracle_ids, right_answers, candidates)
 
 
 def _candidates(
-    source: Source, record: Record, drawn: int, mined: Sequence[Named], generator: np.random.Generator
+    source: Source,
+    record: Record,
+    drawn: int,
+    mined: Sequence[Named],
+    generator: np.random.Generator,
+    pixels: _Pixels,
 ) -> list[list[Candidate]]:
     positives, negatives = record.positives, [*record.negatives, *mined]
 
     def candidate(target: Target | Named) -> Candidate:
         if isinstance(target, Named):
             target = target.of(source).model_copy(update={"score": None})
-        return _prompt(source, target_item(target), "candidate", generator), identity(target), target.score
+        prompt = _prompt(source, target_item(target), "candidate", generator, pixels)
+        return prompt, identity(target), target.score
 
     shown = candidate(positives[drawn])
     rest = positives[:drawn] + positives[drawn + 1 :] if source.settings.positives == "all" else []
@@ -366,7 +400,7 @@ def _candidates(
     return [[shown], others, [candidate(negatives[place]) for place in chosen]]
 
 
-def _prompt(source: Source, item: Item, side: str, generator: np.random.Generator) -> Prompt:
+def _prompt(source: Source, item: Item, side: str, generator: np.random.Generator, pixels: _Pixels) -> Prompt:
     name = source.settings.augment
 
     def load(ref: ImageRef) -> Image.Image:
@@ -377,7 +411,7 @@ def _prompt(source: Source, item: Item, side: str, generator: np.random.Generato
                 raise RecordError(f"data.augment={name} must return a picture, got {image!r}")
         return image
 
-    return source.builder.build(item, side, load)
+    return pixels.of(partial(source.builder.build, item, side, load))
 
 
 def _batch_of(rows: Sequence[_Row], bad: list[BadRecord], *, by_length: bool) -> Batch:

@@ -112,6 +112,11 @@ class Family:
         side = image_processor.patch_size
         return pixels.unflatten(1, (-1, side, side)), fields["image_grid_thw"]
 
+    def cut(self, image: Image.Image, image_processor: Any) -> tuple[Tensor, Tensor] | None:
+        """One scaled picture as in `pictures_of`; None if the processor has to see all pictures of a prompt together."""
+        fields = image_processor(images=[image], return_tensors="pt", **self.options(image_processor))
+        return self.pictures_of(fields, image_processor)  # type: ignore[return-value]  # it has a picture
+
     def picture_tokens(self, processor: Any, size: tuple[int, int]) -> int:
         """How many tokens stand in a prompt for a picture of this width and height, in place of `picture_mark`."""
         # Not the processor's own count, which would scale once more: long pictures may exceed its limits, see `scaled_size`.
@@ -439,6 +444,9 @@ class Tiles(Family):
     def scaled_size(self, size: tuple[int, int], image_processor: Any) -> tuple[int, int]:
         """Scaling is left to the processor."""
         return size
+
+    def cut(self, image: Image.Image, image_processor: Any) -> None:
+        """Tiles depend on the other pictures' sizes."""
 
     def picture_tokens(self, processor: Any, size: tuple[int, int]) -> int:
         """As the processor counts them; vLLM plans with that too."""

@@ -25,7 +25,7 @@ from rge.common.prompt_profiles import EMB_TOKEN, PROFILES, Profile
 from rge.common.schema import Item
 from rge.content import visuals
 from rge.content.config import VideoConfig
-from rge.content.visuals import Clip, ClipSize, FittedRule, Size
+from rge.content.visuals import ClipSize, FittedRule, Size
 from rge.model.families import family_of_processor
 
 _TEXT = "\ufffc"
@@ -85,6 +85,26 @@ def intervals_of(prompts: Sequence[Prompt]) -> Tensor | None:
     shown = [(one.image_grid, one.interval_G) for one in prompts if one.image_grid is not None]
     return torch.cat([torch.zeros(len(grid)) if each is None else each for grid, each in shown])
 
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A picture or clip as patches, see `Prompt.pixels`; without pixels, if these were handed over."""
+
+    size: Size | ClipSize
+    pixels: Sequence[Tensor]
+    grid: Tensor  # (1, 3)
+
+    @property
+    def interval(self) -> float:
+        """Seconds from one frame of a clip to the next."""
+        if not isinstance(self.size, ClipSize):
+            return 0.0
+        seconds = self.size.seconds
+        return (seconds[-1] - seconds[0]) / max(len(seconds) - 1, 1)
+
+
+Shown = Image.Image | Cut
+"""A scaled picture or clip: as patches, unless the family's processor needs a prompt's pictures together."""
 
 P = TypeVar("P", Prompt, Measured)
 V = TypeVar("V")
@@ -165,7 +185,7 @@ class PromptBuilder:
             self._clip_id = self.tokenizer.convert_tokens_to_ids(mark)
         self.video = video or VideoConfig()
         self._options = self.family.options(processor.image_processor)
-        self._known: dict[tuple, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self._known: dict[tuple, Tensor] = {}
         self._remember()
 
     def _remember(self) -> None:
@@ -205,9 +225,9 @@ class PromptBuilder:
         images = [self.family.scaled(square, self.processor.image_processor)] * 2
         try:
             renders = [self._render((None, None, text)) for text in ("a text", "another")]
-            num_placeholders = int(
-                (self._processed("of the check", renders[0], images)[0] == self._image_id).sum()
-            )
+            given = {"images": images, "return_tensors": "pt", **self._options}
+            input_ids = self.processor(text=renders[:1], **given)["input_ids"]
+            num_placeholders = int((input_ids == self._image_id).sum())
         except Exception as error:  # jinja's, or a processor's that misses placeholders
             raise UserError(
                 f"the chat template of {of} cannot be used: {type(error).__name__}: {error}"
@@ -219,8 +239,17 @@ class PromptBuilder:
                 f"{shortened(repr(renders[0]))}. Use its family's, which reads a list of contents"
             )
 
-    def build(self, item: Item, side: str, load: Callable[[ImageRef], Image.Image] = load_image) -> Prompt:
+    def build(
+        self,
+        item: Item,
+        side: str,
+        load: Callable[[ImageRef], Image.Image] = load_image,
+        keep: Callable[[Tensor], object] | None = None,
+    ) -> Prompt:
         """Token ids and pictures of one prompt; `load` decodes a picture.
+
+        `keep` gets the patches of one picture, page or frame after the other, and the prompt has none: a document is never in memory
+        as a whole. Families whose pictures are cut together leave them in the prompt.
 
         A prompt over `max_tokens` loses only the end of the item's last text: cutting the ids would remove the assistant header, or a
         picture's placeholders.
@@ -229,12 +258,15 @@ class PromptBuilder:
             UserError: an empty item, or one that is too long even without its last text.
             ImageError: a picture cannot be read.
         """
-        return self.build_scaled(item, side, self.scaled(item, load))
+        return self.build_scaled(item, side, self.scaled(item, load, keep))
 
     def scaled(
-        self, item: Item, load: Callable[[ImageRef], Image.Image] = load_image
-    ) -> Pieces[Image.Image | Clip]:
-        """An item's content for `build_scaled`. One picture at a time is held at its full size."""
+        self,
+        item: Item,
+        load: Callable[[ImageRef], Image.Image] = load_image,
+        keep: Callable[[Tensor], object] | None = None,
+    ) -> Pieces[Shown]:
+        """An item's content for `build_scaled`; `keep` as in `build`. One picture or frame at a time is held at its full size."""
         if files := tuple(part for part in item.content if isinstance(part, PdfPart | VideoPart)):
             # Thousands of pages are not rendered to find that there is no room for them.
             with _of_pictures(item.id):
@@ -245,19 +277,42 @@ class PromptBuilder:
                     f"max_prompt_tokens={self.max_tokens}; show fewer, or {MAKE_ROOM}"
                 )
 
-        def scaled(part: Part) -> Iterator[Image.Image | Clip]:
+        image_processor = self.processor.image_processor
+
+        def cut(image: Image.Image, pixels: list[Tensor]) -> Tensor | None:
+            """The grid of a picture whose patches are kept or added to `pixels`."""
+            with _of_pictures(item.id):
+                found = self.family.cut(image, image_processor)
+            if found is None:
+                return None
+            (pixels.append if keep is None else keep)(found[0])
+            return found[1]
+
+        def scaled(part: Part) -> Iterator[Shown]:
+            pixels: list[Tensor]
+            if isinstance(part, VideoPart):
+                self.family.check_clips(self.processor)
+                pixels, seconds, grid, size = [], [], torch.zeros(1, 3), (0, 0)
+                for frame, time in visuals.frames(part, self.rule):
+                    grid, size = cut(frame, pixels), frame.size
+                    seconds.append(time)
+                    del frame
+                assert grid is not None
+                grid = torch.tensor([[len(seconds), *grid[0, 1:].tolist()]])
+                yield Cut(ClipSize(size, tuple(seconds)), pixels, grid)
+                return
             for visual in visuals.shown(part, self.rule, load):
-                if isinstance(visual, Clip):
-                    yield visual
-                    continue
+                assert isinstance(visual, Image.Image)
                 with _of_pictures(item.id):
-                    small = self.family.scaled(visual, self.processor.image_processor)
+                    small = self.family.scaled(visual, image_processor)
                 del visual
-                yield small
+                pixels = []
+                grid = cut(small, pixels)
+                yield small if grid is None else Cut(small.size, pixels, grid)
 
         return self._pieces(item, scaled)
 
-    def build_scaled(self, item: Item, side: str, pieces: Pieces[Image.Image | Clip]) -> Prompt:
+    def build_scaled(self, item: Item, side: str, pieces: Pieces[Shown]) -> Prompt:
         """`build`, after `scaled`."""
         images = [piece for piece in pieces if not isinstance(piece, str)]
         sizes = [image.size for image in images]
@@ -407,7 +462,7 @@ class PromptBuilder:
         opening = self._around(shown, before, between)
         marked = self._turn(_contents((*opening[:-1], f"{opening[-1]}{_TEXT}")))
         rendered = marked.rpartition(_TEXT)[0]
-        head = self._prompt(first.id, *self._tokens(first.id, shown, rendered, opening), 0)
+        head = self._whole(first.id, rendered, shown, opening, 0)
         rests = []
         for second in seconds:
             own = self.scaled(second)
@@ -450,8 +505,7 @@ class PromptBuilder:
         self, head: Prompt, name: str, rendered: str, shown: Pieces[Any], layout: Layout, num_cut: int
     ) -> Prompt:
         """What follows a prompt, at its positions after it."""
-        given = self._tokens(name, shown, rendered, layout, add_special_tokens=False)
-        alone = self._prompt(name, *given, num_cut)
+        alone = self._whole(name, rendered, shown, layout, num_cut, add_special_tokens=False)
         both = [one for one in (head, alone) if one.image_grid is not None]
         position_3T = self.family.positions(
             self.processor.image_processor,
@@ -501,84 +555,81 @@ class PromptBuilder:
     def _turn(self, content: list[dict[str, str]]) -> str:
         return rendered_turn(self.processor, content)
 
-    def _encode(self, name: str, shown: Sequence[Image.Image | Clip], layout: Layout, num_cut: int) -> Prompt:
-        images = [image for image in shown if isinstance(image, Image.Image)]
-        if len(images) < len(shown):
-            return self._prompt(name, *self._tokens(name, shown, self._render(layout), layout), num_cut)
+    def _encode(self, name: str, shown: Sequence[Shown], layout: Layout, num_cut: int) -> Prompt:
+        cuts = [one for one in shown if isinstance(one, Cut)]
+        if len(cuts) < len(shown):
+            return self._processed(name, self._render(layout), shown, num_cut)
         # Rendering and tokenising depend only on the texts and the pictures' sizes. Candidates without a text, and
-        # small sets, repeat them; then only the pictures are processed.
-        key = (layout, *(image.size for image in images))
-        if known := self._known.get(key):
-            input_ids, grid = known
-            pictures: Mapping[str, Tensor] = {}
-            if images:
-                given = {"images": images, "return_tensors": "pt", **self._options}
-                with _of_pictures(name):
-                    pictures = self.processor.image_processor(**given)
-            if not images or (grid is not None and torch.equal(pictures["image_grid_thw"], grid)):
-                return self._prompt(name, input_ids, pictures, None, num_cut)
-        input_ids, fields = self._processed(name, self._render(layout), images)
-        if len(self._known) >= KNOWN_PROMPTS:
-            self._known.clear()
-        if not images or "image_grid_thw" in fields:
-            self._known[key] = (input_ids, fields.get("image_grid_thw"))
-        return self._prompt(name, input_ids, fields, None, num_cut)
+        # small sets, repeat them.
+        key = (layout, *(one.size for one in cuts))
+        input_ids = self._known.get(key)
+        if input_ids is None:
+            input_ids = self._tokens(self._render(layout), layout, cuts)
+            if len(self._known) >= KNOWN_PROMPTS:
+                self._known.clear()
+            self._known[key] = input_ids
+        return self._prompt(name, input_ids, cuts, num_cut)
 
-    def _tokens(
-        self, name: str, pieces: Sequence[Any], rendered: str, layout: Layout, **more: Any
-    ) -> tuple[Tensor, Mapping[str, Tensor], Tensor | None]:
-        """Ids, pixels and clips' intervals (see `Prompt`) of a rendered text and what it shows.
+    def _whole(
+        self, name: str, rendered: str, shown: Pieces[Shown], layout: Layout, num_cut: int, **more: Any
+    ) -> Prompt:
+        """A rendered prompt and what it shows."""
+        visuals = [piece for piece in shown if not isinstance(piece, str)]
+        cuts = [one for one in visuals if isinstance(one, Cut)]
+        if len(cuts) < len(visuals):
+            return self._processed(name, rendered, visuals, num_cut, **more)
+        return self._prompt(name, self._tokens(rendered, layout, cuts, **more), cuts, num_cut)
 
-        Frames are cut to patches like pictures, and their placeholders written like the processor's.
-        """
-        images = [piece for piece in pieces if not isinstance(piece, str)]
-        if not any(isinstance(image, Clip) for image in images):
-            return (*self._processed(name, rendered, images, **more), None)
-        self.family.check_clips(self.processor)
+    def _tokens(self, rendered: str, layout: Layout, cuts: Sequence[Cut], **more: Any) -> Tensor:
+        """Ids of a rendered prompt, with the placeholders of pictures and clips written like the processor's."""
         rendered = self._with_clips(rendered, layout)
         mark = self.processor.image_token
         # By their own sides: a scaled picture of unusual shape would be scaled once more.
         pictures = [
-            mark * self.family.scaled_tokens(self.processor, image.size)
-            for image in images
-            if not isinstance(image, Clip)
+            mark * self.family.scaled_tokens(self.processor, one.size)
+            for one in cuts
+            if not isinstance(one.size, ClipSize)
         ]
-        rendered = _filled(rendered, mark, pictures)
-        frames = [
-            frame for image in images for frame in (image.frames if isinstance(image, Clip) else [image])
-        ]
-        with _of_pictures(name):
-            fields = self.processor.image_processor(images=frames, return_tensors="pt", **self._options)
-        grid, places = [], iter(fields["image_grid_thw"].tolist())
-        for image in images:
-            shown = [next(places) for _ in range(len(image.frames) if isinstance(image, Clip) else 1)]
-            grid.append([len(shown), *shown[0][1:]])
-        pictured = {"pixel_values": fields["pixel_values"], "image_grid_thw": torch.tensor(grid)}
-        step = self.processor.image_processor.temporal_patch_size
-        interval_G = torch.tensor(
-            [_interval(image) * step if isinstance(image, Clip) else 0.0 for image in images],
-            dtype=torch.float64,
-        ) * getattr(self.processor, "rge_tokens_per_second", 1)
-        return self.tokenizer(rendered, return_tensors="pt", **more).input_ids[0], pictured, interval_G
+        if pictures:
+            rendered = _filled(rendered, mark, pictures)
+        return self.tokenizer(rendered, return_tensors="pt", **more).input_ids[0]
 
     def _processed(
-        self, name: str, rendered: str, images: Sequence[Image.Image], **more: Any
-    ) -> tuple[Tensor, Any]:
+        self, name: str, rendered: str, images: Sequence[Any], num_cut: int, **more: Any
+    ) -> Prompt:
+        """A rendered prompt whose pictures the processor cuts together."""
         given = {"images": list(images) or None, "return_tensors": "pt", **self._options, **more}
         with _of_pictures(name):
             fields = self.processor(text=[rendered], **given)
-        return fields["input_ids"][0], fields
+        pixels, grid = self.family.pictures_of(fields, self.processor.image_processor)
+        return self._positioned(name, fields["input_ids"][0], pixels, grid, None, num_cut)
 
-    def _prompt(
+    def _prompt(self, name: str, input_ids: Tensor, cuts: Sequence[Cut], num_cut: int) -> Prompt:
+        pixels = [part for one in cuts for part in one.pixels]
+        interval_G = None
+        if any(isinstance(one.size, ClipSize) for one in cuts):
+            step = self.processor.image_processor.temporal_patch_size
+            per_second = getattr(self.processor, "rge_tokens_per_second", 1)
+            interval_G = torch.tensor([one.interval * step for one in cuts], dtype=torch.float64) * per_second
+        return self._positioned(
+            name,
+            input_ids,
+            pixels[0] if len(pixels) == 1 else torch.cat(pixels) if pixels else None,
+            torch.cat([one.grid for one in cuts]) if cuts else None,
+            interval_G,
+            num_cut,
+        )
+
+    def _positioned(
         self,
         name: str,
         input_ids: Tensor,
-        fields: Mapping[str, Tensor],
+        pixels: Tensor | None,
+        image_grid: Tensor | None,
         interval_G: Tensor | None,
         num_cut: int,
     ) -> Prompt:
         image_processor = self.processor.image_processor
-        pixels, image_grid = self.family.pictures_of(fields, image_processor)
         type_ids = (input_ids == self._image_id).long()
         if self._clip_id is not None:
             type_ids += 2 * (input_ids == self._clip_id)
@@ -627,15 +678,10 @@ def _contents(layout: Sequence[str | ClipSize | None]) -> list[dict[str, str]]:
     return content
 
 
-def _laid(piece: str | Image.Image | Clip | Size | ClipSize) -> str | ClipSize | None:
-    if isinstance(piece, Clip):
-        return piece.size
+def _laid(piece: str | Shown | Size | ClipSize) -> str | ClipSize | None:
+    if isinstance(piece, Cut):
+        return _laid(piece.size)
     return piece if isinstance(piece, str | ClipSize) else None
-
-
-def _interval(clip: Clip) -> float:
-    """Seconds from one frame to the next."""
-    return (clip.seconds[-1] - clip.seconds[0]) / max(len(clip.seconds) - 1, 1)
 
 
 @contextmanager

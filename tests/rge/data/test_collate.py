@@ -32,7 +32,7 @@ from rge.data.config import DataConfig, SourceConfig
 from rge.data.mixture import Draw, Mixture
 from rge.data.sources import RecordError, RecordFile, identity
 from rge.embedder import Embedder
-from rge.model.families import with_pixels
+from rge.model.families import Family, with_pixels
 from rge.model.packing import Branch
 from rge.model.prompts import PromptBuilder
 from rge.objective import Objective
@@ -140,28 +140,47 @@ def test_a_batch_repeats_and_differs_from_the_next(batches):
 
 
 def test_many_pixels_leave_the_memory_with_their_record(batches, monkeypatch):
-    """They wait in a file without a name, which is read where they are shown; the batch is the same."""
+    """They wait in a file without a name, which is read where they are shown; the batch is the same.
+
+    While it is made, memory holds one picture, and not a record's.
+    """
     made, alive, most = batches(), [], []
-    expected, build = content(made[3]), PromptBuilder.build
+    expected, cut = content(made[3]), Family.cut
 
     def counted(*given):
-        prompt = build(*given)
-        if prompt.pixels is not None:
-            alive.append((weakref.ref(prompt.pixels), prompt.pixels.nbytes))
-        most.append(sum(num_bytes for pixels, num_bytes in alive if pixels() is not None))
-        return prompt
+        pixels, grid = cut(*given)
+        alive.append(weakref.ref(pixels))
+        most.append(sum(one() is not None for one in alive))
+        return pixels, grid
 
     monkeypatch.setattr(collate, "WHOLE_BYTES", 1)
-    monkeypatch.setattr(PromptBuilder, "build", counted)
+    monkeypatch.setattr(Family, "cut", counted)
     batch = made[3]
     assert content(batch) == expected
-    assert max(most) < sum(num_bytes for _, num_bytes in alive) / 2
+    assert (max(most), len(alive) > 6) == (1, True)
     shown = [prompt.pixels for prompt in (*batch.queries, *batch.candidates) if prompt.pixels is not None]
     [whole] = {pixels.untyped_storage().data_ptr() for pixels in shown}
     assert flatten(batch)[1].data_ptr() == whole  # nothing is copied to be sent
     with open("/proc/self/maps") as maps:
         [mapped] = [line for line in maps if line.startswith(f"{whole:x}-")]
     assert "deleted" in mapped
+
+
+def test_pixels_of_a_record_that_is_replaced_are_forgotten(batches, monkeypatch):
+    """Also if it turns out to be bad only after its pictures: the others get their own."""
+    made, build, left = batches(on_bad="skip"), PromptBuilder.build, [3]
+    expected = content(made[3])
+
+    def failing(self, item, *given):
+        found = build(self, item, *given)
+        left[0] -= 1
+        if left[0] == 0:
+            raise ValueError("too late")
+        return found
+
+    monkeypatch.setattr(PromptBuilder, "build", failing)
+    rest = content(made[3])
+    assert sum(one not in rest for one in expected) == 1
 
 
 def test_a_full_disk_is_named(batches, monkeypatch, tmp_path):

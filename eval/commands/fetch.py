@@ -1,6 +1,6 @@
 """Download the release of a benchmark from the Hugging Face hub, and check that it is complete.
 
-    rge eval fetch mmeb|mmeb2|rmir|mmbright|pinpoint out=DIR [revision=COMMIT] [part=visdoc] [repo=OWNER/NAME]
+    rge eval fetch mmeb|mmeb2|rmir|mmbright|pinpoint out=DIR [revision=COMMIT] [part=visdoc|video] [repo=OWNER/NAME]
 
 All files of a repository come from one commit, recorded in ``fetch.json``. Repeating the command resumes an interrupted
 download at the same commit. Archives of pictures are unpacked. The counts are compared with the published ones, which
@@ -15,15 +15,16 @@ from pathlib import Path
 from typing import Literal
 
 from eval.benchmarks.published_tables import COUNTED, published
-from eval.benchmarks.release_files import files_of_split, iter_rows
+from eval.benchmarks.release_files import ReleaseError, files_of_split, iter_rows
 from eval.benchmarks.releases.mmbright import domains_of
 from eval.benchmarks.releases.mmeb2 import DOCUMENTS
+from eval.benchmarks.releases.mmeb2_video import MEMBERS, rows_of
 from eval.benchmarks.releases.pinpoint import INDEX, TABLE
 from rge.common.errors import UserError
 from rge.common.files import write_json
 from rge.common.mmeb_prompts import SETS
 from rge.common.options import one_of
-from rge.tables.rows import num_rows
+from rge.tables.rows import TABLES, num_rows
 from rge.web.releases import FETCHED, Repositories, check_whole, fetch_release
 
 _LONG_DOCUMENTS = {
@@ -42,8 +43,8 @@ class FetchOptions:
     """mmeb, mmeb2, rmir, mmbright or pinpoint; short form: `rge eval fetch mmeb`."""
     out: Path
     """Folder for the release; `rge eval import` takes it as src=."""
-    part: Literal["image", "visdoc"] = "image"
-    """mmeb2: image or visdoc."""
+    part: Literal["image", "visdoc", "video"] = "image"
+    """mmeb2: image, visdoc or video."""
     repo: str | None = None
     """Another repository with the same layout; null: the published one."""
     revision: str | None = None
@@ -60,7 +61,7 @@ class Release:
     count: Callable[[Path], dict[str, dict[str, int]]] | None
     """Counts the download, by key of the published table; None if only the import can count it."""
     unpack: Mapping[str, str]
-    """Archive -> target folder, both below ``out``; an archive may be split into ``NAME.part-00`` ..."""
+    """Archive -> target folder, both below ``out``; see `rge.web.releases.fetch_release`."""
 
 
 def fetch(options: FetchOptions) -> Path:
@@ -130,6 +131,22 @@ def _count_documents(src: Path) -> dict[str, dict[str, int]]:
     return {"visdoc": {"num_members": sum(any((src / name).rglob("*.parquet")) for name in DOCUMENTS)}}
 
 
+def _count_videos(src: Path) -> dict[str, dict[str, int]]:
+    """Sets with their tables and frames, and queries of these; a `ReleaseError` if an archive has no folder of one of its sets."""
+    root, rows = src / _FRAMES, []
+    for name, member in MEMBERS.items():
+        unpacked = root / member.folder.partition("/")[0]
+        folder = member.frames(root)
+        if folder is None and unpacked.is_dir():
+            raise ReleaseError(
+                f"{unpacked}: its archive was unpacked, and has no folder of frames of {name} where the release has one "
+                f"({member.folder}): this is another layout; unpack it by hand, and give frames= to `rge eval import`"
+            )
+        if folder is not None and any(folder.iterdir()) and (src / name).is_dir():
+            rows.append(sum(1 for _ in rows_of(src / name, member)))
+    return {"video": {"num_members": len(rows), "num_queries": sum(rows)}}
+
+
 def _count_mmbright(src: Path) -> dict[str, dict[str, int]]:
     counts = {}
     for key, folder in (("mmbright1", src / "examples"), ("mmbright2", src / "examples_multimodal")):
@@ -159,6 +176,8 @@ def _num_rows(path: Path) -> int:
 def _lacking(counts_of: Mapping[str, Mapping[str, int]]) -> list[str]:
     expected = {key: table.counts for key, table in published().items()}
     expected["visdoc"] = {"num_members": len(DOCUMENTS)}
+    num_queries = sum(member.num_queries for member in MEMBERS.values())
+    expected["video"] = {"num_members": len(MEMBERS), "num_queries": num_queries}
     return [
         f"{number:,} of {expected[name][key]:,} {COUNTED[key]}"
         + (f" of {name}" if len(counts_of) > 1 else "")
@@ -169,12 +188,28 @@ def _lacking(counts_of: Mapping[str, Mapping[str, int]]) -> list[str]:
 
 
 _PICTURES = {"image-tasks/mmeb_v1.tar.gz": "image-tasks"}
+_FRAMES = "video-tasks/frames"
+_CLIPS = {  # two archives hold the folder that they unpack to
+    f"{_FRAMES}/video_cls.tar.gz": f"{_FRAMES}/video_cls",
+    f"{_FRAMES}/video_ret.tar.gz": f"{_FRAMES}/video_ret",
+    f"{_FRAMES}/video_mret.tar.gz": _FRAMES,
+    f"{_FRAMES}/video_qa.tar.gz": _FRAMES,
+}
+_TABLES = tuple(f"*{ending}" for ending in TABLES)
+_TABLES_OF = {"K700": "VLM2Vec/Kinetics-700", "YouCook2": "lmms-lab/YouCook2"}
+"""Repositories of sets whose tables are not in ``VLM2Vec/NAME``."""
 RELEASES = {
     "mmeb": Release({"TIGER-Lab/MMEB-eval": ("", ())}, _count_mmeb, {"images.zip": "images"}),
     "mmeb2 part=image": Release(
         {"ziyjiang/MMEB_Test_Instruct": ("", ()), "TIGER-Lab/MMEB-V2": ("", tuple(_PICTURES))},
         _count_mmeb,
         _PICTURES,
+    ),
+    "mmeb2 part=video": Release(
+        {_TABLES_OF.get(name, f"VLM2Vec/{name}"): (name, _TABLES) for name in MEMBERS}
+        | {"TIGER-Lab/MMEB-V2": ("", (f"{_FRAMES}/*.tar.gz*",))},
+        _count_videos,
+        _CLIPS,
     ),
     "mmeb2 part=visdoc": Release({_repo_of(name): (name, ()) for name in DOCUMENTS}, _count_documents, {}),
     "rmir": Release({"amazon-science/rmir": ("", ())}, None, {}),

@@ -34,7 +34,7 @@ def fetch_release(
         out: created if needed; it holds one release.
         name: of the release.
         repos: where its files are.
-        unpack: archive -> target folder, both below `out`; an archive may be split into ``NAME.part-00`` ...
+        unpack: archive -> target folder, both below `out`; an archive may be split into ``NAME.part-00`` or ``NAME-00`` ...
         revision: commit, tag or branch; None: the commit of an earlier call, else the newest.
 
     Raises:
@@ -46,7 +46,8 @@ def fetch_release(
         raise UserError(f"{out} holds {about['benchmark']}: choose another out=")
     _download(out, repos, revision, about)
     for archive, folder in unpack.items():
-        pieces = sorted(path for pattern in (archive, f"{archive}.part-*") for path in out.glob(pattern))
+        patterns = (archive, f"{archive}.part-*", f"{archive}-[0-9]*")
+        pieces = sorted(path for pattern in patterns for path in out.glob(pattern))
         size = sum(path.stat().st_size for path in pieces)
         if pieces and about["unpacked"].get(archive) != size:
             unpack_archive(out / archive, pieces, out / folder)

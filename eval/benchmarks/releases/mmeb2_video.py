@@ -2,7 +2,8 @@
 
 Layout, as ``src/data/eval_dataset`` of github.com/TIGER-AI-Lab/VLM2Vec (6e1e1d4) reads it: a folder per set with its table (a copy of
 its repository on the hub, by the leaderboard's name, so ``K700`` for ``VLM2Vec/Kinetics-700``), and frames in a folder per clip below
-``video-tasks/frames`` of ``TIGER-Lab/MMEB-V2``. Where these are missing, its videos below ``video-tasks/videos`` serve: as in the
+``video-tasks/frames`` of ``TIGER-Lab/MMEB-V2``, as its archives are unpacked by ``experiments/public/data/download_data.sh``; that of
+the sets for retrieval has them in ``data/ziyan/video_retrieval/NAME/frames``. Where these are missing, its videos below ``video-tasks/videos`` serve: as in the
 release, up to 64 of their frames are saved, and of those eight are shown, evenly from the first to the last.
 """
 
@@ -234,48 +235,55 @@ class Member:
 
     meta_task: str
     folder: str  # of its clips, below frames
+    num_queries: int  # as its released scorer counts them, in docs/mmebv2_reproduction/scores
     read: Callable[[Row, Clips], _Example]
     tables: tuple[str, ...] = ("test",)  # words in the names of its tables
     most: int | None = None  # queries
 
+    def frames(self, root: Path) -> Path | None:
+        """The folder of its clips below `root`, or below what its archive unpacks to; None if there is none."""
+        kind, name = self.folder.split("/")
+        places = (root / kind / name, root / kind / "data/ziyan/video_retrieval" / name / "frames")
+        return next((place for place in places if place.is_dir()), None)
+
 
 MEMBERS = {
-    "K700": Member("CLS", "video_cls/K700", _classified("Recognize the category of the video content.")),
-    "SmthSmthV2": Member("CLS", "video_cls/SSv2", _classified(
+    "K700": Member("CLS", "video_cls/K700", 1000, _classified("Recognize the category of the video content.")),
+    "SmthSmthV2": Member("CLS", "video_cls/SSv2", 1000, _classified(
         "What actions or object interactions are being performed by the person in the video?"
     ), most=1000),
-    "HMDB51": Member("CLS", "video_cls/HMDB51", _classified(
+    "HMDB51": Member("CLS", "video_cls/HMDB51", 1000, _classified(
         "What actions or objects interactions are the person in the video doing?"
     )),
-    "UCF101": Member("CLS", "video_cls/UCF101", _classified(
+    "UCF101": Member("CLS", "video_cls/UCF101", 1000, _classified(
         "What activities or sports are being performed by the person in the video?"
     )),
-    "Breakfast": Member("CLS", "video_cls/Breakfast", _classified(
+    "Breakfast": Member("CLS", "video_cls/Breakfast", 433, _classified(
         "Recognize the breakfast type that the person is cooking in the video."
     )),
-    "MVBench": Member("QA", "video_qa/MVBench", _asked_mvbench, MVBENCH),
-    "Video-MME": Member("QA", "video_qa/Video-MME", _asked_mme),
-    "NExTQA": Member("QA", "video_qa/NExTQA", _asked_next, ("MC",)),
-    "EgoSchema": Member("QA", "video_qa/EgoSchema", _asked_ego, ("Subset",)),
-    "ActivityNetQA": Member("QA", "video_qa/ActivityNetQA", _asked_activity),
-    "DiDeMo": Member("RET", "video_ret/DiDeMo", _retrieved(
+    "MVBench": Member("QA", "video_qa/MVBench", 4000, _asked_mvbench, MVBENCH),
+    "Video-MME": Member("QA", "video_qa/Video-MME", 2700, _asked_mme),
+    "NExTQA": Member("QA", "video_qa/NExTQA", 8564, _asked_next, ("MC",)),
+    "EgoSchema": Member("QA", "video_qa/EgoSchema", 500, _asked_ego, ("Subset",)),
+    "ActivityNetQA": Member("QA", "video_qa/ActivityNetQA", 1000, _asked_activity),
+    "DiDeMo": Member("RET", "video_ret/DiDeMo", 1004, _retrieved(
         "Find a video that includes the following described scenes:", "", "video", "caption"
     )),
-    "MSR-VTT": Member("RET", "video_ret/MSR-VTT", _retrieved(
+    "MSR-VTT": Member("RET", "video_ret/MSR-VTT", 1000, _retrieved(
         "Find a video that contains the following visual content:", "video_id", "video", "caption"
     ), ("test_1k",)),
-    "MSVD": Member("RET", "video_ret/MSVD", _retrieved(
+    "MSVD": Member("RET", "video_ret/MSVD", 670, _retrieved(
         "Find the video snippet that corresponds to the given summary:", "video_id", "video", "caption"
     )),
-    "VATEX": Member("RET", "video_ret/VATEX", _retrieved(
+    "VATEX": Member("RET", "video_ret/VATEX", 4478, _retrieved(
         "Select a video that fits the description provided:", "videoID", "", "enCap"
     )),
-    "YouCook2": Member("RET", "video_ret/YouCook2", _retrieved(
+    "YouCook2": Member("RET", "video_ret/YouCook2", 3179, _retrieved(
         "Find a video that demonstrates the following action while making a recipe:", "id", "video_path", "sentence"
     ), ("val",)),
-    "QVHighlight": Member("MRET", "video_mret/QVHighlight", _found_within),
-    "Charades-STA": Member("MRET", "video_mret/Charades_STA", _found_within),
-    "MomentSeeker": Member("MRET", "video_mret/MomentSeeker", _sought),
+    "QVHighlight": Member("MRET", "video_mret/QVHighlight", 1083, _found_within),
+    "Charades-STA": Member("MRET", "video_mret/Charades_STA", 727, _found_within),
+    "MomentSeeker": Member("MRET", "video_mret/MomentSeeker", 1602, _sought),
 }  # fmt: skip
 """The 18 sets of the leaderboard."""
 
@@ -324,15 +332,17 @@ def read(name: str, src: Path, frames: Path | None, saved: Path) -> Draft:
     """Read a set. `saved`: a folder for the frames of videos."""
     member = MEMBERS[name]
     roots = [frames] if frames else [src / "video-tasks" / "frames", src]
-    root = next((one for one in roots if (one / member.folder).is_dir()), roots[0])
-    clips = Clips(root / member.folder, root.parent / "videos" / member.folder, saved)
+    found = [(one, place) for one in roots if (place := member.frames(one)) is not None]
+    root, folder = found[0] if found else (roots[0], roots[0] / member.folder)
+    clips = Clips(folder, root.parent / "videos" / member.folder, saved)
     draft = Draft(name, targets={content_id(label): _Target(label, label) for label in LABELS.get(name, ())})
-    for row in _rows(src / name, member):
+    for row in rows_of(src / name, member):
         draft.add(member.read(row, clips), row)
     return draft
 
 
-def _rows(folder: Path, member: Member) -> Iterator[Row]:
+def rows_of(folder: Path, member: Member) -> Iterator[Row]:
+    """The rows of a set's tables, a query each; a `ReleaseError` if a table is missing."""
     tables = sorted(path for path in folder.rglob("*") if path.suffix in TABLES)
     number = 0
     for word in member.tables:

@@ -14,8 +14,10 @@ from faults import error_about
 from hub import COMMIT, hub
 
 from eval.__main__ import main
+from eval.benchmarks.release_files import ReleaseError
 from eval.benchmarks.releases.mmeb2 import DOCUMENTS
-from eval.commands.fetch import FetchOptions, _repo_of, fetch
+from eval.benchmarks.releases.mmeb2_video import MEMBERS
+from eval.commands.fetch import _TABLES_OF, FetchOptions, _repo_of, fetch
 from rge.common.errors import UserError
 from rge.common.mmeb_prompts import SETS
 from rge.web.releases import unpack_archive
@@ -142,6 +144,71 @@ def test_mmbright_and_pinpoint_are_counted_too(held, tmp_path):
         fetch(FetchOptions("pinpoint", tmp_path / "p"))
     with error_about(UserError, "2", "109,600"):
         fetch(FetchOptions("pinpoint", tmp_path / "p", repo="me/pinpoint"))
+
+
+def archive_of(names):
+    sink = io.BytesIO()
+    with tarfile.open(fileobj=sink, mode="w:gz") as file:
+        for name in names:
+            about = tarfile.TarInfo(name)
+            about.size = 1
+            file.addfile(about, io.BytesIO(b"x"))
+    return sink.getvalue()
+
+
+@pytest.fixture
+def hub_of_videos(held):
+    """Repositories with the tables of MMEB-V2's videos, and one with frames, where the release's own script unpacks them."""
+    repositories, inside = {}, {}
+    for name, member in MEMBERS.items():
+        kind, folder = member.folder.split("/")
+        rows = io.BytesIO()
+        pd.DataFrame({"video_id": ["a"] * -(-member.num_queries // len(member.tables))}).to_parquet(rows)
+        tables = {f"data/{word}-0.parquet": rows.getvalue() for word in member.tables}
+        repositories[_TABLES_OF.get(name, f"VLM2Vec/{name}")] = tables | {"raw/clip.zip": b"not wanted"}
+        places = {"video_ret": f"data/ziyan/video_retrieval/{folder}/frames", "video_cls": folder}
+        inside.setdefault(kind, []).append(f"{places.get(kind, member.folder)}/clip/1.jpg")
+    archives = {f"video-tasks/frames/{kind}.tar.gz": archive_of(names) for kind, names in inside.items()}
+    whole = archives.pop("video-tasks/frames/video_qa.tar.gz")
+    archives |= {f"video-tasks/frames/video_qa.tar.gz-0{n}": whole[n * 200 : (n + 1) * 200] for n in range(4)}
+    archives["video-tasks/frames/video_qa.tar.gz-04"] = whole[800:]
+    repositories["TIGER-Lab/MMEB-V2"] = archives | {"image-tasks/mmeb_v1.tar.gz": b"not wanted"}
+    answer = held.answer
+
+    def of_repository(method, path, body, address):
+        held.files = next((files for name, files in repositories.items() if f"/{name}/" in f"{path}/"), {})
+        return answer(method, path, body, address)
+
+    held.answer = of_repository
+    held.repositories = repositories
+    return held
+
+
+def test_videos_are_fetched_with_their_tables(hub_of_videos, tmp_path, capsys):
+    """Tables and frames alone, from 19 repositories; counted against the release's scores, and refused if they lie elsewhere."""
+    out = tmp_path / "r"
+    options = FetchOptions("mmeb2", out, part="video")
+    assert fetch(options) == out
+    about = json.loads((out / "fetch.json").read_text())
+    assert about["counts"] == {"video": {"num_members": 18, "num_queries": 34_940}}
+    assert len(about["commits"]) == 19
+    assert not list(out.rglob("*.zip"))
+    assert not (out / "image-tasks").exists()
+    for member in MEMBERS.values():
+        folder = member.frames(out / "video-tasks/frames")
+        assert (folder / "clip/1.jpg").read_bytes() == b"x"
+    assert f"rge eval import mmeb2 src={out} part=video out=DIR" in capsys.readouterr().out
+    num = len(downloads(hub_of_videos))
+    fetch(options)
+    assert len(downloads(hub_of_videos)) == num
+
+    frames = hub_of_videos.repositories["TIGER-Lab/MMEB-V2"]
+    frames["video-tasks/frames/video_cls.tar.gz"] = archive_of(["elsewhere/K700/clip/1.jpg"])
+    with error_about(ReleaseError, "video_cls", "K700", "frames="):
+        fetch(FetchOptions("mmeb2", tmp_path / "other", part="video"))
+    del frames["video-tasks/frames/video_cls.tar.gz"]
+    with error_about(UserError, "13", "18", "partial=true"):
+        fetch(FetchOptions("mmeb2", tmp_path / "less", part="video"))
 
 
 def test_what_cannot_be_is_refused(tmp_path, capsys):

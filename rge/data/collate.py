@@ -83,19 +83,19 @@ def in_file(file: Any, shape: Sequence[int]) -> Tensor:
     return torch.from_numpy(np.memmap(file, np.uint8, "c", shape=tuple(shape)))
 
 
+class NoRoomError(UserError):
+    """The disk for temporary files is full; no record is to blame."""
+
+
 @contextmanager
 def room_for_pixels() -> Iterator[None]:
-    """Say what is full; a `UserError`."""
+    """Say what is full; a `NoRoomError`."""
     try:
         yield
     except OSError as error:
-        raise UserError(
+        raise NoRoomError(
             f"no room for the pixels of a batch in temporary files ({error}): set the variable TMPDIR to a folder of a larger disk"
         ) from error
-
-
-class _NoRoom(UserError):
-    """No record is to blame for a full disk."""
 
 
 class _Pixels:
@@ -118,11 +118,8 @@ class _Pixels:
         return prompt
 
     def _keep(self, pixels: Tensor) -> None:
-        try:
-            with room_for_pixels():
-                self._file.write(pixels.contiguous().numpy().data)
-        except UserError as error:
-            raise _NoRoom(str(error)) from error
+        with room_for_pixels():
+            self._file.write(pixels.contiguous().numpy().data)
         self._shape = (self._shape[0] + len(pixels), *pixels.shape[1:])
 
     @contextmanager
@@ -346,7 +343,7 @@ class Collator:
                 try:
                     with pixels.undone_on_error():
                         return self._row(chosen, record, pixels)
-                except _NoRoom:
+                except NoRoomError:
                     raise
                 except ValueError as error:
                     problem = error

@@ -557,10 +557,10 @@ class PromptBuilder:
 
     def _encode(self, name: str, shown: Sequence[Shown], layout: Layout, num_cut: int) -> Prompt:
         cuts = [one for one in shown if isinstance(one, Cut)]
-        if len(cuts) < len(shown):
-            return self._processed(name, self._render(layout), shown, num_cut)
+        if len(cuts) < len(shown) or any(isinstance(one.size, ClipSize) for one in cuts):
+            return self._whole(name, self._render(layout), shown, layout, num_cut)
         # Rendering and tokenising depend only on the texts and the pictures' sizes. Candidates without a text, and
-        # small sets, repeat them.
+        # small sets, repeat them; clips hardly do, since their times differ.
         key = (layout, *(one.size for one in cuts))
         input_ids = self._known.get(key)
         if input_ids is None:
@@ -571,7 +571,13 @@ class PromptBuilder:
         return self._prompt(name, input_ids, cuts, num_cut)
 
     def _whole(
-        self, name: str, rendered: str, shown: Pieces[Shown], layout: Layout, num_cut: int, **more: Any
+        self,
+        name: str,
+        rendered: str,
+        shown: Sequence[str | Shown],
+        layout: Layout,
+        num_cut: int,
+        **more: Any,
     ) -> Prompt:
         """A rendered prompt and what it shows."""
         visuals = [piece for piece in shown if not isinstance(piece, str)]

@@ -695,7 +695,7 @@ def _of_pictures(name: str) -> Iterator[None]:
     """Report the processor's errors, such as a side 200 times as long as the other, as errors of the item's pictures."""
     try:
         yield
-    except ImageError:
+    except UserError:  # such as a family that reads no videos
         raise
     except ValueError as error:
         raise ImageError(f"cannot be processed: {error}", f"of item {name!r}", kind="processed") from error

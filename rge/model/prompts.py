@@ -292,14 +292,15 @@ class PromptBuilder:
             pixels: list[Tensor]
             if isinstance(part, VideoPart):
                 self.family.check_clips(self.processor)
-                pixels, seconds, grid, size = [], [], torch.zeros(1, 3), (0, 0)
+                pixels, seconds, size = [], [], (0, 0)
+                sides: Tensor | None = None
                 for frame, time in visuals.frames(part, self.rule):
-                    grid, size = cut(frame, pixels), frame.size
+                    sides, size = cut(frame, pixels), frame.size
                     seconds.append(time)
                     del frame
-                assert grid is not None
-                grid = torch.tensor([[len(seconds), *grid[0, 1:].tolist()]])
-                yield Cut(ClipSize(size, tuple(seconds)), pixels, grid)
+                assert sides is not None, "a family that reads clips cuts pictures alone"
+                whole = torch.tensor([[len(seconds), *sides[0, 1:].tolist()]])
+                yield Cut(ClipSize(size, tuple(seconds)), pixels, whole)
                 return
             for visual in visuals.shown(part, self.rule, load):
                 assert isinstance(visual, Image.Image)

@@ -215,7 +215,7 @@ def sizes_of(
 
 
 def _words(rationale: float) -> int:
-    return max(round(rationale) - 1, 1)  # without `<emb>`
+    return max(round(rationale) - 1, 1) if rationale else 0  # without `<emb>`
 
 
 def _positives(recipe: Recipe, source: SourceConfig, layout: Layout) -> np.ndarray:
@@ -255,7 +255,7 @@ def assumed(recipe: Recipe, picture: PictureCost, options: PlanOptions, why: str
         largest |= {f"{side}_pictures": placeholders, side: min(tokens + text, limit)}
     return PromptSizes(
         Sizes(
-            **largest,  # type: ignore[arg-type]
+            **largest,
             rationale=options.rationale_tokens or recipe.rollout.max_new_tokens,
             positives=1 if options.positives is None else options.positives,
             negatives=recipe.data.max_negatives,

@@ -158,12 +158,12 @@ def _utilisations(options: PlanOptions) -> tuple[float, float]:
 def load_of(recipe: Recipe, shapes: Shapes, options: PlanOptions, prompts: PromptSizes | None = None) -> Load:
     """Work of one rank in a step: with the mean prompts, or with the largest that the recipe allows."""
     prompts = prompts or assumed(recipe, shapes.picture, options, "the records were not looked at")
-    load, high, most = (
-        size and _load_of(recipe, shapes, options, prompts, size)
+    load, *others = (
+        _load_of(recipe, shapes, options, prompts, size)
         for size in (prompts.mean, prompts.high, prompts.most)
+        if size is not None
     )
-    assert load is not None
-    return replace(load, high=high, most=most)
+    return replace(load, **dict(zip(("high", "most"), others, strict=False)))
 
 
 def _load_of(
@@ -282,6 +282,10 @@ def lack(found: Plan, options: PlanOptions) -> str:
     return f"{found.host['memory'] / GIB:,.1f} GiB of a machine's {options.host_gib:.4g} GiB of main memory"
 
 
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def _hours(hours: float) -> str:
     return f"{hours:,.1f}" if hours >= 10 else f"{hours:.2g}"  # of a small model: minutes
 
@@ -318,8 +322,8 @@ def report(recipe: Recipe, found: Plan, origin: str, options: PlanOptions) -> st
     }
     section("parameters", {name: f"{count / 1e9:.3f} G" for name, count in counts.items()})
     if prompts.is_measured:
-        rows = {name: prompts.table[key] for key, name in MEASURED_ROWS.items() if any(prompts.table[key])}
-        shown = {name: " / ".join(f"{value:,.4g}" for value in row) for name, row in rows.items()}
+        table = {name: prompts.table[key] for key, name in MEASURED_ROWS.items() if any(prompts.table[key])}
+        shown = {name: " / ".join(map(_number, row)) for name, row in table.items()}
         section("prompts: mean / 95 % at most / largest", shown)
     tokens = found.tokens | {"a query's prompt": round(load.prompt)}
     section(f"tokens per step{all_gpus}", {name: f"{count:,}" for name, count in tokens.items()})

@@ -158,12 +158,11 @@ def _utilisations(options: PlanOptions) -> tuple[float, float]:
 def load_of(recipe: Recipe, shapes: Shapes, options: PlanOptions, prompts: PromptSizes | None = None) -> Load:
     """Work of one rank in a step: with the mean prompts, or with the largest that the recipe allows."""
     prompts = prompts or assumed(recipe, shapes.picture, options, "the records were not looked at")
-    load, *others = (
-        _load_of(recipe, shapes, options, prompts, size)
-        for size in (prompts.mean, prompts.high, prompts.most)
-        if size is not None
-    )
-    return replace(load, **dict(zip(("high", "most"), others, strict=False)))
+    load = _load_of(recipe, shapes, options, prompts, prompts.mean)
+    if prompts.high is None or prompts.most is None:
+        return load
+    high, most = (_load_of(recipe, shapes, options, prompts, sizes) for sizes in (prompts.high, prompts.most))
+    return replace(load, high=high, most=most)
 
 
 def _load_of(

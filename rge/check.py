@@ -50,7 +50,6 @@ from rge.mining import refresh
 from rge.model.adapter_files import check_form, find_base, is_adapter_checkpoint
 from rge.model.adapters import add_adapters
 from rge.model.backbone import (
-    BackboneError,
     check_sizes,
     collapsed_ids,
     lacks_head,
@@ -521,7 +520,7 @@ def _check_weights(recipe: Recipe, model: HubModel, needs_head: bool) -> None:
         revision = recipe.model.revision if recipe.init is None else None
         names = stored_names(start, revision)
         if needs_head and lacks_head(names, model.config):
-            raise BackboneError(without_head(start))
+            raise without_head(start)
 
 
 def _check_continued_adapters(recipe: Recipe, model: HubModel) -> None:

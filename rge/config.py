@@ -8,6 +8,7 @@ would go stale.
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -193,7 +194,7 @@ def load_options(
     try:
         recipe = parse_file(schema, arguments, key="recipe", folder=recipes, command=command)
     except UserError as error:
-        raise RecipeError(str(error)).about(*error.faults) from None
+        raise RecipeError.caused_by(error) from None
     recipe.out = os.path.expanduser(recipe.out.replace("{recipe}", recipe.recipe))
     recipe.init = recipe.init and os.path.expanduser(recipe.init)
     recipe.model.path = os.path.expanduser(recipe.model.path)
@@ -239,7 +240,12 @@ def check(recipe: Recipe) -> None:
         recipe.rl.sources = list(recipe.joint.sources)
     recipe.loss.complete()
     if found := list(problems(recipe)):
-        raise RecipeError("\n".join(found))
+        keys = filter(None, map(_KEY.match, found))
+        raise RecipeError("\n".join(found)).about(*dict.fromkeys(key[0] for key in keys))
+
+
+_KEY = re.compile(r"\w+(?=[=:])|\w+(\.\w+|\[\d+\])+")
+"""The key that a problem begins with."""
 
 
 Rules = dict[str, Callable[[Recipe], object]]
@@ -251,10 +257,12 @@ _RULES: Rules = {
     "rollout.direct_share takes the reasoned state from some queries, loss.direct adds a state to all: set one of them to 0": (
         lambda r: r.rollout.direct_share and r.loss.direct
     ),
-    "the stage rl trains the reasoned state alone: set loss.direct=0": lambda r: (
+    "loss.direct={r.loss.direct} adds a state, and the stage rl trains the reasoned state alone: set loss.direct=0": lambda r: (
         r.loss.direct and "rl" in r.stages()
     ),
-    "the stage rl trains whole rationales: set loss.budget=0": lambda r: r.loss.budget and "rl" in r.stages(),
+    "loss.budget={r.loss.budget} cuts rationales, and the stage rl trains whole ones: set loss.budget=0": lambda r: (
+        r.loss.budget and "rl" in r.stages()
+    ),
 }
 """Of every recipe; what concerns one section alone stands with it."""
 

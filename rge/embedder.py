@@ -27,7 +27,7 @@ from PIL import Image
 
 from rge.checkpoints.settings import CheckpointError, CheckpointSettings, Settings, read_settings
 from rge.common.commands import progress_bar
-from rge.common.errors import UserError, not_one_of
+from rge.common.errors import UserError
 from rge.common.files import checkpoint_folder
 from rge.common.images import WEB, load_image, names_picture
 from rge.common.modes import Mode
@@ -160,7 +160,7 @@ class Embedder:
         choices = {"dtype": (dtype, (None, *DTYPES)), "engine": (engine, ("own", "vllm"))}
         for key, (value, allowed) in choices.items():
             if value not in allowed:
-                raise UserError(not_one_of(key, value, filter(None, allowed)))
+                raise UserError.choice(key, value, filter(None, allowed))
         settings = settings.asking(max_new_tokens=max_new_tokens, temperature=temperature).but(
             dtype=dtype or ("float32" if devices[0] == "cpu" else settings.recipe.model.dtype),
             quantization=quantization,
@@ -170,7 +170,7 @@ class Embedder:
         )
         vllm = {"memory": vllm_memory, "batch_size": vllm_rows} if engine == "vllm" else None
         if vllm and (len(devices) > 1 or quantization is not None):
-            raise UserError("engine=vllm needs a single device and unquantized weights")
+            raise UserError("engine=vllm needs a single device and unquantized weights").about("engine")
         if len(devices) > 1:
             return _SpreadEmbedder(devices, folder, settings, base)
         inference = Inference.load(folder, settings, devices[0], base, vllm)
@@ -220,7 +220,7 @@ class Embedder:
         """
         self.settings.check_cap(max_rationale_tokens)
         if batch_tokens is not None and batch_tokens < 1:
-            raise UserError(f"batch_tokens must be at least 1, got {batch_tokens}")
+            raise UserError(f"batch_tokens must be at least 1, got {batch_tokens}").about("batch_tokens")
         settings = self.settings.asking(
             temperature=temperature, min_new_tokens=min_new_tokens, max_rationale_tokens=max_rationale_tokens
         )
@@ -236,9 +236,7 @@ class Embedder:
         if task is None:
             return self
         if task not in self.tasks:
-            raise UserError(
-                f"{self.checkpoint} knows no task {task!r}; known are {', '.join(self.tasks) or 'none'}"
-            )
+            raise UserError.choice("task", task, self.tasks or ["null"])
         if task not in self._of_task:
             settings = self.settings.of_task(task)
             self._of_task[task] = self if settings == self.settings else self._set(settings)
@@ -271,10 +269,7 @@ class Embedder:
     def check_dimensions(self, dimensions: int | None) -> None:
         """Raise `UserError` if embeddings cannot be truncated to this many components."""
         if dimensions is not None and dimensions not in self.sizes:
-            raise UserError(
-                f"dimensions must be one of {', '.join(map(str, self.sizes))}, the sizes this checkpoint was trained for, "
-                f"got {dimensions}"
-            )
+            raise UserError.choice("dimensions", dimensions, self.sizes)
 
     @property
     def sizes(self) -> list[int]:
@@ -666,7 +661,7 @@ def local_folder(checkpoint: str | Path, revision: str | None) -> Path:
     try:
         return fetched(checkpoint, revision)
     except AdapterError as error:
-        raise CheckpointError(str(error)) from error
+        raise CheckpointError.caused_by(error) from error
 
 
 def _items(texts: Any, images: Any, content: Any, instruction: str | None = None) -> tuple[bool, list[Item]]:

@@ -139,9 +139,10 @@ class Inference:
             limit_threads()
         if vllm is not None and base is not None:
             raise BackboneError(
-                f"engine=vllm reads a checkpoint's weights itself, and {folder} contains only adapters: export it with "
-                "export.adapters_only=false, or use engine=own"
-            )
+                "contains only adapters, and engine=vllm reads a checkpoint's weights itself: export it with "
+                "export.adapters_only=false, or use engine=own",
+                folder,
+            ).about("engine")
         backbone = load_backbone(
             folder,
             dtype=settings.dtype,
@@ -283,7 +284,7 @@ class Inference:
             if min_new_tokens or direct_above is not None:
                 raise UserError(
                     "engine=vllm supports neither forced rationales nor a threshold: use engine=own"
-                )
+                ).about("engine")
             found = self.engine.generate(prompts, temperature=generation.temperature, seeds=seeds, caps=caps)
             on_progress(len(prompts))
             return found

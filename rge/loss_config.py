@@ -83,7 +83,7 @@ class LossConfig:
             raise RecipeError(
                 f"loss.alpha_lm ({lm}) and loss.alpha_con ({con}) must lie in [0, 1] and sum to 1 (paper eq. 10); "
                 "give one of them and the other follows"
-            )
+            ).about("loss.alpha_lm", "loss.alpha_con")
         self.alpha_lm, self.alpha_con = lm, con
 
     def problems(self) -> Iterator[str]:
@@ -112,8 +112,12 @@ def _weights_of_ratio(ratio: str) -> tuple[float, float]:
     try:
         lm, con = (float(part) for part in ratio.split(":"))
     except ValueError:
-        raise RecipeError(f"loss.ratio must be LM:CONTRASTIVE such as 1:10, or none; got {ratio!r}") from None
+        raise RecipeError(
+            f"must be LM:CONTRASTIVE such as 1:10, or none; got {ratio!r}", key="loss.ratio", kind="form"
+        ) from None
     total = lm + con
     if min(lm, con) < 0 or total <= 0 or not math.isfinite(total):
-        raise RecipeError(f"loss.ratio needs two weights >= 0, not both zero; got {ratio!r}")
+        raise RecipeError(
+            f"needs two weights >= 0, not both zero; got {ratio!r}", key="loss.ratio", kind="range"
+        )
     return lm / total, con / total

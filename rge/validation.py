@@ -48,9 +48,10 @@ def num_records(file: Records, max_records: int) -> int:
     count = min(max_records, len(file))
     if count < dist.world_size():
         raise RecordError(
-            f"validation uses {count} of the {len(file)} records of {file.name}, fewer than the {dist.world_size()} processes: raise "
-            "validation.max_records, or add some"
-        )
+            f"validation uses {count} of these {len(file)} records, fewer than the {dist.world_size()} processes: raise "
+            "validation.max_records, or add some",
+            file.name,
+        ).about("validation.max_records")
     return count
 
 

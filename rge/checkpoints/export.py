@@ -82,7 +82,7 @@ def export(
     except WRITE_ERRORS as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(
-            f"checkpoint {folder} could not be written: {error}; free some space and start again"
+            f"could not be written: {error}; free some space and start again", folder, kind="unwritten"
         ) from error
     discard(folder)
     temporary.rename(folder)
@@ -102,11 +102,12 @@ def _check_names(model: HubModel, weights: dict[str, Tensor], folder: Path) -> N
     tied = getattr(model, "all_tied_weights_keys", {}).keys()
     unknown, missing = sorted(weights.keys() - names), sorted(names - weights.keys() - tied)
     if unknown or missing:
-        problem = f"{unknown[0]} is not one of its weights" if unknown else f"{missing[0]} is missing"
         raise CheckpointError(
-            f"checkpoint {folder} is not written, since it could not be loaded: {problem} ({len(unknown)} unknown names, "
-            f"{len(missing)} missing ones). Something in the launch wraps the model, such as torch.compile: remove it, "
-            "and run the same command to continue from the last state"
+            f"is not written, since it could not be loaded: {len(unknown)} unknown names, {len(missing)} missing ones, such as "
+            f"{[*unknown, *missing][0]}. Something in the launch wraps the model, such as torch.compile: remove it, "
+            "and run the same command to continue from the last state",
+            folder,
+            kind="unknown" if unknown else "missing",
         )
 
 

@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from rge.checkpoints.manifest import damage
 from rge.checkpoints.settings import EYES, RGE_JSON, CheckpointError, read_settings
 from rge.checkpoints.training_state import complete_states, newest_state
-from rge.common.errors import UserError
+from rge.common.errors import Fault, UserError
 from rge.common.files import find_shipped
 from rge.common.options import IN_COLD_START, MAY_DIFFER, ROUNDING, marked
 from rge.config import Recipe, RecipeJson, to_dict, without_unused
@@ -38,8 +38,10 @@ def finished(folder: Path, recipe: Recipe, name: str) -> bool:
         return False
     if problem := damage(final, contents=False):
         raise CheckpointError(
-            f"{final} is damaged: {problem}. Delete it and start again; unless a later stage is finished, this "
-            "one continues from its last state"
+            f"is damaged: {problem}. Delete it and start again; unless a later stage is finished, this one continues from "
+            "its last state",
+            final,
+            kind="damaged",
         )
     settings = read_settings(final)
     made_with = settings.recipe.content()
@@ -117,8 +119,10 @@ def check_same_run(found: Identity, now: Identity, path: Path) -> list[str]:
     apart = differences(then, now)
     if start := in_words({key: pair for key, pair in apart.items() if key.startswith("start.")}):
         raise CheckpointError(
-            f"the weights from which {path} started have changed (then and now): {'; '.join(start)}. Use another out=, or "
-            f"delete {path.parent}"
+            f"the weights from which it started have changed (then and now): {'; '.join(start)}. Use another out=, or delete "
+            f"{path.parent}",
+            path,
+            kind="start",
         )
     return in_words(apart)
 
@@ -127,8 +131,10 @@ def _check_same_records(now: Identity, then: Identity, path: Path) -> None:
     both = now.keys() & then.keys()
     if apart := differences(*({"records": {key: one[key] for key in both}} for one in (then, now))):
         raise CheckpointError(
-            f"{path} was trained on other records (then and now): {'; '.join(in_words(apart))}. The order of records depends on "
-            f"all of them: restore the files, use another out=, or delete {path.parent}"
+            f"was trained on other records (then and now): {'; '.join(in_words(apart))}. The order of records depends on all "
+            f"of them: restore the files, use another out=, or delete {path.parent}",
+            path,
+            kind="records",
         )
 
 
@@ -163,9 +169,10 @@ def check_start(recipe: Recipe) -> None:
         if (final / RGE_JSON).is_file():
             model = recipe.model.path
             raise CheckpointError(
-                f"{final} exists, but stage={recipe.stage} without init= starts from {model}: set init={final}, or use "
-                f"another out= to start from {model}"
-            )
+                f"exists, but stage={recipe.stage} without init= starts from {model}: set init={final}, or use another out= "
+                f"to start from {model}",
+                final,
+            ).about("init")
 
 
 def result_keys(recipe: RecipeJson, name: str) -> RecipeJson:
@@ -204,9 +211,10 @@ def check_same_recipe(found: RecipeJson, recipe: Recipe, name: str, path: Path) 
     for key in recipe.resume_with:
         different.pop(key, None)
     if different:
+        apart = "; ".join(different.values())
         raise CheckpointError(
-            f"{path} was made with another recipe: {'; '.join(different.values())}. Use another out=, or delete {path.parent}"
-        )
+            f"was made with another recipe: {apart}. Use another out=, or delete {path.parent}", path
+        ).about(*(Fault("value", key, (str(theirs.get(key)),)) for key in different))
     return rounding
 
 
@@ -220,8 +228,9 @@ def check_not_past(step: int, steps: int | None, name: str, path: Path) -> None:
     """Raise CheckpointError if a state is of a later step than the stage's last one."""
     if steps is not None and step > steps:
         raise CheckpointError(
-            f"{path} is of step {step}, and {name} is to have {steps}: give {name}.steps={step} or more, or delete the later states"
-        )
+            f"is of step {step}, and {name} is to have {steps}: give {name}.steps={step} or more, or delete the later states",
+            path,
+        ).about(f"{name}.steps")
 
 
 def _start(recipe: RecipeJson, name: str, out: str) -> str | None:

@@ -206,7 +206,9 @@ class States:
         found, damaged = dist.from_main((found, damaged))
         if damaged and found is None:
             raise CheckpointError(
-                f"no intact state to resume from: {'; '.join(damaged)}. Delete {self.folder} to start again"
+                f"holds no intact state to resume from: {'; '.join(damaged)}. Delete it to start again",
+                self.folder,
+                kind="damaged",
             )
         return found
 
@@ -231,8 +233,9 @@ class States:
         ours = trained_tensors(self.embedder)
         if different := sorted(weights.keys() ^ ours.keys()):
             raise CheckpointError(
-                f"{path} contains other parameters than those trained now, e.g. {different[0]}; "
-                "use another out=, or the settings it was made with"
+                "contains other parameters than those trained now; use another out=, or the settings it was made with",
+                path,
+                key=different[0],
             )
         with torch.no_grad():
             for name, tensor in ours.items():
@@ -246,8 +249,10 @@ class States:
             _set_random_states(states[dist.rank()], self.generators)
         elif self.generators:
             raise CheckpointError(
-                f"{path} was saved by {len(states)} processes. With {dist.world_size()}, batches would differ, so it cannot be continued: "
-                f"launch {len(states)} processes, or delete {self.folder} to start this stage again"
+                f"was saved by {len(states)} processes. With {dist.world_size()}, batches would differ, so it cannot be continued: "
+                f"launch {len(states)} processes, or delete {self.folder} to start this stage again",
+                path,
+                kind="processes",
             )
         else:
             self.accelerator.print(
@@ -271,8 +276,10 @@ def step_name(step: int) -> str:
 def _unwritten(step: int, folder: Path, error: Exception) -> CheckpointError:
     fix = "free some space and start" if isinstance(error, WRITE_ERRORS) else "start"
     return CheckpointError(
-        f"state after step {step} could not be written to {folder}: {_reason(error)}; earlier states are intact; "
-        f"{fix} the same command again"
+        f"the state could not be written: {_reason(error)}; earlier states are intact; {fix} the same command again",
+        folder,
+        f"step {step}",
+        kind="unwritten",
     )
 
 

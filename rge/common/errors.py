@@ -73,6 +73,12 @@ class UserError(ValueError):
         error.cause = cause
         return error
 
+    @classmethod
+    def choice(cls, key: str, value: object, allowed: Iterable[object]) -> Self:
+        """An option has a value that is not allowed."""
+        names = tuple(map(str, allowed))
+        return cls(not_one_of(key, value, names)).about(Fault("choice", key, names))
+
     def about(self, *faults: Fault | str) -> Self:
         """The same error, which has these faults; an option alone stands for a value that does not fit."""
         self.faults = tuple(Fault("value", fault) if isinstance(fault, str) else fault for fault in faults)
@@ -129,7 +135,7 @@ def brief(message: str) -> str:
 
 
 _VARIABLE = re.compile(
-    r"(?<=picture ).+?(?=: )"  # a file's name may contain spaces
+    r"(?<=picture )(?!library |folder ).+?(?=: | (?:does|cannot|has|is) )"  # a file's name may contain spaces
     r"|'(?:[^'\\\n]|\\.)*'"
     r'|"(?:[^"\\\n]|\\.)*"'
     r"|\S*[/\\]\S*"

@@ -84,7 +84,7 @@ def replacing(path: str | Path, *, sync: bool = True) -> Iterator[Path]:
     except FileError:
         raise
     except OSError as error:
-        raise FileError(f"{path} cannot be written: {error.strerror or error}") from None
+        raise FileError(f"cannot be written: {error.strerror or error}", path, kind="unwritten") from None
 
 
 def remove_left_over(folder: Path) -> None:
@@ -168,13 +168,17 @@ def replacing_folder(path: str | Path, *, overwrite: bool) -> Iterator[Path]:
     """
     path = Path(path)
     if Path.cwd().is_relative_to(path.resolve()):
-        raise FileError(f"{path} is or contains the current folder, so it cannot be replaced: choose another")
+        raise FileError(
+            "is or contains the current folder, so it cannot be replaced: choose another",
+            path,
+            kind="current",
+        )
     new, old = (path.with_name(f".{path.name}.{_HOST}.{os.getpid()}.{word}") for word in ("new", "old"))
     if not path.exists() and (backups := sorted(path.parent.glob(f".{glob.escape(path.name)}.*.old"))):
         backups[-1].rename(path)
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         if not overwrite:
-            raise FileError(f"{path} already exists: choose another, or set overwrite=true")
+            raise FileError("already exists: choose another, or set overwrite=true", path).about("overwrite")
         _refuse_foreign_files(path)
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
@@ -200,15 +204,16 @@ def _refuse_foreign_files(path: Path) -> None:
         owned = {OWNED, *json.loads((path / OWNED).read_text(encoding="utf-8"))}
     except (OSError, ValueError, TypeError):
         raise FileError(
-            f"{path} was not written by this program: overwrite=true does not replace it; move or "
-            "delete it, or give another"
+            "was not written by this program: overwrite=true does not replace it; move or delete it, or give another",
+            path,
+            kind="foreign",
         ) from None
     from_a_mac = {
         name for name in _files_below(path) if os.path.basename(name).startswith((".DS_Store", "._"))
     }
     if strange := sorted(_files_below(path) - owned - from_a_mac):
         raise FileError(
-            f"{path} contains {strange[0]!r}, which does not belong to it, so overwrite=true does not replace it: move it away"
+            "does not belong to it, so overwrite=true does not replace it: move it away", path, key=strange[0]
         )
 
 
@@ -219,7 +224,7 @@ def read_json(path: str | Path) -> Any | None:
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
+        raise UserError(f"cannot be read: {error}", path, kind="unreadable") from None
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
@@ -251,15 +256,16 @@ def held(folder: Path, lock: str = LOCK, *, wait: bool = False) -> Iterator[None
     if (
         path in _HELD_HERE
     ):  # a record lock does not lock its own process out, and closing the file again would free it
-        raise InUseError(f"{folder} is in use by this process: wait for it, or give another out=")
+        raise InUseError("is in use by this process: wait for it, or give another out=", folder)
     with path.open("a+") as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EAGAIN):
                 raise InUseError(
-                    f"{folder} is in use by {_holder(path)}: wait for it, end it, or give another out= (if its machine "
-                    f"is gone for good, delete {folder / lock})"
+                    f"is in use by {_holder(path)}: wait for it, end it, or give another out= (if its machine is gone for good, "
+                    f"delete {folder / lock})",
+                    folder,
                 ) from None
             # Some network file systems are mounted without locks, and no other disk is available.
             message = f"the file system of {folder} has no locks ({error.strerror}): a second run in it cannot be detected"

@@ -127,7 +127,9 @@ def parse_file(schema: type[T], words: Sequence[str], *, key: str, folder: Path,
     known = available(folder)
     names = [value for name, value in pairs if name == key]
     if len(names) != 1:
-        raise UserError(f"give exactly one {key}=NAME or {key}=FILE.yaml; there are: {', '.join(known)}")
+        raise UserError(
+            f"give exactly one {key}=NAME or {key}=FILE.yaml; there are: {', '.join(known)}"
+        ).about(Fault("missing", key, tuple(known)))
     path = Path(names[0]) if names[0].endswith((".yaml", ".yml")) else folder / f"{names[0]}.yaml"
     if not path.is_file():
         message = f"{path} does not exist: {not_one_of(key, names[0], known)}"
@@ -150,9 +152,9 @@ def _layers(path: Path, folder: Path, key: str, derived: tuple[Path, ...] = ()) 
     base_path = sibling if sibling.is_file() else folder / f"{base}.yaml"
     if not isinstance(base, str) or not base_path.is_file():
         others = nearest(str(base), available(folder))
-        raise UserError(f"{path}: base must name another {key}, got {base!r}{others}")
+        raise UserError(f"must name another {key}, got {base!r}{others}", path, key="base", kind="unknown")
     if base_path.resolve() in derived:
-        raise UserError(f"{path}: base {base} leads back to itself")
+        raise UserError(f"{base} leads back to itself", path, key="base", kind="circle")
     return [*_layers(base_path, folder, key, derived), layer]
 
 
@@ -170,13 +172,15 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         document = _parse(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
+        raise UserError(f"cannot be read: {error}", path, kind="unreadable") from error
     except yaml.YAMLError as error:
-        raise UserError(f"{path} is not valid YAML: {error}") from error
+        raise UserError(f"is not valid YAML: {error}", path, kind="yaml") from error
     if document is None:
         return {}
     if not isinstance(document, dict):
-        raise UserError(f"{path} must be a mapping of keys to values, got {type(document).__name__}")
+        raise UserError(
+            f"must be a mapping of keys to values, got {type(document).__name__}", path, kind="mapping"
+        )
     return document
 
 
@@ -185,14 +189,15 @@ def split_word(word: str) -> tuple[str, str]:
     key, mark, value = word.partition("=")
     key = key.lstrip("-")
     if not mark or not key:
-        raise UserError(f"arguments must be key=value, got {shortened(repr(word))}")
+        raise UserError(f"arguments must be key=value, got {shortened(repr(word))}", kind="argument")
     if not value:
         raise UserError(f"{key} needs a value: {key}=...").about(Fault("missing", key))
     try:
         word.encode()
     except UnicodeEncodeError:
         raise UserError(
-            f"{word!a} is not UTF-8: rename the file or folder, or change the terminal's encoding"
+            f"{word!a} is not UTF-8: rename the file or folder, or change the terminal's encoding",
+            kind="encoding",
         ) from None
     return key, value
 
@@ -301,7 +306,7 @@ def one_of(key: str, values: Sequence[str], allowed: Sequence[str]) -> None:
     """Refuse an empty list, and values that are not allowed or given twice."""
     for value in values:
         if value not in allowed:
-            raise UserError(not_one_of(key, value, allowed)).about(Fault("choice", key, tuple(allowed)))
+            raise UserError.choice(key, value, allowed)
     if not values or len(set(values)) < len(values):
         message = f"{key} must list at least one value and each only once, got {','.join(values)!r}"
         raise UserError(message).about(Fault("value", key))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from rge.common.errors import UserError, not_one_of
+from rge.common.errors import Fault, UserError, not_one_of
 
 T = TypeVar("T")
 
@@ -53,7 +53,9 @@ class Registry(Generic[T]):
         """Register an entry. Raises `UserError`: the name is taken."""
         if name in self.reserved:
             raise UserError(
-                f"a {self.kind} must not be called {name!r}, the name of a figure in the log: rename it"
+                f"a {self.kind} must not have the name of a figure in the log: rename it",
+                key=name,
+                kind="reserved",
             )
         if name in self._entries and self._entries[name] != entry:
             raise UserError(f"there are two {self.kind}s called {name!r}: rename the new one")
@@ -70,7 +72,9 @@ class Registry(Generic[T]):
         self._load()
         if name in self._entries:
             return self._entries[name]
-        raise UserError(f"{not_one_of(self.kind, name, self)} (plugins=MODULE adds those of your own module)")
+        known = tuple(self)
+        message = f"{not_one_of(self.kind, name, known)} (plugins=MODULE adds those of your own module)"
+        raise UserError(message).about(Fault("choice", self.kind, known))
 
     def __iter__(self) -> Iterator[str]:
         """Names, sorted."""
@@ -128,7 +132,7 @@ def load_plugins(modules: Sequence[str]) -> None:
             raise UserError(
                 f"plugins={name}: no module of that name in {here}, on PYTHONPATH or installed "
                 "(a name such as my_module, not a path)"
-            ) from None
+            ).about("plugins") from None
         except UserError:
             raise
         except Exception as error:  # it may raise anything
@@ -137,12 +141,14 @@ def load_plugins(modules: Sequence[str]) -> None:
 
 def _not_imported(name: str, error: Exception) -> UserError:
     if isinstance(error, SyntaxError):
-        return UserError(f"plugins={name} cannot be imported: {error}")
+        return UserError(f"plugins={name} cannot be imported: {error}").about("plugins")
     places = [
         frame for frame in traceback.extract_tb(error.__traceback__)[1:] if not frame.filename.startswith("<")
     ]
     where = f" (line {places[-1].lineno} of {places[-1].filename})" if places else ""
-    return UserError(f"plugins={name} cannot be imported: {type(error).__name__}: {error}{where}")
+    return UserError(f"plugins={name} cannot be imported: {type(error).__name__}: {error}{where}").about(
+        "plugins"
+    )
 
 
 def said_by_plugin(error: BaseException) -> str:

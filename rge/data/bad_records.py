@@ -80,8 +80,10 @@ class BadRecords:
             last = list(self.found.values())[-1]
             raise RecordError(
                 f"{len(self.found)} of {number} records are bad, more than data.max_bad_share={self.max_share}; they "
-                f"are listed in {self.path}. The last: {last['source']}, record {last['id']!r}: {last['reason']}"
-            )
+                f"are listed in {self.path}. This is the last: {last['reason']}",
+                last["source"],
+                f"record {last['id']!r}",
+            ).about("data.max_bad_share")
 
     def _write(self) -> None:
         if dist.rank() or not (self.found or self.path.exists()):

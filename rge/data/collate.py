@@ -353,9 +353,11 @@ class Collator:
                 raise RecordError.caused_by(problem, file.name, f"record {named}") from problem
             bad.append(BadRecord(file.name, place, name, str(problem)))
         raise RecordError(
-            f"{tries} records of {file.name}, each drawn to replace the last, were all bad, so data.on_bad=skip gives up; "
-            f"the last: record {bad[-1].id!r}: {bad[-1].reason}"
-        )
+            f"{tries} records, each drawn to replace the last, were all bad, so data.on_bad=skip gives up; this is the last: "
+            f"{bad[-1].reason}",
+            file.name,
+            f"record {bad[-1].id!r}",
+        ).about("data.on_bad")
 
     def _row(self, draw: Draw, record: Record, pixels: _Pixels) -> _Row:
         source, generator = self.sources[draw.source], np.random.default_rng(draw.seed)
@@ -405,7 +407,9 @@ def _prompt(source: Source, item: Item, side: str, generator: np.random.Generato
         if name != "none":
             image = AUGMENTATIONS[name](image, int(generator.integers(2**63)))
             if not isinstance(image, Image.Image):
-                raise RecordError(f"data.augment={name} must return a picture, got {image!r}")
+                raise RecordError(f"data.augment={name} must return a picture, got {image!r}").about(
+                    "data.augment"
+                )
         return image
 
     return pixels.of(partial(source.builder.build, item, side, load))

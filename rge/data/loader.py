@@ -151,7 +151,8 @@ class _Queue:
             if not self.changed.wait_for(lambda: self.waiting, PATIENCE_S):
                 raise WorkerError(
                     f"no batch came from the data workers for {PATIENCE_S / 60:.0f} minutes: is the file system with "
-                    "the pictures available?"
+                    "the pictures available?",
+                    kind="silent",
                 )
             num_bytes, found = self.waiting.popleft()
             self.num_bytes -= num_bytes
@@ -198,8 +199,10 @@ class _Queue:
             self.processes[number].join(5.0)
             how = how_it_ended(self.processes[number].exitcode or 0)
             raise WorkerError(
-                f"data worker {number} {how} while it made the batch of step {step + 1}; if memory ran out, "
-                "lower data.num_workers or data.prefetch_mb"
+                f"{how} while it made the batch of step {step + 1}; if memory ran out, lower data.num_workers or "
+                "data.prefetch_mb",
+                place=f"data worker {number}",
+                kind="died",
             ) from None
         if isinstance(found, BaseException):
             raise found

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import json
 
-from rge.common.errors import UserError
+from rge.common.errors import Fault, UserError
 from rge.common.files import find_shipped, pointer_note
 from rge.common.registry import Registry
 from rge.common.schema import Record
@@ -134,17 +134,17 @@ class _Guarded:
         return self._number
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
-        with _explained(f"{self._name}, row {index}"):
+        with _explained(self._name, f"row {index}"):
             return self._rows[index]
 
 
 @contextmanager
-def _explained(place: str) -> Iterator[None]:
+def _explained(source: str, place: str | None = None) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # a user's code may raise anything
         kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-        raise RecordError(f"{place}: {kind}{error}") from error
+        raise RecordError(f"{kind}{error}", source, place) from error
 
 
 def _open_stream(config: RecordsConfig) -> Opened:
@@ -173,10 +173,12 @@ def load(config: RecordsConfig) -> tuple[Any, Path]:
         return _of_file(config, folder), folder.parent
     local = folder.is_dir()
     if not local and not _HUB_NAME.fullmatch(named):
-        raise RecordError(f"data set {config.label} does not exist: there is no file or folder {folder}")
+        raise RecordError(f"there is no file or folder {folder}", config.label, kind="missing")
     if not local and named.isidentifier() and find_spec(f"datasets.packaged_modules.{named}"):
         raise RecordError(
-            f"data set {config.label}: there is no folder {folder}, and {named} is a format, not a name on the hub"
+            f"there is no folder {folder}, and {named} is a format, not a name on the hub",
+            config.label,
+            kind="missing",
         )
     try:
         if local and any((folder / name).is_file() for name in ("state.json", "dataset_dict.json")):
@@ -200,7 +202,8 @@ def load(config: RecordsConfig) -> tuple[Any, Path]:
                 "there is no such folder or file. If it is a name on the hub, it may need `hf auth login`, or HF_HUB_OFFLINE or "
                 "HF_DATASETS_OFFLINE is set and it is not in this machine's cache"
             )
-        raise RecordError(f"data set {config.label} cannot be loaded: {_reason(error)}; {fix}") from error
+        kind = "unreadable" if local else "unknown"
+        raise RecordError(f"cannot be loaded: {_reason(error)}; {fix}", config.label, kind=kind) from error
     return found, folder if local else Path()
 
 
@@ -218,7 +221,7 @@ def _of_file(config: RecordsConfig, file: Path) -> Any:
     import datasets
 
     if config.subset is not None or config.revision is not None:
-        raise RecordError(f"data set {file} is a file: leave out subset and revision")
+        raise RecordError("is a file: leave out subset and revision", file).about("subset", "revision")
     name = file.name.lower()
     try:
         if name.endswith((".csv", ".tsv")):
@@ -227,13 +230,17 @@ def _of_file(config: RecordsConfig, file: Path) -> Any:
             return table.to_iterable_dataset() if config.streaming else table
         kind = "parquet" if name.endswith(".parquet") else "json"
         if not _rows_in(file):
-            raise RecordError(f"data set {file} has no rows")
+            raise RecordError("has no rows", file, kind="empty")
         if kind == "json" and not name.endswith((*JSON_FILES, *OTHER_FILES)):
             raise RecordError(
-                f"data set {file} has an ending that says nothing: rename it, to one of {', '.join((*JSON_FILES, *OTHER_FILES))}"
+                f"has an ending that says nothing: rename it, to one of {', '.join((*JSON_FILES, *OTHER_FILES))}",
+                file,
+                kind="ending",
             )
         if name.endswith(".zst") and find_spec("zstandard") is None:
-            raise RecordError(f"{file} needs a package that is not installed: pip install zstandard")
+            raise RecordError(
+                "needs a package that is not installed: pip install zstandard", file, kind="package"
+            )
         features = None
         if kind == "json":
             parts = _schemas_of_json(str(file), whole=not config.streaming)
@@ -246,9 +253,9 @@ def _of_file(config: RecordsConfig, file: Path) -> Any:
             streaming=config.streaming,
         )
     except UserError as error:
-        raise RecordError(str(error)) from error
+        raise RecordError.caused_by(error) from error
     except Exception as error:  # the library raises what its readers run into
-        raise RecordError(f"data set {file} cannot be read: {_reason(error)}") from error
+        raise RecordError(f"cannot be read: {_reason(error)}", file, kind="unreadable") from error
 
 
 def _reason(error: Exception) -> str:
@@ -280,7 +287,7 @@ def _local_files(folder: Path, config: RecordsConfig) -> tuple[dict[str, list[st
     shards = (builder.config.data_files or {}).get(part, [])
     if builder.name == "parquet" and (filled := [path for path in shards if _rows_in(path)]) != shards:
         if not filled:
-            raise RecordError(f"data set {config.label} has no rows")
+            raise RecordError("has no rows", config.label, kind="empty")
         shards = filled
         files = {part: [str(Path(path).relative_to(folder)) for path in filled]}
     if builder.name not in ("parquet", "json") or builder.info.features is not None:
@@ -301,7 +308,7 @@ def _rows_in(path: str | Path) -> int:
         is_parquet = str(path).lower().endswith(".parquet")
         return pq.read_metadata(path).num_rows if is_parquet else Path(path).stat().st_size
     except (OSError, pa.ArrowInvalid) as error:
-        raise RecordError(f"{path} cannot be read: {error}{pointer_note(path)}") from error
+        raise RecordError(f"cannot be read: {error}{pointer_note(path)}", path, kind="unreadable") from error
 
 
 def _schemas_of_json(path: str, whole: bool) -> Iterator[pa.Schema]:
@@ -342,7 +349,10 @@ def _common_features(schemas: Iterable[tuple[str, pa.Schema]], config: RecordsCo
                 kinds[field.name] = common_type(kinds.get(field.name, field.type), field.type, field.name)
             except ValueError as error:
                 raise RecordError(
-                    f"data set {config.label} cannot be loaded: {error} ({first_in[field.name]} and {path}); write both alike"
+                    f"{error} ({first_in[field.name]} and {path}); write both alike",
+                    config.label,
+                    path,
+                    field.name,
                 ) from None
             if not pa.types.is_null(field.type):
                 first_in.setdefault(field.name, path)
@@ -361,11 +371,15 @@ def _saved(config: RecordsConfig, folder: Path) -> Any:
     found = datasets.load_from_disk(str(folder))
     if isinstance(found, datasets.DatasetDict):
         if config.split not in found:
-            raise RecordError(f"data set {folder} has no split {config.split!r}; it has {', '.join(found)}")
+            raise RecordError(f"has no split {config.split!r}; it has {', '.join(found)}", folder).about(
+                Fault("choice", "split", tuple(found))
+            )
         found = found[config.split]
     elif found.split is not None and str(found.split) != config.split:
-        raise RecordError(f"data set {folder} is the split {str(found.split)!r}, not {config.split!r}")
+        raise RecordError(f"is the split {str(found.split)!r}, not {config.split!r}", folder).about("split")
     if config.subset is not None or config.revision is not None:
-        raise RecordError(f"data set {folder} was saved by save_to_disk: leave out subset and revision")
+        raise RecordError("was saved by save_to_disk: leave out subset and revision", folder).about(
+            "subset", "revision"
+        )
     shards = max(1, min(SHARDS, len(found)))
     return found.to_iterable_dataset(num_shards=shards) if config.streaming else found

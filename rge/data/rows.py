@@ -199,12 +199,16 @@ class Columns:
         for ours, theirs in self.columns.items():
             if ours not in FIELDS:
                 raise RecordError(
-                    f"columns of {config.label}: a record has no field {ours!r}{did_you_mean(ours, FIELDS)}"
+                    f"a record has no such field{did_you_mean(ours, FIELDS)}", config.label, "columns", ours
                 )
             if there is not None and theirs.split(".")[0] not in there and theirs not in there:
                 raise RecordError(
-                    f"columns of {config.label}: {ours} is mapped to {theirs!r}, which is not one of its columns: "
-                    f"{', '.join(there)}{did_you_mean(theirs, there)}"
+                    f"is mapped to {theirs!r}, which is not one of its columns: {', '.join(there)}"
+                    f"{did_you_mean(theirs, there)}",
+                    config.label,
+                    "columns",
+                    ours,
+                    "unmapped",
                 )
         self.used = None
         if there is not None:
@@ -215,9 +219,10 @@ class Columns:
             ]  # fmt: skip
             if missing:
                 raise RecordError(
-                    f"{config.label} has no column {' and none '.join(missing)}, and `columns` maps none to it: it has "
-                    f"{', '.join(there)}; map them, for example columns: {{query.text: question, positives.text: answer}}"
-                )
+                    f"has no column {' and none '.join(missing)}, and `columns` maps none to it: it has {', '.join(there)}; map "
+                    "them, for example columns: {query.text: question, positives.text: answer}",
+                    config.label,
+                ).about(*missing)
 
     def record(self, row: Mapping[str, Any], number: int | str) -> dict[str, Any]:
         """A row as the fields of a record, with defaults for id, group, source and split; ValueError if it cannot be one."""

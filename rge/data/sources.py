@@ -28,7 +28,7 @@ from rge.tables.names import resolved
 
 
 class RecordError(UserError):
-    """Training records break the format; the message lists file, line, field and reason."""
+    """Training records break the format; `cause` is the first one's error, if the message lists several."""
 
 
 MAX_REPORTED = 20
@@ -128,12 +128,17 @@ class StoredRecords(Records, ABC):
         sha256 = hashlib.sha256()
         places, broken = self._check(sha256, checks)
         if not len(places):
-            raise RecordError(f"training records {self.name}: {self.empty}")
+            raise RecordError(self.empty, self.name, kind="empty")
         self.offsets = places[~np.isin(places, list(broken))] if broken else places
         skips = checks.get("on_bad", "stop") == "skip"
         if broken and not (skips and len(self.offsets)):
             none = ", and data.on_bad=skip leaves none" if skips else ""
-            raise RecordError(f"training records break the format{none}:\n{self._listed(broken)}")
+            error = RecordError(f"records break the format{none}:\n{self._listed(broken)}", self.name)
+            label, _, (fault, *_) = next(iter(broken.values()))
+            key, _, why = fault.partition(": ")
+            of_field = () if " " in key else (key,)
+            error.cause = RecordError(why if of_field else fault, self.name, label, *of_field)
+            raise error
         self.bad = [
             BadRecord(self.name, place, name, f"{self.unit} {label}: {'; '.join(problems)}")
             for place, (label, name, problems) in broken.items()
@@ -190,7 +195,9 @@ class StoredRecords(Records, ABC):
         record, problems = parsed
         if record is None:
             raise RecordError(
-                f"{self.name} has changed since this run opened it: a record can no longer be read: {'; '.join(problems)}"
+                f"has changed since this run opened it: a record can no longer be read: {'; '.join(problems)}",
+                self.name,
+                kind="changed",
             )
         return record
 
@@ -261,22 +268,28 @@ def on_disk(numbers: "array[int] | np.ndarray") -> np.ndarray:
 def _refuse_other_formats(path: Path) -> None:
     if path.is_dir() or str(path).lower().endswith(OTHER_FILES):
         raise RecordError(
-            f"training records {path} is not a file of JSON lines: give a folder of Parquet or JSON lines as dataset:"
+            "is not a file of JSON lines: give a folder of Parquet or JSON lines as dataset:",
+            path,
+            kind="format",
         )
     if not path.is_file():
-        raise RecordError(f"training records {path} do not exist")
+        raise RecordError("there is no such file", path, kind="missing")
     with _open(path) as file:
         start = strip_bom(file.read(1024)).lstrip()
     if is_pointer(start):
-        raise RecordError(f"training records {path}: {POINTER_NOTE}")
+        raise RecordError(POINTER_NOTE, path, kind="pointer")
     if start.startswith(b"["):
         raise RecordError(
-            f"training records {path} is a JSON array: write each of its objects on a line of its own (JSON lines), or give it as dataset:"
+            "is a JSON array: write each of its objects on a line of its own (JSON lines), or give it as dataset:",
+            path,
+            kind="array",
         )
     if start and not start.startswith(b"{"):
         raise RecordError(
-            f"training records {path} begins with {shortened(repr(start[:60])[1:])}, which is not a JSON object: a file of another "
-            f"format is recognised by its ending, {', '.join(OTHER_FILES)}"
+            f"begins with {shortened(repr(start[:60])[1:])}, which is not a JSON object: a file of another format is "
+            f"recognised by its ending, {', '.join(OTHER_FILES)}",
+            path,
+            kind="format",
         )
 
 
@@ -284,7 +297,7 @@ def _open(path: Path) -> BinaryIO:
     try:
         return path.open("rb")
     except OSError as error:
-        raise RecordError(f"training records {path} cannot be read: {error.strerror or error}") from error
+        raise RecordError(f"cannot be read: {error.strerror or error}", path, kind="unreadable") from error
 
 
 def strip_bom(line: bytes) -> bytes:
@@ -411,9 +424,11 @@ def check_wording(record: Record, source: str, profile: str) -> None:
     """Refuse a profile that adds words to texts that already include their wording; RecordError names the source."""
     if record.wording == "included" and PROFILES[profile].adds_words:
         raise RecordError(
-            f"{source}: the texts of record {record.id!r} include their wording (wording: included), and "
-            f"the profile {profile} would add another: set profile: plain for this source, or data.profile=plain"
-        )
+            f"its texts include their wording (wording: included), and the profile {profile} would add another: set "
+            "profile: plain for this source, or data.profile=plain",
+            source,
+            f"record {record.id!r}",
+        ).about("data.profile")
 
 
 def files_of(

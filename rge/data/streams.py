@@ -70,14 +70,13 @@ class Stream(Reopened):
         stream, columns, folder = self.opened
         row = next((rows_of(table)[0] for table in stream.iter(batch_size=1)), None)
         if row is None:
-            raise RecordError(f"training records {self.name}: the stream is empty")
+            raise RecordError("the stream is empty", self.name, kind="empty")
         record, problems = parsed(columns, row, "0:0")
         if record is not None:
             problems = faults_of(record, self.need_rationale, folder, checks.get("pictures"))
         if problems:
             raise RecordError(
-                f"training records break the format, the first one already:\n{self.name}:0:0: "
-                + "; ".join(problems)
+                f"the first record already breaks the format: {'; '.join(problems)}", f"{self.name}:0:0"
             )
 
     def reader(self) -> "Reader":
@@ -184,7 +183,7 @@ class Reader(Records):
             whole = self._num_rows_of_epoch()  # all shards are known now
             assert whole is not None
             if not whole:
-                raise RecordError(f"the stream {self.name} is empty, and was not when this run began")
+                raise RecordError("is empty, and was not when this run began", self.name, kind="empty")
             begins, epoch = begins + whole, epoch + 1
 
     def _num_rows_of_epoch(self) -> int | None:
@@ -230,8 +229,9 @@ class Reader(Records):
             yield from self._dataset.shard(num_shards=self._shards, index=shard).iter(batch_size=BATCH)
         except Exception as error:  # the library raises what its readers, and the network's, run into
             raise RecordError(
-                f"the stream {self.name} cannot be read further, in shard {shard}: {type(error).__name__}: {error}; run the same "
-                "command again to continue"
+                f"cannot be read further: {type(error).__name__}: {error}; run the same command again to continue",
+                self.name,
+                f"shard {shard}",
             ) from error
 
     def _note(self, shard: int, rows: int) -> None:
@@ -240,8 +240,11 @@ class Reader(Records):
             return
         if known is not None:
             raise RecordError(
-                f"{self.name} has changed since this run began: its shard {shard} had {known} rows and now has {rows}; pin a "
-                "revision, and start again with another out="
+                f"has changed since this run began: had {known} rows and now has {rows}; pin a revision, and start again with "
+                "another out=",
+                self.name,
+                f"shard {shard}",
+                kind="changed",
             )
         self._lengths[shard] = rows
         if self.stream.notes is not None and dist.rank() == 0:  # every process reads all shards

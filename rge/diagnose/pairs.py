@@ -44,14 +44,16 @@ def read_pairs(path: str | Path, limit: int, seed: int = 0) -> Pairs:
     path = Path(path)
     if not (path / "queries.parquet").is_file():
         return _from_records(open_data(path), limit, seed)
-    invalid = f"{path} is not a valid retrieval set: `rge eval check set={path}` says why"
+    invalid = RecordError(
+        f"is not a valid retrieval set: `rge eval check set={path}` says why", path, kind="set"
+    )
     try:
         pairs = _from_set(path, limit, seed)
     except (KeyError, TypeError) as error:  # a column is missing or of another type
-        raise RecordError(invalid) from error
+        raise invalid from error
     items = (*pairs.queries, *pairs.candidates)
     if not (pairs.queries and pairs.candidates and all(item.text or item.is_visual for item in items)):
-        raise RecordError(invalid)
+        raise invalid
     return pairs
 
 
@@ -60,10 +62,14 @@ def open_data(path: str | Path, *, need_rationale: bool = False) -> Records:
     path = Path(path)
     if path.suffix != ".jsonl" and not path.is_dir():
         raise RecordError(
-            f"{path} is neither training records (FILE.jsonl, or the folder of a data set) nor the folder of a retrieval set"
+            "is neither training records (FILE.jsonl, or the folder of a data set) nor the folder of a retrieval set",
+            path,
+            kind="format",
         )
     if (path / "queries.parquet").is_file():
-        raise RecordError(f"{path} is a retrieval set, which has no oracle rationales: give training records")
+        raise RecordError(
+            "is a retrieval set, which has no oracle rationales: give training records", path, kind="set"
+        )
     source = RecordsConfig(dataset=str(path)) if path.is_dir() else RecordsConfig(path=str(path))
     return open_records(source, need_rationale=need_rationale)
 
@@ -102,7 +108,9 @@ def _from_set(folder: Path, limit: int, seed: int) -> Pairs:
             if query not in row_of or pair.get("score", 1) <= 0:
                 continue
             if candidate not in column_of:
-                raise RecordError(f"{folder / name} lists {candidate!r}, but corpus.parquet has no such row")
+                raise RecordError(
+                    "is listed, but corpus.parquet has no such row", folder / name, key=candidate
+                )
             pairs_QC[row_of[query], column_of[candidate]] = True
         return pairs_QC
 

@@ -24,6 +24,7 @@ from accelerate.utils import (
     InitProcessGroupKwargs,
 )
 
+from rge.common.errors import Fault
 from rge.common.files import RECIPES, find_shipped
 from rge.distributed.collectives import LaunchError, let_deepspeed_build
 from rge.distributed.config import BACK_ENDS, TrainConfig
@@ -63,12 +64,12 @@ def make_accelerator(train: TrainConfig, dtype: str = "float32") -> Accelerator:
     LaunchError: the launch asks for another precision, gradient accumulation or torch.compile. `check_launch` has the rest.
     """
     _check_precision(dtype)
-    _check_accumulation(os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS"), "the launch has")
+    _check_accumulation(os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS"), "the launch")
     if (compiler := os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")).lower() != "no":
         raise LaunchError(  # prompts differ in length, and the rollout would not run the compiled code
             f"the launch asks for torch.compile (dynamo_backend {compiler}), which training does not use: remove the section "
             "dynamo_config from the launch config, or launch with --dynamo_backend no"
-        )
+        ).about("dynamo_backend")
     plugin: DeepSpeedPlugin | FullyShardedDataParallelPlugin | None = None
     if _asked("DEEPSPEED"):
         plugin = _deepspeed(os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"), dtype)
@@ -118,37 +119,37 @@ def check_launch(accelerator: Accelerator, train: TrainConfig, optimizer: str = 
         raise LaunchError(
             f"the launcher started {launched} processes, but each sees {running}: the back end was not initialised "
             "(on CPU, set ACCELERATE_USE_CPU=true or use a config file with use_cpu: true)"
-        )
+        ).about("use_cpu")
     if _started_one_of_several():
         raise LaunchError(
             "the launcher was asked for several processes and started one, as accelerate does with `--cpu`, and with a config "
             "whose distributed_type is NO or MULTI_CPU; on CPU, launch with --multi_gpu and ACCELERATE_USE_CPU=true (see "
             "recipes/accelerate/cpu.yaml), on GPUs give --multi_gpu. If you want one process: --num_processes 1, and unset "
             "MASTER_ADDR"
-        )
+        ).about("multi_gpu")
     _check_plugins(kind)
     if train.num_processes is not None and train.num_processes != running:
         raise LaunchError(
             f"train.num_processes={train.num_processes}, but this run has {running}; pass the number to accelerate launch as well "
             "(`accelerate launch --cpu --num_processes 2` starts one process: use --multi_gpu with ACCELERATE_USE_CPU=true)"
-        )
+        ).about("train.num_processes")
     if kind == DistributedType.FSDP and not accelerator.is_fsdp2:
         raise LaunchError(
             "FSDP version 1 cannot gather its parameters for the rollout; set fsdp_version: 2 in the fsdp_config of the "
             "launch config (see recipes/accelerate/fsdp2.yaml)"
-        )
+        ).about("fsdp_version")
     found = back_end(accelerator)
     if optimizer in UNSHARDED_ONLY and not found.is_ddp:
         raise LaunchError(
             f"optim.name={optimizer} needs whole gradients, which {found.name} does not have; set optim.name=adamw, or "
             f"train.back_end=ddp and this launch: {_command('ddp')}"
-        )
+        ).about("optim.name", Fault("choice", "train.back_end", ("ddp",)))
     if running > 1 and _sharding_level(found.key) < _sharding_level(train.back_end):
         raise LaunchError(
             f"train.back_end={train.back_end}, but the launch config runs {found.name}, which shards less: drop the "
             f"config, or use one that shards as much: {_command(train.back_end)}. If the GPUs have room for "
             f"{found.name} (python -m rge.plan says), set train.back_end={found.key}"
-        )
+        ).about(Fault("choice", "train.back_end", (found.key,)))
 
 
 def _check_plugins(kind: DistributedType) -> None:
@@ -160,7 +161,7 @@ def _check_plugins(kind: DistributedType) -> None:
         if _asked(expected.value) and kind != expected:
             raise LaunchError(
                 f"{expected.value} was asked for, but accelerate runs {kind.value}, in which every process holds everything: {fix}"
-            )
+            ).about(expected.value)
 
 
 def back_end(accelerator: Accelerator) -> BackEnd:
@@ -190,10 +191,11 @@ def check_resume(saved: dict[str, Any], accelerator: Accelerator, path: object) 
     if (then.is_ddp and now.is_ddp) or (then.name == now.name == "FSDP2") or then == now:
         return
     raise LaunchError(
-        f"{path} was saved by {then} and cannot be loaded by {now}. Launch with {then} as before, or start this stage "
-        "again with another out= from a finished checkpoint (init=...); states of DDP and FSDP2 load on any number of "
-        "processes of their own kind"
-    )
+        f"was saved by {then} and cannot be loaded by {now}. Launch with {then} as before, or start this stage again with "
+        "another out= from a finished checkpoint (init=...); states of DDP and FSDP2 load on any number of processes of "
+        "their own kind",
+        path,
+    ).about(Fault("choice", "launch", (str(then),)))
 
 
 def _asked(plugin: str) -> bool:
@@ -210,19 +212,21 @@ def _check_precision(dtype: str) -> None:
         fixes += ", or set model.dtype=bfloat16"
     raise LaunchError(
         f"the launch asks for mixed_precision {asked}, but the recipe computes in {dtype} (model.dtype); {fixes}"
-    )
+    ).about(*["mixed_precision", "model.dtype"][: 1 + (asked == "bf16")])
 
 
-def _check_accumulation(found: object, where: str) -> None:
+def _check_accumulation(found: object, file: str) -> None:
     """Refuse gradient accumulation settings, by which accelerate and DeepSpeed would divide gradients."""
     if str(found) not in ("None", "auto", "1"):
         raise LaunchError(
-            f"{where} gradient_accumulation_steps={found}, which would divide every gradient; remove it: a step already is a "
-            "stage's whole batch_size, of which train.micro_batch_size are computed at once"
+            f"is {found}, which would divide every gradient; remove it: a step already is a stage's whole batch_size, of which "
+            "train.micro_batch_size are computed at once",
+            file,
+            key="gradient_accumulation_steps",
         )
 
 
-def _check_deepspeed(settings: dict[str, Any], origin: str, dtype: str) -> None:
+def _check_deepspeed(settings: dict[str, Any], file: str, dtype: str) -> None:
     """Refuse settings that contradict the recipe, or that DeepSpeed would reject with a traceback after the model is loaded."""
     enabled = str(dtype == "bfloat16").lower()
     computes = f"remove it, since the recipe computes in {dtype} (model.dtype)"
@@ -243,22 +247,22 @@ def _check_deepspeed(settings: dict[str, Any], origin: str, dtype: str) -> None:
         for part in key.split("."):
             found = found.get(part) if isinstance(found, dict) else None
         if str(found).lower() not in allowed.split():
-            raise LaunchError(f"{origin} have {key}={json.dumps(found)}: {fix}")
-    _check_accumulation(settings.get("gradient_accumulation_steps"), f"{origin} have")
+            raise LaunchError(f"is {json.dumps(found)}: {fix}", file, key=key)
+    _check_accumulation(settings.get("gradient_accumulation_steps"), file)
 
 
 def _deepspeed(path: str | None, dtype: str) -> DeepSpeedPlugin:
     """ZeRO as in the launch config or the recipe; LaunchError for unreadable settings, or ones that contradict the recipe."""
     let_deepspeed_build()
-    origin = f"DeepSpeed's settings {path or 'of the launch config'}"
+    file = path or "DeepSpeed's settings in the launch config"
     try:
         # Shipped ones are found from any folder.
         given = {} if path is None else {"hf_ds_config": json.loads(find_shipped(path).read_text())}
         plugin = DeepSpeedPlugin(**given)
     except (OSError, ValueError) as error:
-        raise LaunchError(f"{origin}: {error}") from error
+        raise LaunchError(str(error), file, kind="unreadable") from error
     settings = plugin.deepspeed_config
-    _check_deepspeed(settings, origin, dtype)
+    _check_deepspeed(settings, file, dtype)
     settings.setdefault("bf16", {})["enabled"] = dtype == "bfloat16"
     settings.setdefault("fp16", {})["enabled"] = False
     settings.setdefault("data_types", {})["grad_accum_dtype"] = "fp32"

@@ -129,8 +129,9 @@ class Workers:
         if not ready:
             worker = min(busy, key=lambda one: one.heard_at)
             raise WorkerError(
-                f"the worker on {worker.device} was silent for {SILENCE_S:.0f} s while it "
-                f"{'worked' if worker.is_ready else 'started'}; all workers were ended"
+                f"was silent for {SILENCE_S:.0f} s while it {'worked' if worker.is_ready else 'started'}; all workers were ended",
+                place=f"the worker on {worker.device}",
+                kind="silent",
             )
         return [worker for worker in busy if worker.connection in ready]
 
@@ -180,8 +181,10 @@ class _Worker:
         code = self.process.returncode
         how = "stopped in the middle of a message" if code is None else how_it_ended(code)
         return WorkerError(
-            f"the worker on {self.device} {how}{'' if self.is_ready else ' before it was ready'}; all workers were ended. "
-            "If memory ran out, lower batch_size"
+            f"{how}{'' if self.is_ready else ' before it was ready'}; all workers were ended. If memory ran out, lower "
+            "batch_size",
+            place=f"the worker on {self.device}",
+            kind="died",
         )
 
     def end(self) -> None:

@@ -18,7 +18,7 @@ from transformers import AutoImageProcessor, AutoModel, AutoTokenizer, PreTraine
 from rge.common.errors import UserError
 from rge.common.images import load_image
 from rge.common.schema import Item
-from rge.embedders.common import BARE, DirectEncoder, check_family, direct, loading, whole
+from rge.embedders.common import BARE, DirectEncoder, check_family, direct, loading, neither, whole
 from rge.embedders.registry import CLIPS, Combine, Facts
 from rge.model.embedding_model import normalise
 from rge.model.prompts import user_text
@@ -45,7 +45,9 @@ class TwoTowers(DirectEncoder[Content]):
         config: Any = model.config
         max_tokens = config.text_config.max_position_embeddings
         if (combine == "sum") != (text_weight is None):
-            raise UserError("text_weight= is for combine=weighted and combine=slerp, which need it")
+            raise UserError("text_weight= is for combine=weighted and combine=slerp, which need it").about(
+                "text_weight"
+            )
         self.combine, self.text_weight = combine, text_weight or 0.0
         pooling = "text feature + mean of picture features"
         settings: dict[str, Any] = {"pooling": pooling, "max_text_tokens": max_tokens}
@@ -64,7 +66,7 @@ class TwoTowers(DirectEncoder[Content]):
         """Text and decoded pictures; sorted by the text's length in characters."""
         text, images = user_text(item, side, self.wording), [load_image(ref) for ref in item.pictures]
         if not text and not images:
-            raise UserError(f"item {item.id!r} has neither text nor images")
+            raise neither(item)
         return len(text), (text, images)
 
     def embed(self, batch: Sequence[Content]) -> Tensor:

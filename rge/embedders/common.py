@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rge.checkpoints.settings import Settings
-from rge.common.errors import UserError
+from rge.common.errors import Fault, UserError
 from rge.common.parts import VideoPart, with_words
 from rge.common.prompt_profiles import PROFILES, Profile
 from rge.common.schema import Encoded, Item
@@ -84,11 +84,11 @@ class ThirdParty:
             raise UserError(
                 f"max_rationale_tokens: {self.settings.model or 'this model'} does not end a rationale by the request: give "
                 "max_new_tokens, or query_mode=direct"
-            )
+            ).about("max_rationale_tokens")
         if batch_tokens is not None and not self.counts_tokens:
             raise UserError(
                 f"batch_tokens: rge does not make the tokens of {self.settings.model or 'this model'}: lower batch_size instead"
-            )
+            ).about("batch_tokens")
         other = copy.copy(self)
         other.batch_tokens = batch_tokens or self.batch_tokens
         given = {key: value for key, value in generation.items() if value is not None}
@@ -100,7 +100,7 @@ class ThirdParty:
 
     def reword(self, profile: str) -> None:
         """Use a profile of `rge.common.prompt_profiles`; a UserError if the embedder has fixed prompts."""
-        raise UserError(f"prompts={profile}: this encoder has fixed prompts")
+        raise UserError(f"prompts={profile}: this encoder has fixed prompts").about("prompts")
 
 
 class DirectEncoder(ThirdParty, Generic[T]):
@@ -210,7 +210,9 @@ class Prompted:
 
     def _worded(self, item: Item) -> Item:
         if "{instruction}" in self.template and not item.instruction:
-            raise UserError(f"query {item.id!r} has no instruction for query_prompt=: give instruction=TEXT")
+            raise UserError(
+                "has no instruction for query_prompt=: give instruction=TEXT", place=f"query {item.id!r}"
+            ).about("instruction")
         before, _, after = (
             part.replace("{instruction}", item.instruction or "")
             for part in self.template.partition("{text}")
@@ -218,10 +220,17 @@ class Prompted:
         return replace(item, content=with_words(item.content, before, after), instruction=None)
 
 
+def neither(item: Item) -> UserError:
+    """The error of an item that shows nothing to a model."""
+    return UserError("has neither text nor images", place=f"item {item.id!r}")
+
+
 def in_pictures(item: Item, model: str | None, *, reads_clips: bool = False) -> Item:
     """An item with a picture in place of each page of its documents, for models that read pictures; a clip may be a UserError."""
     if not reads_clips and any(isinstance(part, VideoPart) for part in item.content):
-        raise UserError(f"item {item.id!r} shows a clip, which {model or 'this model'} does not read")
+        raise UserError(
+            f"shows a clip, which {model or 'this model'} does not read", place=f"item {item.id!r}"
+        )
     return replace(item, content=as_pictures(item.content, clips=False))
 
 
@@ -232,7 +241,7 @@ def direct(load: Callable[..., T]) -> Callable[..., T]:
     def loader(facts: Facts, *, device: str | None = None, dtype: str | None = None, **more: Any) -> T:
         for key in ("max_new_tokens", "temperature"):
             if (value := more.pop(key, None)) is not None:
-                raise UserError(f"{key}={value}: {facts.name} writes no rationales")
+                raise UserError(f"{key}={value}: it writes no rationales", facts.name).about(key)
         return load(facts, *place(device, dtype), **more)
 
     return loader
@@ -248,14 +257,18 @@ def loading(facts: Facts, *more: type[Exception], by: str = "") -> Iterator[None
         raise
     except kinds as error:
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"{facts.name} cannot be loaded{by}: {why}") from None
+        raise UserError(f"cannot be loaded{by}: {why}", facts.name, kind="unreadable") from None
 
 
 def whole(facts: Facts, load: Callable[..., Any], dtype: str) -> Any:
     """Load a model with a ``from_pretrained`` of transformers; a `UserError` if weights are missing."""
     model, report = load(facts.path, dtype=getattr(torch, dtype), output_loading_info=True)
     if missing := sorted(report["missing_keys"]):
-        raise UserError(f"{facts.name} lacks {len(missing)} weights, e.g. {missing[0]}: it is incomplete")
+        raise UserError(
+            f"is incomplete: {len(missing)} weights are missing, and this is the first",
+            facts.name,
+            key=missing[0],
+        )
     return model
 
 
@@ -263,7 +276,9 @@ def check_family(facts: Facts, adapter: str, families: Sequence[str]) -> None:
     """Raise a `UserError` if a model is not of an adapter's families."""
     if facts.model_type not in families:
         kind, known = facts.model_type or "?", ", ".join(families)
-        raise UserError(f"adapter={adapter} is for {known}; {facts.name} is a {kind}")
+        raise UserError(f"is a {kind}, and adapter={adapter} is for {known}", facts.name).about(
+            "adapter", Fault("choice", "model_type", tuple(families))
+        )
 
 
 def place(device: str | None, dtype: str | None) -> tuple[str, str]:

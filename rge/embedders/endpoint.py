@@ -29,7 +29,7 @@ from rge.calls.wire.replies import as_dict, dict_items, parse, valid_unicode
 from rge.common.errors import UserError
 from rge.common.parts import TextPart, content_of, is_short, parts_to_messages, with_pictures
 from rge.common.schema import Item, check_finite
-from rge.embedders.common import BARE, DirectEncoder
+from rge.embedders.common import BARE, DirectEncoder, neither
 from rge.embedders.registry import Facts
 from rge.model.prompts import user_text
 from rge.vectors.contents import picture_digests
@@ -58,7 +58,7 @@ class Endpoint(DirectEncoder[Content]):
         """Text and encoded pictures; sorted by the text's length in characters."""
         text = user_text(item, side, self.wording)
         if not text and not item.pictures:
-            raise UserError(f"item {item.id!r} has neither text nor images")
+            raise neither(item)
         pictures = zip(item.pictures, picture_digests(item), strict=True)
         urls = [data_url(Picture(ref, digest, self.config.max_side_px)) for ref, digest in pictures]
         if not urls:

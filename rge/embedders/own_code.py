@@ -19,7 +19,7 @@ from rge.common.errors import UserError
 from rge.common.images import load_image
 from rge.common.schema import Item
 from rge.embedders.clip import TwoTowers
-from rge.embedders.common import BARE, DirectEncoder, direct, loading
+from rge.embedders.common import BARE, DirectEncoder, direct, loading, neither
 from rge.embedders.registry import Facts
 from rge.embedders.sentence import sentences
 from rge.model.prompts import user_text
@@ -79,7 +79,9 @@ def _two_encoders(model: Any, _: Any, kind: Kind, columns: Columns) -> Any:
 def _pictures_only(model: Any, processor: Any, kind: Kind, columns: Columns) -> Any:
     """Nomic-Vision: the first token's state; its texts have a model of their own."""
     if kind.has_text:
-        raise UserError(f"a {kind.side} has text, but the model reads only pictures: query_modality=image")
+        raise UserError(
+            f"a {kind.side} has text, but the model reads only pictures: query_modality=image"
+        ).about("query_modality")
     weight = next(model.parameters())
     fields = processor(images=columns[1], return_tensors="pt")
     return model(**{key: value.to(weight.device, weight.dtype) for key, value in fields.items()})[0][:, 0]
@@ -112,8 +114,9 @@ class OwnCode(DirectEncoder[Shown]):
                 self.processor = AutoImageProcessor.from_pretrained(facts.path, trust_remote_code=True)
         else:
             raise UserError(
-                f"{facts.name}: its code has none of {', '.join(INTERFACES)}; wrap it with register_embedder "
-                "(docs/extending.md)"
+                f"its code has none of {', '.join(INTERFACES)}; wrap it with register_embedder (docs/extending.md)",
+                facts.name,
+                kind="interface",
             )
         settings = {"pooling": f"its own code: {name}", "code": list(facts.code)}
         super().__init__(facts, "own-code", BARE, dtype, settings)
@@ -126,10 +129,11 @@ class OwnCode(DirectEncoder[Shown]):
         text, pictures = user_text(item, side, self.wording), item.pictures
         if len(pictures) > 1:
             raise UserError(
-                f"{side} {item.id!r} has {len(pictures)} pictures, but {self.settings.model} reads only one"
+                f"has {len(pictures)} pictures, but {self.settings.model} reads only one",
+                place=f"{side} {item.id!r}",
             )
         if not text and not pictures:
-            raise UserError(f"item {item.id!r} has neither text nor images")
+            raise neither(item)
         instruction = item.instruction if side == "query" else None
         kind = Kind(side, bool(text), bool(pictures), instruction)
         return len(text), Shown(kind, text, load_image(pictures[0]) if pictures else None)
@@ -155,9 +159,10 @@ def load_own_code(facts: Facts, device: str, dtype: str, *, trust_code: bool = F
     """Load a model with the code of its repository; a `UserError` that names the option if that was not allowed."""
     if not trust_code:
         raise UserError(
-            f"{facts.name} brings its own code ({', '.join(facts.code) or 'of its repository'}), which runs with your rights: "
-            "read it, then give trust_code=true; or choose an adapter of ours with adapter=NAME"
-        )
+            f"brings its own code ({', '.join(facts.code) or 'of its repository'}), which runs with your rights: read it, then "
+            "give trust_code=true; or choose an adapter of ours with adapter=NAME",
+            facts.name,
+        ).about("trust_code", "adapter")
     if "modules.json" in facts.files:
         return sentences(facts, device, dtype, trust_code=True)
     with loading(facts, Exception):

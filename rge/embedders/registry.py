@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
 from rge.checkpoints.settings import read_settings
-from rge.common.errors import UserError
+from rge.common.errors import Fault, UserError
 from rge.common.files import checkpoint_folder, read_json
 from rge.common.options import AtLeastOne, NotNegative, Share, one_of
 from rge.common.prompt_profiles import PROFILES
@@ -186,7 +186,9 @@ def load_model(
             "combine": combine != "sum", "text_weight": text_weight,
         }  # fmt: skip
         if useless := [key for key, value in given.items() if value is not None and value is not False]:
-            raise UserError(f"{', '.join(useless)}: the model at endpoint={endpoint} decides that itself")
+            raise UserError(
+                f"{', '.join(useless)}: the model at endpoint={endpoint} decides that itself"
+            ).about(*useless)
         served: Embeds = pkgutil.resolve_name("rge.embedders.endpoint:load_endpoint")(
             str(model), endpoint, endpoint_key_env
         )
@@ -209,7 +211,9 @@ def load_model(
     further |= {("rge", f"{key}={value}"): {key: value} for key, value in given.items()}
     for (only, word), of_one in further.items():
         if of_one and chosen.name != only:
-            raise UserError(f"{word} is for adapter={only}, but {model} is loaded as {chosen.name}")
+            raise UserError(
+                f"{word} is for adapter={only}, but this is loaded as {chosen.name}", model
+            ).about(word.partition("=")[0], Fault("choice", "adapter", (only,)))
         options |= of_one
     target = chosen.target
     encoder = (target if callable(target) else pkgutil.resolve_name(target))(facts, **options)
@@ -290,16 +294,22 @@ class ModelOptions:
         if self.prompts is not None:
             one_of("prompts", [self.prompts], tuple(PROFILES))
         if self.exact and self.engine == "vllm":
-            raise UserError("exact=true embeds every item alone, which vLLM does not do: use engine=own")
+            raise UserError(
+                "exact=true embeds every item alone, which vLLM does not do: use engine=own"
+            ).about("exact")
         if self.endpoint is None and self.endpoint_key_env is not None:
-            raise UserError("endpoint_key_env= is the key of endpoint=ADDRESS, which is not given")
+            raise UserError("endpoint_key_env= is the key of endpoint=ADDRESS, which is not given").about(
+                "endpoint"
+            )
         if (self.combine == "sum") != (self.text_weight is None):
-            raise UserError("combine=weighted and combine=slerp need text_weight=, and only they take it")
+            raise UserError(
+                "combine=weighted and combine=slerp need text_weight=, and only they take it"
+            ).about("text_weight")
         if self.endpoint is not None and self.model is None:
-            raise UserError("endpoint= needs model=NAME, the model's name there")
+            raise UserError("endpoint= needs model=NAME, the model's name there").about("model")
         if (self.checkpoint is None) == (self.model is None):
             given = "neither" if self.model is None else f"{self.checkpoint} and {self.model}"
-            raise UserError(f"give checkpoint=DIR or model=NAME, got {given}")
+            raise UserError(f"give checkpoint=DIR or model=NAME, got {given}").about("checkpoint", "model")
 
     def loader(self) -> Callable[[], Embeds]:
         """`load_model` with these options; a `UserError` if ``checkpoint`` is unfinished."""

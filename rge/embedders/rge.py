@@ -170,7 +170,7 @@ class Released(ThirdParty):
     ) -> Encoded:
         """Embed items one by one, only queries with a rationale; see `rge.embedder.Embedder.encode`."""
         if (side == "query") != (mode == "reasoning"):
-            raise UserError("as=release: queries write a rationale and candidates do not")
+            raise UserError("as=release: queries write a rationale and candidates do not").about("as")
         rows = []
         for item in items:
             rows.append(self._encode_one(in_pictures(item, self.settings.model), side, mode))

@@ -28,7 +28,7 @@ from rge.common.parts import (
 )
 from rge.common.schema import Item
 from rge.content import pdf
-from rge.embedders.common import BARE, DirectEncoder, direct, in_pictures, loading
+from rge.embedders.common import BARE, DirectEncoder, direct, in_pictures, loading, neither
 from rge.embedders.registry import Facts
 from rge.model.prompts import user_text
 
@@ -76,9 +76,11 @@ class Sentences(DirectEncoder[Shown]):
             is_unread = side == "candidate" and text and IMAGE not in self.reads
             content = content_of(text or None, () if is_unread else item.pictures)
         if not content:
-            raise UserError(f"item {item.id!r} has neither text nor images")
+            raise neither(item)
         if any(isinstance(part, VideoPart) and part != VideoPart(part.video) for part in content):
-            raise UserError(f"{where} says which frames of a clip to show, and {name} chooses them itself")
+            raise UserError(
+                f"says which frames of a clip to show, and {name} chooses them itself", place=where
+            )
         shown = parts_to_input(with_pictures(content, map(load_image, pictures_of(content))))
         if isinstance(shown, str):
             kind = TEXT
@@ -89,14 +91,15 @@ class Sentences(DirectEncoder[Shown]):
         if kind == MESSAGE and MESSAGE not in self.reads:
             parts = [type(part).__name__.removesuffix("Part").lower() for part in content]
             raise UserError(
-                f"{where} has {', '.join(parts)} in this order, but {name} reads one picture and a text"
+                f"has {', '.join(parts)} in this order, but {name} reads one picture and a text", place=where
             )
         if kind not in self.reads:
             has, reads = "text and image" if kind == BOTH else kind, " or ".join(self.reads)
             raise UserError(
-                f"{where} has {has}, but {name} reads only {reads}: query_modality=text or image leaves out the other, "
-                "rewrite=caption puts pictures in words, and adapter=clip combines both parts for CLIP and SigLIP"
-            )
+                f"has {has}, but {name} reads only {reads}: query_modality=text or image leaves out the other, "
+                "rewrite=caption puts pictures in words, and adapter=clip combines both parts for CLIP and SigLIP",
+                place=where,
+            ).about("query_modality")
         return len(text), Shown(side, kind, shown)
 
     def embed(self, batch: Sequence[Shown]) -> Tensor:
@@ -127,7 +130,9 @@ def sentences(facts: Facts, device: str, dtype: str, *, trust_code: bool = False
     try:
         from sentence_transformers import SentenceTransformer
     except ImportError:
-        raise UserError(f"{facts.name} needs sentence-transformers: pip install -e '.[text]'") from None
+        raise UserError(
+            "needs sentence-transformers: pip install -e '.[text]'", facts.name, kind="package"
+        ) from None
     kinds = (Exception,) if trust_code else (ImportError, AttributeError)
     with loading(facts, *kinds, by=" by sentence-transformers"):
         weights = {"dtype": getattr(torch, dtype)}

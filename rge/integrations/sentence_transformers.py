@@ -24,7 +24,7 @@ from torch import Tensor
 
 from rge.checkpoints.export import export
 from rge.checkpoints.settings import CheckpointSettings, read_settings
-from rge.common.errors import UserError, not_one_of
+from rge.common.errors import UserError
 from rge.common.parts import Content, ImagePart, Part, TextPart, VideoPart, parts_from_json
 from rge.common.schema import Item
 from rge.embedder import Embedder, check_text, picture_ref
@@ -65,14 +65,14 @@ class ReasoningEmbedder(InputModule):
             UserError: an argument that has no meaning here.
         """
         if backend != "torch":
-            raise UserError(f"backend={backend!r}: a checkpoint of rge runs in torch")
+            raise UserError(f"backend={backend!r}: a checkpoint of rge runs in torch").about("backend")
         options = dict(model_kwargs or {})
         dtype, base = options.pop("dtype", options.pop("torch_dtype", None)), options.pop("base", None)
         for name in ("model_kwargs", "processor_kwargs", "config_kwargs"):
             if given := options if name == "model_kwargs" else others.get(name):
                 raise UserError(
                     f"{name}={given}: a checkpoint of rge takes model_kwargs={{'dtype': ..., 'base': ...}} only; its rge.json has the rest"
-                )
+                ).about(name)
         if not Path(model_name_or_path).exists():
             from huggingface_hub import snapshot_download
 
@@ -88,7 +88,9 @@ class ReasoningEmbedder(InputModule):
         Adapters were merged when they were loaded, so all weights are written.
         """
         if not safe_serialization:
-            raise UserError("safe_serialization=False: weights of rge are written as safetensors")
+            raise UserError("safe_serialization=False: weights of rge are written as safetensors").about(
+                "safe_serialization"
+            )
         recorded = read_settings(self.embedder.checkpoint).content()
         recorded.pop("base", None)
         settings = CheckpointSettings.model_validate(recorded)
@@ -134,15 +136,16 @@ class ReasoningEmbedder(InputModule):
         if self.training and torch.is_grad_enabled():
             raise UserError(
                 "sentence-transformers cannot train a checkpoint of rge: use rge train, which starts from it with init=; "
-                "to embed, use encode_query and encode_document, or call eval() first"
+                "to embed, use encode_query and encode_document, or call eval() first",
+                kind="training",
             )
         if task not in (None, "query", "document"):
-            raise UserError(not_one_of("task", task, ("query", "document")))
+            raise UserError.choice("task", task, ("query", "document"))
         instruction = None
         if task != "query" and features["prompt"]:
             raise UserError(
                 f"prompt={features['prompt']!r}: a document has no instruction; encode_query is for queries"
-            )
+            ).about("prompt")
         if task == "query":
             instruction, warning = self.embedder.instruction_for(features["prompt"])
             if warning:

@@ -78,10 +78,11 @@ def check_form(model: HubModel, folder: Path) -> None:
     now = model.peft_config[ADAPTER].to_dict() | {"target_modules": _targets(model)}
     if apart := [ours for theirs, ours in FORM.items() if then.get(theirs) != now[theirs]]:
         raise AdapterError(
-            f"with export.adapters_only=true training continues the adapters in {folder}, but model.lora asks for different "
-            f"ones ({', '.join(apart)}): set model.lora as it was, or export.adapters_only=false, which merges those and "
-            "starts new ones"
-        )
+            "with export.adapters_only=true training continues these adapters, but model.lora asks for different ones "
+            f"({', '.join(apart)}): set model.lora as it was, or export.adapters_only=false, which merges those and starts "
+            "new ones",
+            folder,
+        ).about(*(f"model.lora.{key}" for key in apart))
 
 
 @torch.no_grad()
@@ -125,9 +126,10 @@ def merge_saved(
 
     if hasattr(model.get_input_embeddings().weight, "ds_id"):
         raise AdapterError(
-            f"{folder} contains only adapters, and ZeRO-3 shards the base before they can be merged into it: continue them "
-            "with export.adapters_only=true, or use another back end"
-        )
+            "contains only adapters, and ZeRO-3 shards the base before they can be merged into it: continue them with "
+            "export.adapters_only=true, or use another back end",
+            folder,
+        ).about("export.adapters_only")
     config = PeftConfig.from_pretrained(str(folder))
     config.inference_mode = True
     config.base_model_name_or_path = model.name_or_path  # PEFT warns of any other
@@ -138,7 +140,9 @@ def merge_saved(
     lost = sorted(outcome.unexpected_keys) + sorted(name for name in outcome.missing_keys if "lora_" in name)
     if lost:
         raise AdapterError(
-            f"{len(lost)} weights of the adapters in {folder} do not fit their base, e.g. {lost[0]}"
+            f"{len(lost)} weights of the adapters do not fit their base, and this is the first",
+            folder,
+            key=lost[0],
         )
     whole: HubModel = adapted.merge_and_unload() if merge else adapted.base_model.model
     return whole.requires_grad_(True)  # PEFT froze it
@@ -177,7 +181,9 @@ def base_of(checkpoint: Path, asked: str | Path | None) -> Path | None:
     if is_adapter_checkpoint(checkpoint):
         return find_base(checkpoint, asked)
     if asked is not None:
-        raise UserError(f"base={asked} is for checkpoints of adapters, and {checkpoint} has all its weights")
+        raise UserError(
+            f"has all its weights; base={asked} is for checkpoints of adapters", checkpoint
+        ).about("base")
     return None
 
 
@@ -203,8 +209,10 @@ def find_base(
     if others:
         problem = f"and {', '.join(others)} has other weights{reason}: name the right one"
     raise AdapterError(
-        f"the adapters in {checkpoint} belong to the base {wanted['path']} ({wanted['sha256'][:12]}), {problem} with {key}="
-    )
+        f"these adapters belong to the base {wanted['path']} ({wanted['sha256'][:12]}), {problem} with {key}=",
+        checkpoint,
+        kind="other" if others else "missing",
+    ).about(key)
 
 
 def rows_of_base(checkpoint: Path) -> int:
@@ -236,21 +244,21 @@ def fetched(name: str, revision: str | None, patterns: list[str] | None = None) 
     except (OSError, ValueError) as error:  # the hub's own errors are these
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise AdapterError(
-            f"{name} is not a directory here, and could not be fetched from the Hugging Face hub: {reason}"
+            f"is not a directory here, and could not be fetched from the Hugging Face hub: {reason}", name
         ) from error
 
 
 def _recorded(checkpoint: Path) -> dict[str, Any]:
     base = (read_json(checkpoint / "rge.json") or {}).get("base")
     if not base:
-        raise AdapterError(f"{checkpoint}/rge.json does not say which base its adapters belong to")
+        raise AdapterError("does not say which base its adapters belong to", checkpoint / "rge.json")
     return base
 
 
 def _hash_of(base: Path) -> str:
     content = content_of(base, like=BASE_FILES)
     if not content["bytes"]:
-        raise AdapterError(f"{base} cannot be the base of adapters: it has no weights ({BASE_FILES})")
+        raise AdapterError(f"cannot be the base of adapters: it has no weights ({BASE_FILES})", base)
     return content["sha256"]
 
 

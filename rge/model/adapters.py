@@ -87,7 +87,11 @@ def trained_parts(model: HubModel, settings: LoraConfig) -> tuple[list[str], dic
     whole = _named_modules(model, settings.modules_to_save)
     excluded = {module for each in whole.values() for module in each.modules()}
     if excluded & {words, head}:
-        raise AdapterError("model.lora.modules_to_save: the embedding matrix is not trained with adapters")
+        raise AdapterError(
+            "the embedding matrix is not trained with adapters",
+            key="model.lora.modules_to_save",
+            kind="whole",
+        )
     excluded.add(head)
     if not settings.vision:
         excluded |= {module for part in family_of(model).vision(model) for module in part.modules()}
@@ -105,7 +109,9 @@ def _linear_layers(model: HubModel, targets: Sequence[str], excluded: set[nn.Mod
     known = set(map(_last, linear))
     if unknown := sorted(set(targets) - known):
         raise AdapterError(
-            f"model.lora.targets: no linear layer is named {', '.join(unknown)}; there are: {', '.join(sorted(known))}"
+            f"no linear layer is named {', '.join(unknown)}; there are: {', '.join(sorted(known))}",
+            key="model.lora.targets",
+            kind="unknown",
         )
     return [name for name in linear if not targets or _last(name) in targets]
 
@@ -115,8 +121,9 @@ def _named_modules(model: HubModel, last_parts: Sequence[str]) -> dict[str, nn.M
     if unknown := sorted(set(last_parts) - set(map(_last, named))):
         tower = {name for part in family_of(model).vision(model) for name, _ in part.named_children()}
         raise AdapterError(
-            f"model.lora.modules_to_save: no module is named {', '.join(unknown)}; the vision tower has "
-            f"{', '.join(sorted(tower))}"
+            f"no module is named {', '.join(unknown)}; the vision tower has {', '.join(sorted(tower))}",
+            key="model.lora.modules_to_save",
+            kind="unknown",
         )
     return named
 

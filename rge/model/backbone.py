@@ -20,7 +20,7 @@ from transformers.modeling_utils import set_zero3_state
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
-from rge.common.errors import UserError
+from rge.common.errors import Fault, UserError
 from rge.common.files import pointer_note
 from rge.common.prompt_profiles import EMB_TOKEN
 from rge.distributed import collectives as dist
@@ -37,7 +37,7 @@ _STOCK = {"auto": "sdpa", "varlen": "sdpa"}
 
 
 class BackboneError(UserError):
-    """A backbone cannot be used; the message says which and why."""
+    """A backbone cannot be used; `file` is its path, and `kind` or the faults say why."""
 
 
 @dataclass
@@ -62,24 +62,29 @@ def read_config(path: str | Path, revision: str | None = None) -> PretrainedConf
     place = Path(path)
     if not place.exists() and not is_hub_id(str(path)):
         makes = f" (rge small-model recipe={place.name} makes it)" if "small_models" in place.parts else ""
-        raise BackboneError(f"no model can be loaded from {path}: there is no such directory{makes}")
+        raise BackboneError(f"there is no such directory{makes}", path, kind="missing")
     if place.exists() and not (place / "config.json").is_file():
         if (place / ADAPTERS).is_file():
             raise BackboneError(
-                f"{path} contains PEFT adapters and no model: give the model that they were trained on, or merge them into it "
-                "(PeftModel.merge_and_unload, save_pretrained)"
+                "contains PEFT adapters and no model: give the model that they were trained on, or merge them into it "
+                "(PeftModel.merge_and_unload, save_pretrained)",
+                path,
+                kind="adapters",
             )
         raise BackboneError(
-            f"no model can be loaded from {path}: it has no config.json; checkpoints of finished stages are in "
-            "<out>/<stage>/final"
+            "has no config.json; checkpoints of finished stages are in <out>/<stage>/final",
+            path,
+            kind="config",
         )
     families = list(FAMILIES)  # first, since loading the families registers configs that transformers lacks
     try:
         config = AutoConfig.from_pretrained(path, revision=revision)
     except (OSError, ValueError) as error:
-        raise BackboneError(f"no model can be loaded from {path}: {error}") from error
+        raise BackboneError(f"no model can be loaded: {error}", path, kind="unreadable") from error
     if config.model_type not in families:
-        raise BackboneError(f"{path} is a {config.model_type}; supported families: {', '.join(families)}")
+        raise BackboneError(
+            f"is a {config.model_type}; supported families: {', '.join(families)}", path
+        ).about(Fault("choice", "model_type", tuple(families)))
     return config
 
 
@@ -118,15 +123,17 @@ def load_backbone(
     config, adapted = read_config(path, revision), is_adapter_checkpoint(path)
     if adapted and quantization is not None:
         raise BackboneError(
-            f"{path} contains adapters, which would be merged into weights that quantization={quantization} has rounded "
-            "before: export it with export.adapters_only=false"
-        )
+            f"contains adapters, which would be merged into weights that quantization={quantization} has rounded before: "
+            "export it with export.adapters_only=false",
+            path,
+        ).about("quantization")
     weights, own, num_rows = path, {}, config.get_text_config().vocab_size
     if adapted:
         weights, own = base or find_base(Path(path)), {"config": config}
         config.get_text_config().vocab_size = rows_of_base(Path(path))
     attention = {"": attn_implementation, "text_config": attn_implementation}
     attention["vision_config"] = vision_attn_implementation
+    rounding = quantized(quantization, config, dtype, device)
     try:
         processor = load_processor(
             path, config, revision=revision, min_pixels=min_pixels, max_pixels=max_pixels
@@ -138,20 +145,24 @@ def load_backbone(
             attn_implementation={part: _STOCK.get(asked, asked) for part, asked in attention.items()},
             output_loading_info=True,
             **own,
-            **quantized(quantization, config, dtype, device),
+            **rounding,
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise BackboneError(f"{path} cannot be loaded: {error}{pointer_note(path)}") from error
+        raise BackboneError(
+            f"cannot be loaded: {error}{pointer_note(path)}", path, kind="unreadable"
+        ) from error
     model, report = loaded
     missing = sorted(report["missing_keys"])
     if missing and all(name.endswith(HEAD) for name in missing):
         if needs_head:
-            raise BackboneError(without_head(path))
+            raise without_head(path)
         model.config.tie_word_embeddings = model.config.get_text_config().tie_word_embeddings = True
         model.get_output_embeddings().weight = model.get_input_embeddings().weight
     elif missing:
         # transformers fills them with random numbers and a warning.
-        raise BackboneError(f"{path} is incomplete: it lacks {len(missing)} weights, e.g. {missing[0]}")
+        raise BackboneError(
+            f"is incomplete: {len(missing)} weights are missing, and this is the first", path, key=missing[0]
+        )
     _drop_unused_renamings(model)
     before = model.get_input_embeddings().num_embeddings
     if num_rows > before and adapted:
@@ -175,12 +186,14 @@ def load_backbone(
 HEAD = "lm_head.weight"
 
 
-def without_head(path: str | Path) -> str:
-    """The message for a checkpoint without an output matrix where one is needed."""
-    return (
-        f"{path} has no output matrix ({HEAD}), although its config says tie_word_embeddings: false, as embedders are published: "
+def without_head(path: str | Path) -> BackboneError:
+    """The error of a checkpoint without an output matrix where one is needed."""
+    return BackboneError(
+        "it has no such output matrix, although its config says tie_word_embeddings: false, as embedders are published: "
         "without it there is no LM loss and no rationale. Train the contrastive loss alone (stage=joint loss.ratio=none "
-        "loss.anchor=none), or start from the model that it was made of"
+        "loss.anchor=none), or start from the model that it was made of",
+        path,
+        key=HEAD,
     )
 
 
@@ -208,14 +221,16 @@ def stored_names(path: str | Path, revision: str | None = None) -> set[str]:
         shards = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
         names, files = set(shards), set(shards.values())
         if Path(path).is_dir() and (lacking := [file for file in sorted(files) if local(file) is None]):
-            raise BackboneError(f"{path} lacks {len(lacking)} of {len(files)} files of weights: {lacking[0]}")
+            raise BackboneError(
+                f"lacks {len(lacking)} of {len(files)} files of weights", path, key=lacking[0]
+            )
     for found in filter(None, map(local, sorted(files))):
         try:
             with safe_open(found, "pt") as weights:
                 names |= set(weights.keys())
         except SafetensorError as error:
             note = pointer_note(found) or "; the file is cut off or damaged: copy or download it again"
-            raise BackboneError(f"{found} cannot be read: {error}{note}") from error
+            raise BackboneError(f"cannot be read: {error}{note}", found, kind="unreadable") from error
     return names
 
 
@@ -223,15 +238,19 @@ def check_end_of_turn(path: str | Path, tokenizer: Any) -> None:
     """Refuse a tokenizer without an end of turn, which tells a model that its answer is complete."""
     if tokenizer.eos_token_id is None:
         raise BackboneError(
-            f"the tokenizer of {path} has no end of turn (eos_token in its tokenizer_config.json, such as <|im_end|>), or its "
-            "vocabulary lacks that token: <emb> starts as a copy of it"
+            "its tokenizer has no end of turn (eos_token in its tokenizer_config.json, such as <|im_end|>), or its vocabulary "
+            "lacks that token: <emb> starts as a copy of it",
+            path,
+            kind="eos_token",
         )
 
 
 def _check_emb(path: str | Path, tokenizer: Any, emb_token: str) -> None:
     if emb_token not in tokenizer.get_vocab():
         raise BackboneError(
-            f"{path} has no {emb_token} token, so it is not a reasoning-guided embedder; train one from it with rge/train.py"
+            "has no such token, so it is not a reasoning-guided embedder; train one from it with rge/train.py",
+            path,
+            key=emb_token,
         )
 
 
@@ -251,7 +270,7 @@ def load_processor(
         processor = AutoProcessor.from_pretrained(path, revision=revision)
     except ValueError as error:  # such as a tokenizer.json that is no JSON
         raise BackboneError(
-            f"the processor of {path} cannot be loaded: {error}{pointer_note(path)}"
+            f"its processor cannot be loaded: {error}{pointer_note(path)}", path, kind="unreadable"
         ) from error
     if processor.chat_template is None:  # older files keep it with the tokenizer alone
         processor.chat_template = processor.tokenizer.chat_template
@@ -287,14 +306,16 @@ def quantized(kind: str | None, config: PretrainedConfig, dtype: str, device: st
     if kind is None:
         return {}
     if kind not in QUANTIZATIONS:
-        raise BackboneError(f"quantization must be one of {', '.join(QUANTIZATIONS)}, got {kind!r}")
+        raise BackboneError.choice("quantization", kind, QUANTIZATIONS)
     if kind == "4bit" and not device.startswith("cuda"):
         raise BackboneError(
             f"quantization=4bit needs a GPU, device is {device}; there, quantization=8bit works (smaller and slower than "
             "without), and dtype=bfloat16 halves the memory"
-        )
+        ).about("quantization", "device")
     if importlib.util.find_spec("bitsandbytes") is None:
-        raise BackboneError(f"quantization={kind} needs bitsandbytes: pip install -e '.[quantization]'")
+        raise BackboneError(
+            f"quantization={kind} needs bitsandbytes: pip install -e '.[quantization]'", kind="package"
+        )
     skipped = [*(name.rstrip(".") for name in vision_prefixes(skeleton(config))), "lm_head"]
     four_bits = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": getattr(torch, dtype)}
     settings = transformers.BitsAndBytesConfig(
@@ -353,7 +374,7 @@ def check_sizes(sizes: Sequence[int], model: HubModel) -> None:
         raise BackboneError(
             f"loss.matryoshka_dims={list(sizes)}: this model's embeddings have {full} components, which always count; "
             "name smaller sizes, each once"
-        )
+        ).about("loss.matryoshka_dims")
 
 
 def skeleton(config: PretrainedConfig) -> HubModel:
@@ -399,6 +420,7 @@ def collapsed_ids(model: HubModel, ids: Sequence[int]) -> list[int]:
     if collapsed is None:
         raise BackboneError(
             f"rge does not know how to pass pictures of a {model.config.model_type} to vLLM; use our own engine (in training "
-            "rollout.backend=own, else engine=own)"
+            "rollout.backend=own, else engine=own)",
+            kind="pictures",
         )
     return collapsed

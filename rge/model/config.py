@@ -82,7 +82,7 @@ class ModelConfig:
     def problems(self) -> Iterator[str]:
         """What contradicts itself."""
         if not self.path:
-            yield "give model.path, a Hugging Face id or a directory"
+            yield "model.path is missing: give a Hugging Face id or a directory"
         adapted = {"text", *(["vision"] if self.lora and self.lora.vision else [])}
         for part in sorted(adapted.intersection(self.freeze) if self.lora else ()):
             key = "lora" if part == "text" else "lora.vision"

@@ -219,7 +219,9 @@ class PromptBuilder:
         of = f"the processor {getattr(self.tokenizer, 'name_or_path', '')}".rstrip()
         if self.processor.chat_template is None:
             raise UserError(
-                f"{of} has no chat template: add its family's as chat_template.jinja to its folder"
+                "has no chat template: add its family's as chat_template.jinja to its folder",
+                of,
+                kind="template",
             )
         square = Image.new("RGB", (64, 64))
         images = [self.family.scaled(square, self.processor.image_processor)] * 2
@@ -230,13 +232,15 @@ class PromptBuilder:
             num_placeholders = int((input_ids == self._image_id).sum())
         except Exception as error:  # jinja's, or a processor's that misses placeholders
             raise UserError(
-                f"the chat template of {of} cannot be used: {type(error).__name__}: {error}"
+                f"its chat template cannot be used: {type(error).__name__}: {error}", of, kind="template"
             ) from error
         left_out = "pictures" if num_placeholders < 2 else "the text" if renders[0] == renders[1] else None
         if left_out:
             raise UserError(
-                f"the chat template of {of} leaves out {left_out}: of a turn with two pictures and a text it makes "
-                f"{shortened(repr(renders[0]))}. Use its family's, which reads a list of contents"
+                f"its chat template leaves out {left_out}: of a turn with two pictures and a text it makes "
+                f"{shortened(repr(renders[0]))}. Use its family's, which reads a list of contents",
+                of,
+                kind="template",
             )
 
     def build(
@@ -273,9 +277,10 @@ class PromptBuilder:
                 needed = sum(map(self._tokens_of, self._sizes(replace(item, content=files))))
             if needed > self.max_tokens:
                 raise UserError(
-                    f"item {item.id!r}: its pages and frames take {needed:,} tokens, more than "
-                    f"max_prompt_tokens={self.max_tokens}; show fewer, or {MAKE_ROOM}"
-                )
+                    f"its pages and frames take {needed:,} tokens, more than max_prompt_tokens={self.max_tokens}; show fewer, "
+                    f"or {MAKE_ROOM}",
+                    place=f"item {item.id!r}",
+                ).about("max_prompt_tokens")
 
         image_processor = self.processor.image_processor
 
@@ -362,8 +367,10 @@ class PromptBuilder:
         """See `rge.content.visuals.pieces`."""
         if self._clip_id is None and any(isinstance(part, VideoPart) for part in item.content):
             raise UserError(
-                f"item {item.id!r} has a video, and models of the family {type(self.family).__name__} read none: give pictures of "
-                "it, or use a model that reads videos"
+                f"has a video, and models of the family {type(self.family).__name__} read none: give pictures of it, or use a "
+                "model that reads videos",
+                place=f"item {item.id!r}",
+                kind="video",
             )
         return visuals.pieces(item.content, shown)
 
@@ -380,7 +387,7 @@ class PromptBuilder:
         # A benchmark's candidate may be empty; its wording alone is embedded. A query's instruction asks nothing.
         has_own = len(sizes) < len(pieces) if side == "query" else bool(layout[last])
         if not sizes and not has_own:
-            raise UserError(f"item {item.id!r} has neither text nor images")
+            raise UserError("has neither text nor images", place=f"item {item.id!r}")
         prompt = encode(layout, 0)
         if len(prompt) <= self.max_tokens:  # first, since the rest takes time
             return prompt

@@ -63,7 +63,7 @@ def wanted(asked: str, device: torch.device, dtype: torch.dtype, key: str) -> bo
         raise KernelError(
             f"{key}=varlen computes in bfloat16 or float16, not in {str(dtype).removeprefix('torch.')}: "
             f"train with mixed precision, or set {key}=sdpa"
-        )
+        ).about(key)
     return dtype in TOLERANCE
 
 
@@ -342,7 +342,8 @@ def _apart(found: Sequence[Tensor], exact: Sequence[Tensor]) -> list[float]:
 def _judge(equal: bool, found: str, what: str, other: str, avoid: str) -> None:
     if not equal:
         raise KernelError(
-            f"{what} differs from {other} (relative differences on this GPU: {found}); set {avoid}, and "
-            "please report it with the output of scripts/gpu_check.py"
-        )
+            f"differs from {other} (relative differences on this GPU: {found}); set {avoid}, and please report it with the "
+            "output of scripts/gpu_check.py",
+            what,
+        ).about(avoid.partition("=")[0])
     _log.warning("%s checked against %s (relative): %s", what, other, found)

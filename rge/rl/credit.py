@@ -90,7 +90,7 @@ class Reinforcement:
                 "reward gives a finite number for each of its rationales and a right answer is among the candidates: check "
                 "rl.rewards and rl.candidates"
             )
-        raise UserError(f"rl: for {self.idle_steps} steps no query {problem}")
+        raise UserError(f"for {self.idle_steps} steps no query {problem}", key="rl")
 
     def state_dict(self) -> dict[str, Any]:
         """For a resumable checkpoint."""
@@ -281,7 +281,7 @@ class Credit:
                     f"rollout.backend=vllm: vLLM returned log probabilities for {len(given)} of the {chosen} tokens of a "
                     "rationale, but all are needed to weight its samples: use a vLLM that returns them, or set "
                     "rl.vllm_importance_sampling_correction=false"
-                )
+                ).about("rollout.backend")
             parts += [*given, *[float("nan")] * (len(one.ids) + 1 - len(given))]
         return torch.tensor(parts, dtype=torch.float32).to(self.device)
 

@@ -41,8 +41,9 @@ def _endpoint(endpoint: dict[str, Any], instruction: str = INSTRUCTION) -> Model
     check_model("rl.rewards: endpoint of judge", config)
     if config.mode == "batch":
         raise UserError(
-            "rl.rewards: endpoint of judge: mode=batch takes up to a day, and training waits for every answer"
-        )
+            "endpoint of judge: mode=batch takes up to a day, and training waits for every answer",
+            key="rl.rewards",
+        ).about("mode")
     return config
 
 

@@ -101,8 +101,9 @@ class Pool:
         state_VPD = state["state_VPD"]
         if state_VPD is not None and state_VPD.shape[1] != len(self.targets):
             raise UserError(
-                f"rl.candidates: the pool has {len(self.targets)} candidates, but had {state_VPD.shape[1]} when this run was "
-                "stopped: restore it, or start with another out="
+                f"the pool has {len(self.targets)} candidates, but had {state_VPD.shape[1]} when this run was stopped: restore it, "
+                "or start with another out=",
+                key="rl.candidates",
             )
         self.age = state["age"]
         self.state_VPD = None if state_VPD is None else state_VPD.to(self.embedder.device)
@@ -116,7 +117,7 @@ def read_pool(path: Path) -> list[Target]:
     """
     found: dict[str, Target] = {}
     if not path.exists():
-        raise UserError(f"rl.candidates: there is no pool at {path}")
+        raise UserError("there is no pool", path, key="rl.candidates", kind="missing")
     if path.is_dir():
         targets = _of_corpus(path)
     else:
@@ -126,7 +127,7 @@ def read_pool(path: Path) -> list[Target]:
     for target in targets:
         found.setdefault(target.id, target)
     if not found:
-        raise UserError(f"rl.candidates: the pool {path} contains no candidates")
+        raise UserError("the pool contains no candidates", path, key="rl.candidates", kind="empty")
     return list(found.values())
 
 
@@ -134,18 +135,23 @@ def _of_corpus(folder: Path) -> Iterator[Target]:
     file = folder / CORPUS
     if not file.is_file():
         raise UserError(
-            f"rl.candidates: {folder} has no {CORPUS}: a pool is such a folder, or a file of training records"
+            f"has no {CORPUS}: a pool is such a folder, or a file of training records",
+            folder,
+            key="rl.candidates",
         )
     names = pq.read_schema(file).names
     if "id" not in names or not {"text", "image"} & set(names):
         raise UserError(
-            f"rl.candidates: {file} needs the columns id and text or image, and has {', '.join(names)}"
+            f"needs the columns id and text or image, and has {', '.join(names)}",
+            file,
+            key="rl.candidates",
+            kind="columns",
         )
     for row in table_rows(file, ["id", "text", "image", "identity"]):
         try:
             image = picture_of(row.get("image"))
         except ValueError as error:
-            raise UserError(f"rl.candidates: {file}: the picture of {row['id']!r}: {error}") from None
+            raise UserError(f"the picture: {error}", file, row["id"], "rl.candidates") from None
         if image is not None:
             image = f"{file}#{row['id']}" if isinstance(image, bytes) else resolved(image, str(folder))
         yield Target(id=row["id"], text=row.get("text"), image=image, identity=row.get("identity"))

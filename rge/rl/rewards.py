@@ -159,18 +159,22 @@ def find_reward(config: RewardConfig) -> Reward:
             load_plugins([module])  # the current folder counts as installed
             chosen = Reward(getattr(sys.modules[module], name))
         except (ImportError, AttributeError, UserError) as error:
-            raise UserError(f"rl.rewards: {config.name} cannot be loaded: {error}") from error
+            raise UserError(
+                f"{config.name} cannot be loaded: {error}", key="rl.rewards", kind="unreadable"
+            ) from error
     else:
         chosen = REWARDS[config.name]
     if not callable(chosen.function):
-        raise UserError(f"rl.rewards: {config.name} is not a function")
+        raise UserError(f"{config.name} is not a function", key="rl.rewards", kind="function")
     signature = inspect.signature(chosen.function)
     try:
         signature.bind(None, **config.options)
     except TypeError as error:
         known = [option for option in list(signature.parameters)[1:] if option != "_"]
         raise UserError(
-            f"rl.rewards: options of {config.name}: {error}; there are: {', '.join(known) or 'none'}"
+            f"options of {config.name}: {error}; there are: {', '.join(known) or 'none'}",
+            key="rl.rewards",
+            kind="options",
         ) from None
     if chosen.check is not None:
         chosen.check(**config.options)
@@ -187,14 +191,20 @@ def evaluate(config: RewardConfig, found: Reward, group: Rollouts) -> Tensor:
         frames = traceback.extract_tb(error.__traceback__)
         at = frames[min(1, len(frames) - 1)]  # the first is this call
         raise UserError(
-            f"rl.rewards: {config.name} failed: {type(error).__name__}: {error} ({at.filename}, line {at.lineno})"
+            f"{config.name} failed: {type(error).__name__}: {error}",
+            at.filename,
+            at.lineno,
+            "rl.rewards",
+            "failed",
         ) from error
     shape = tuple(group.forced_BK.shape)
     if not isinstance(value, Tensor) or tuple(value.shape) != shape:
         got = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(type(value).__name__)
         raise UserError(
-            f"rl.rewards: {config.name} must return one number per rationale, a tensor of shape {shape} "
-            f"(queries, rationales per query), but returned one {got}"
+            f"{config.name} must return one number per rationale, a tensor of shape {shape} (queries, rationales per query), "
+            f"but returned one {got}",
+            key="rl.rewards",
+            kind="shape",
         )
     return value.detach().to(group.state_BKD.device, group.state_BKD.dtype)
 
@@ -267,7 +277,7 @@ def ndcg_reward(group: Rollouts, among: str = "batch") -> Tensor:
     any has 1.
     """
     if among not in ("batch", "labelled"):
-        raise UserError(f"rl.rewards: ndcg's among must be batch or labelled, got {among!r}")
+        raise UserError.choice("rl.rewards: ndcg's among", among, ("batch", "labelled"))
     right, score = group.right_BKC, group.score_BKC
     wrong = ~right if among == "batch" else (group.labelled_BC & ~group.right_BC)[:, None].expand_as(right)
     gain = (1 / torch.log2(1 + places_of_right(score, right, wrong))).masked_fill(~right, 0.0).sum(dim=2)

@@ -199,7 +199,7 @@ def _check(batch: Decoding, replay: Callable[[], None]) -> None:
             f"a step of the rollout as a CUDA graph differs from the plain step: {tokens} of {len(batch.token_B)} tokens differ, "
             f"states by {apart:.1e}; set model.cuda_graphs=false, and please report it with the output of "
             "scripts/gpu_check.py"
-        )
+        ).about("model.cuda_graphs")
     _log.warning(
         "model.cuda_graphs: a captured step checked against the plain one: tokens equal, states to %.1e",
         apart,

@@ -39,13 +39,14 @@ def check_possible(option: str, sleeps: bool = False, device: torch.device | Non
         raise BackboneError(
             f"{option}=vllm needs vLLM, which is not installed: pip install -e '.[vllm]', in a separate "
             "environment, since it pins torch and transformers (without a GPU: see docs/performance.md); or set "
-            f"{option}=own"
-        )
+            f"{option}=own",
+            kind="package",
+        ).about(option)
     if sleeps and device is not None and device.type != "cuda":
         raise BackboneError(
             "rollout.vllm_sleep=true frees memory of a CUDA device between rollouts, and this run is on "
             f"{device.type}: set rollout.vllm_sleep=false"
-        )
+        ).about("rollout.vllm_sleep")
 
 
 @dataclass
@@ -103,15 +104,16 @@ class VllmWriter:
         if len(embedder.suppressed_ids) > MOST_BARRED:
             raise BackboneError(
                 f"{option}=vllm can suppress at most {MOST_BARRED} tokens in rationales, and this tokenizer has "
-                f"{len(embedder.suppressed_ids)} special tokens and unused rows; set {option}=own"
-            )
+                f"{len(embedder.suppressed_ids)} special tokens and unused rows; set {option}=own",
+                kind="tokens",
+            ).about(option)
         sizes = {"max_model_tokens": max_prompt_tokens + max_new_tokens, "batch_size": batch_size}
         try:
             engine = make(memory=memory, **sizes)
         except (ValueError, RuntimeError) as error:
             raise BackboneError(
-                f"{option}=vllm: vLLM does not start with {memory_option}={memory:g}: {error}"
-            ) from error
+                f"{option}=vllm: vLLM does not start with {memory_option}={memory:g}: {error}", kind="start"
+            ).about(option, memory_option) from error
         return cls(embedder, engine, max_new_tokens, batch_size)
 
     @property
@@ -224,6 +226,7 @@ class VllmWriter:
 def _check_prompt(prompt: Prompt, ids: Sequence[int]) -> None:
     if list(ids) != prompt.input_ids.tolist():
         raise BackboneError(
-            f"vLLM made {len(ids)} tokens of the prompt of {prompt.id!r}, the processor {len(prompt)} or different ones; use our "
-            "own engine (in training rollout.backend=own, else engine=own)"
+            f"vLLM made {len(ids)} tokens of the prompt, the processor {len(prompt)} or different ones; use our own engine (in "
+            "training rollout.backend=own, else engine=own)",
+            place=f"item {prompt.id!r}",
         )

@@ -74,7 +74,7 @@ def encodes_once(
     if asked == "once" and reasons:
         raise RecipeError(
             f"rollout.prompt_pass=once is not possible: {'; '.join(reasons)}. Set rollout.prompt_pass=auto"
-        )
+        ).about("rollout.prompt_pass")
     return asked != "twice" and not reasons
 
 

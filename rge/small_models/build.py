@@ -24,7 +24,7 @@ from transformers import (
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 from rge.checkpoints.settings import Origin
-from rge.common.errors import UserError, did_you_mean, not_one_of
+from rge.common.errors import Fault, UserError, did_you_mean
 from rge.small_models import efficientnet, smollm2
 from rge.small_models.config import Sizes
 
@@ -132,7 +132,7 @@ def make_model(
         raise
     except Exception as error:  # of any type: transformers and the checks of its configs raise many for sizes
         why = f"lack {error}" if isinstance(error, KeyError) else f"make no model: {error}"
-        raise UserError(f"the sizes of text and vision {why}") from error
+        raise UserError(f"the sizes of text and vision {why}").about("text", "vision") from error
     if isinstance(model.model.visual, efficientnet.EfficientNetTower):
         model.model.visual.load_pretrained()
     if smollm2.is_smollm2(text):
@@ -190,7 +190,7 @@ def make_config(rows: int, ids: Mapping[str, int], text: Sizes, vision: Sizes) -
     _check_keys("text", text, type(config.text_config), smollm2.MODEL_TYPE)
     _check_keys("vision", vision, type(config.vision_config), efficientnet.EfficientNetConfig.model_type)
     if (layers := config.get_text_config().num_hidden_layers) < 1:
-        raise UserError(f"text.num_hidden_layers must be >= 1, got {layers}")
+        raise UserError(f"must be >= 1, got {layers}", key="text.num_hidden_layers")
     return config
 
 
@@ -198,9 +198,11 @@ def _check_keys(part: str, sizes: Sizes, kind: type[Any], pretrained: str) -> No
     known = kind().to_dict()  # transformers accepts other keys, and ignores them
     for name in sizes:
         if name not in known:
-            raise UserError(f"unknown key {part}.{name}{did_you_mean(name, known)}")
+            raise UserError(f"unknown key {part}.{name}{did_you_mean(name, known)}").about(
+                Fault("unknown", f"{part}.{name}")
+            )
     if (given := sizes.get("model_type", kind.model_type)) != kind.model_type:
-        raise UserError(not_one_of(f"{part}.model_type", given, [pretrained]))
+        raise UserError.choice(f"{part}.model_type", given, [pretrained])
 
 
 def build(

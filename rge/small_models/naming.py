@@ -48,7 +48,7 @@ def naming_pictures(path: str | Path, side_px: int) -> tuple[Tensor, Tensor, lis
         for image in record.query.pictures:
             named.setdefault(str(image), record.positives[0].rationale or "")
     if not named:
-        raise RecordError(f"naming.records: no query of {path} shows a picture")
+        raise RecordError("no query shows a picture", path).about("naming.records")
     side = (side_px, side_px)
     arrays = [np.asarray(load_image(image).resize(side, Image.Resampling.BICUBIC)) for image in named]
     names = sorted({*named.values()})

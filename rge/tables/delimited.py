@@ -51,7 +51,7 @@ def delimited_rows(
             for row in _rows(layout, lines, is_quoted):
                 yield row.number, row.cells
         except _Fault as fault:
-            raise TableError(f"{path}, line {fault.line}: {fault.why}") from None
+            raise TableError(fault.why, path, fault.line) from None
 
 
 class _Fault(Exception):
@@ -214,9 +214,11 @@ class _Evidence:
             doubt = self.joined or (self.idle if is_tsv else 0)
             if doubt and not self.proof:
                 raise TableError(
-                    f"{self.path}, line {doubt}: it is unclear whether its quotation marks enclose a cell or belong to the text: "
-                    "pass quoting=quoted or quoting=none"
-                )
+                    "it is unclear whether its quotation marks enclose a cell or belong to the text: pass quoting=quoted or "
+                    "quoting=none",
+                    self.path,
+                    doubt,
+                ).about("quoting")
             return True
         if not (self.ragged or self.proof or self.escaped or (self.idle and not is_tsv)):
             return False
@@ -225,4 +227,4 @@ class _Evidence:
             without = (
                 f"; nor can it be read without quotes, as line {self.ragged} has another number of cells"
             )
-        raise TableError(f"{self.path}, line {fault.line}: {fault.why}{without}")
+        raise TableError(f"{fault.why}{without}", self.path, fault.line)

@@ -12,7 +12,9 @@ from rge.common.errors import UserError
 
 
 class TableError(UserError):
-    """A table, folder or archive cannot be read; the message names file, row and reason."""
+    """A table, folder or archive cannot be read; `place` is a line's number, a cell's address or ``row N``."""
+
+    numbered = ", line {}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +31,11 @@ def reading(name: str) -> Iterator[None]:
         yield
     except UnicodeDecodeError as error:
         raise TableError(
-            f"{name} cannot be read: it is not UTF-8 ({error.reason}): save it as CSV UTF-8, or as .xlsx"
+            f"cannot be read: it is not UTF-8 ({error.reason}): save it as CSV UTF-8, or as .xlsx", name
         ) from error
     except (OSError, pa.ArrowException, csv.Error, tarfile.TarError, EOFError) as error:
         file = getattr(error, "filename", None) or name
-        raise TableError(f"{file} cannot be read: {reason(error)}") from error
+        raise TableError(f"cannot be read: {reason(error)}", file) from error
 
 
 def reason(error: BaseException) -> str:

@@ -60,7 +60,8 @@ class Exclude:
                 valid = False
             if not valid:
                 raise UserError(
-                    f"exclude: {pattern!r} is not a pattern as in .gitignore, such as raw/ or *_thumb.jpg"
+                    f"{pattern!r} is not a pattern as in .gitignore, such as raw/ or *_thumb.jpg",
+                    key="exclude",
                 )
         self._spec = GitIgnoreSpec.from_lines(lines)
         self._fits_files = any(not pattern.endswith("/") for pattern in patterns)

@@ -102,9 +102,9 @@ def find(path: str, exclude: Sequence[str] = ()) -> Files:
     except TableError:
         raise
     except Exception as error:  # every file system has its own errors
-        raise TableError(f"{path} cannot be read: {reason(error)}") from error
+        raise TableError(f"cannot be read: {reason(error)}", path) from error
     if not files:
-        raise TableError(f"{path} does not exist")
+        raise TableError("does not exist", path, kind="missing")
     return Files(fs, _kind_of(path, files), os.path.dirname(files[0]), tuple(files), is_local, left_out)
 
 
@@ -147,7 +147,9 @@ def _in_folder(path: str, fs: Any, root: str, is_local: bool, exclude: Exclude) 
         skipped.add(file)
     only = f"; it holds {skipped}" if skipped else ""
     raise TableError(
-        f"{path} holds no picture ({', '.join(SUFFIXES)}), no Parquet file and no tar, and was not saved by `datasets`{only}"
+        f"holds no picture ({', '.join(SUFFIXES)}), no Parquet file and no tar, and was not saved by `datasets`{only}",
+        path,
+        kind="empty",
     )
 
 
@@ -160,7 +162,9 @@ def _kind_of(path: str, files: Sequence[str]) -> str:
     kind = kinds.pop()
     if kinds or kind is None or (kind == "table" and len(files) > 1):
         raise TableError(
-            f"{path} must be a folder, one {', '.join(TABLES[:-1])}, or one or more .parquet or .tar"
+            f"must be a folder, one {', '.join(TABLES[:-1])}, or one or more .parquet or .tar",
+            path,
+            kind="form",
         )
     return kind
 
@@ -193,7 +197,10 @@ def picture_rows(
         for row in readers[files.kind](files, image, columns, first, pictures):
             if pictures and isinstance(row.cells.get(image), list):
                 raise TableError(
-                    f"{files.address(row.shard)}: row {row.number} has a list of pictures in {image}: write one row for each"
+                    "has a list of pictures: write one row for each",
+                    files.address(row.shard),
+                    f"row {row.number}",
+                    image,
                 )
             yield row
 
@@ -273,7 +280,7 @@ def _parquet(files: Files, image: str, columns: Sequence[str], first: int, pictu
 def _check_column(path: str, image: str, schema: Any) -> bool:
     """Whether a table contains encoded pictures; raises `TableError` if there is no such column."""
     if image not in schema.names:
-        raise TableError(f"{path}: no column {image} (there are: {', '.join(schema.names)})")
+        raise TableError(f"there is no such column; there are: {', '.join(schema.names)}", path, key=image)
     kind = schema.field(image).type
     return not is_text(kind.value_type if pa.types.is_dictionary(kind) else kind)
 
@@ -300,8 +307,10 @@ def _tar(files: Files, path: str, image: str, pictures: bool) -> Iterator[Row]:
             content = _content(tar, member, links)
             if content is None:
                 raise TableError(
-                    f"{path}: {member.name} is a link to {member.linkname}, which is not in the archive: pack the file "
-                    "itself, as tar --dereference does"
+                    f"is a link to {member.linkname}, which is not in the archive: pack the file itself, as "
+                    "tar --dereference does",
+                    path,
+                    member.name,
                 )
             return content
 
@@ -313,7 +322,7 @@ def _tar(files: Files, path: str, image: str, pictures: bool) -> Iterator[Row]:
                 if f".{ending}".endswith(SUFFIXES):
                     found.append((ending, _content(tar, member, links) if pictures else None))
                 elif ending == "json":
-                    cells = {**json_object(f"{path}: {member.name}", text(member)), **cells}
+                    cells = {**json_object(text(member), path, member.name), **cells}
                 elif ending in ("txt", "caption"):
                     cells["caption"] = text(member).decode("utf-8-sig", "replace")
             for ending, picture in found:
@@ -401,7 +410,7 @@ def _saved(files: Files, image: str, columns: Sequence[str], first: int, picture
     try:
         saved = datasets.load_from_disk(address)
     except (ValueError, TypeError, KeyError) as error:
-        raise TableError(f"{address} cannot be read by the library datasets: {error}") from error
+        raise TableError(f"cannot be read by the library datasets: {error}", address) from error
     splits = saved.items() if isinstance(saved, datasets.DatasetDict) else [(saved.split, saved)]
     several = len(splits) > 1
     for name, split in splits:

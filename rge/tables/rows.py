@@ -105,7 +105,7 @@ def open_parquet(path: str | PathLike[str], fs: Any = None) -> Iterator[pq.Parqu
 
 def _check_columns(path: str, names: Sequence[str]) -> None:
     if repeated := next((name for name, number in Counter(names).items() if number > 1), None):
-        raise TableError(f"{path}: two columns are called {repeated!r}: rename or delete one")
+        raise TableError("two columns have this name: rename or delete one", path, key=repeated)
 
 
 def parquet_rows(
@@ -158,7 +158,7 @@ def _opened(path: str, fs: Any) -> Iterator[Any]:
     with (fs or fsspec.filesystem("file")).open(path, "rb") as data:
         if data.seekable():
             if is_pointer(data.read(64)):
-                raise TableError(f"{path}: {POINTER_NOTE}")
+                raise TableError(POINTER_NOTE, path)
             data.seek(0)
         yield data
 
@@ -173,7 +173,7 @@ def _json_lines(path: str, fs: Any) -> Iterator[Cells]:
     with _text(path, fs) as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                yield json_object(f"{path}, line {number}", line)
+                yield json_object(line, path, number)
 
 
 def _json_list(path: str, fs: Any) -> Iterator[Cells]:
@@ -181,9 +181,9 @@ def _json_list(path: str, fs: Any) -> Iterator[Cells]:
         try:
             content = json.load(text)
         except (ValueError, RecursionError) as error:
-            raise TableError(f"{path}: not valid JSON: {error}") from None
+            raise TableError(f"not valid JSON: {error}", path, kind="json") from None
     if not isinstance(content, list) or not all(isinstance(row, dict) for row in content):
-        raise TableError(f"{path}: a list of objects is needed")
+        raise TableError("a list of objects is needed", path)
     yield from content
 
 
@@ -196,7 +196,7 @@ class Grid:
         letters: letter of each column, by heading, in order.
         rows: row numbers and cells by heading: None, a value or `Broken`; to be read once. A cell without a
             heading is under "".
-        repeated: a message for each heading that another column has, too.
+        repeated: cells whose heading another column has, too, and what is wrong with them.
         unnamed: first cell of each column without a heading; complete when the rows have been read.
         num_hidden: hidden rows of a sheet, which are read like the others.
     """
@@ -204,11 +204,11 @@ class Grid:
     def __init__(self, path: str, fs: Any = None, form: TableFormat = AS_FOUND):
         """Read the headings. Raises `TableError`, as does reading the rows: see `table_rows`."""
         self.path, self.letters, self.num_hidden = path, dict[str, str](), 0
-        self.repeated, self.unnamed = list[str](), dict[str, str]()
+        self.repeated, self.unnamed = dict[str, str](), dict[str, str]()
         if path.lower().endswith(WORKBOOKS):
             lines: Iterator[tuple[int, Sequence[Any]]] = self._sheet(fs, form.sheet)
         elif form.sheet is not None:
-            raise TableError(f"sheet={form.sheet} is for workbooks, but {path} is not one")
+            raise TableError(f"is no workbook, so sheet={form.sheet} is not for it", path).about("sheet")
         else:
             with reading(path):
                 lines = delimited_rows(path, _encoded(path, fs), form.quoting)
@@ -217,8 +217,8 @@ class Grid:
         names = ["" if name is None else " ".join(str(name).split()) for name in headings]
         for letter, name in zip(map(_letter, range(len(names))), names, strict=True):
             if name in self.letters:
-                self.repeated.append(
-                    f"{letter}{number}: {name!r} is already the heading of column {self.letters[name]}"
+                self.repeated[f"{letter}{number}"] = (
+                    f"{name!r} is already the heading of column {self.letters[name]}"
                 )
             elif name:
                 self.letters[name] = letter
@@ -252,17 +252,19 @@ class Grid:
     def plain_rows(self) -> Iterator[Cells]:
         """The rows, for readers that do not list all problems; a `TableError` for the first one."""
         if self.repeated:
-            raise TableError(f"{self.path}, {self.repeated[0]}: rename or delete one")
+            place, why = next(iter(self.repeated.items()))
+            raise TableError(f"{why}: rename or delete one", self.path, place)
         for number, row in self.rows:
             if len(self.unnamed) > 1:
-                raise TableError(
-                    f"{self.path}: {' and '.join(self.unnamed.values())} have no heading: give their columns one"
-                )
+                lacking = " and ".join(self.unnamed.values())
+                raise TableError(f"{lacking} have no heading: give their columns one", self.path)
             broken = None
             if self.path.lower().endswith(WORKBOOKS):
                 broken = next((name for name, cell in row.items() if isinstance(cell, Broken)), None)
             if broken is not None:
-                raise TableError(f"{self.path}, {self.letters.get(broken, '')}{number}: {row[broken].why}")
+                raise TableError(
+                    row[broken].why, self.path, f"{self.letters.get(broken, '')}{number}", broken
+                )
             yield row
 
 
@@ -290,12 +292,12 @@ def _encoded(path: str, fs: Any) -> Callable[[], AbstractContextManager[TextIO]]
     return partial(_text, path, fs, "utf-16" if is_wide else "utf-8-sig")
 
 
-def json_object(where: str, text: str | bytes) -> Cells:
-    """Parse a JSON object; error messages begin with `where`. Raises `TableError`: not a JSON object."""
+def json_object(text: str | bytes, file: str, place: int | str) -> Cells:
+    """Parse a JSON object at a place of a file. Raises `TableError`: it is none."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise TableError(f"{where}: not valid JSON: {error}") from None
+        raise TableError(f"not valid JSON: {error}", file, place, kind="json") from None
     if not isinstance(value, dict):
-        raise TableError(f"{where}: an object is needed, got {type(value).__name__}")
+        raise TableError(f"an object is needed, got {type(value).__name__}", file, place)
     return value

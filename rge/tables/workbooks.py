@@ -14,6 +14,7 @@ from openpyxl.reader.excel import ExcelReader
 from openpyxl.utils import range_boundaries
 from openpyxl.utils.cell import coordinate_to_tuple
 
+from rge.common.errors import Fault
 from rge.tables.errors import Broken, TableError
 
 
@@ -39,7 +40,7 @@ def read_sheet(path: str, data: BinaryIO, wanted: str | None = None) -> Sheet:
         reader.read()
     except Exception as error:  # noqa: BLE001 - openpyxl raises anything on files that it does not expect
         raise TableError(
-            f"{path} cannot be read as a workbook ({error}): remove its password, or save it as .xlsx"
+            f"cannot be read as a workbook ({error}): remove its password, or save it as .xlsx", path
         ) from None
     sheets = {sheet.title: sheet for sheet in reader.wb.worksheets}
     if wanted is None:
@@ -48,16 +49,18 @@ def read_sheet(path: str, data: BinaryIO, wanted: str | None = None) -> Sheet:
             return Sheet(iter(()), 0)
         if len(filled) != 1:
             raise TableError(
-                f"{path} has {len(filled)} non-empty sheets ({', '.join(filled)}): pass sheet=NAME"
-            )
+                f"has {len(filled)} non-empty sheets ({', '.join(filled)}): pass sheet=NAME", path
+            ).about(Fault("choice", "sheet", tuple(filled)))
         (wanted,) = filled
     if wanted not in sheets:
-        raise TableError(f"{path} has no sheet {wanted!r}; its sheets: {', '.join(sheets)}")
+        raise TableError(f"has no sheet {wanted!r}; its sheets: {', '.join(sheets)}", path).about(
+            Fault("choice", "sheet", tuple(sheets))
+        )
     sheet = sheets[wanted]
     try:
         facts = _facts(sheet)
     except ParseError as error:
-        raise TableError(f"{path} cannot be read as a workbook ({error})") from None
+        raise TableError(f"cannot be read as a workbook ({error})", path) from None
     return Sheet(_rows(sheet, facts), facts.num_hidden)
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from rge.checkpoints.settings import Settings
 from rge.common.commands import progress_bar
-from rge.common.errors import UserError
+from rge.common.errors import Fault, UserError
 from rge.common.images import ImageError, load_image
 from rge.common.modes import Mode
 from rge.common.schema import Encoded, Item
@@ -117,7 +117,9 @@ def fill(
             bar.update(max(int(covered(cache).sum()) - bar.n, 0))
 
     if cluster is not None and process_group.size > 1:
-        raise UserError("engine=ray uses all devices by itself: start the command without a launcher")
+        raise UserError("engine=ray uses all devices by itself: start the command without a launcher").about(
+            "engine"
+        )
     with bar:
         if cluster is not None:
             from rge.distributed.ray_data import mapped
@@ -206,14 +208,16 @@ def check_embeddings(embeddings_ND: np.ndarray, ids: Sequence[str], side: str) -
     """Raise a `UserError` for embeddings that are not finite unit vectors."""
     shape, dtype = embeddings_ND.shape, embeddings_ND.dtype
     if len(shape) != 2 or shape[0] != len(ids) or dtype != np.float32:
-        raise UserError(f"encoder must return ({len(ids)}, D) float32 embeddings, got {shape} {dtype}")
+        raise UserError(
+            f"encoder must return ({len(ids)}, D) float32 embeddings, got {shape} {dtype}", kind="shape"
+        )
     norm_N = np.linalg.norm(embeddings_ND, axis=1)
     bad = np.flatnonzero(~(np.abs(norm_N - 1) <= 1e-3))  # also NaN
     if len(bad):
         raise UserError(
-            f"embedding of {side} {ids[bad[0]]!r} must have norm 1, got {norm_N[bad[0]]:.6g}, as do {len(bad) - 1} more in "
-            "this shard. If it is NaN or infinite, try dtype=float32; if that does not help, the checkpoint has diverged: "
-            "evaluate an earlier one"
+            f"its embedding must have norm 1, got {norm_N[bad[0]]:.6g}, as do {len(bad) - 1} more in this shard. If it is NaN or "
+            "infinite, try dtype=float32; if that does not help, the checkpoint has diverged: evaluate an earlier one",
+            place=f"{side} {ids[bad[0]]!r}",
         )
 
 
@@ -223,12 +227,16 @@ def cut(embeddings_ND: np.ndarray, dims: int | None) -> np.ndarray:
         return embeddings_ND
     full = embeddings_ND.shape[1]
     if not 1 <= dims <= full:
-        raise UserError(f"embedding_dims must be between 1 and the embedding's {full}, got {dims}")
+        raise UserError(f"embedding_dims must be between 1 and the embedding's {full}, got {dims}").about(
+            Fault("range", "embedding_dims")
+        )
     part = embeddings_ND[:, :dims]
     norm_N1 = np.linalg.norm(part, axis=1, keepdims=True)
     if not (norm_N1 > 0).all():
         num = int((norm_N1 == 0).sum())
-        raise UserError(f"embedding_dims={dims} truncates {num} embeddings to zero; use more dimensions")
+        raise UserError(
+            f"embedding_dims={dims} truncates {num} embeddings to zero; use more dimensions"
+        ).about("embedding_dims")
     return part / norm_N1
 
 
@@ -253,7 +261,8 @@ def check_collapse(embeddings_ND: np.ndarray, contents: Sequence[str], side: str
     if len(rows) > 1 and 1.0 - mean_cosine(embeddings_ND, rows) < COLLAPSED:
         raise UserError(
             f"all {len(rows)} different items of side {side} have the same embedding (mean cosine within {COLLAPSED} of "
-            "1): the checkpoint has collapsed. Train with a lower learning rate, a higher temperature or a longer cold start"
+            "1): the checkpoint has collapsed. Train with a lower learning rate, a higher temperature or a longer cold start",
+            kind="collapsed",
         )
 
 

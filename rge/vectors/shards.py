@@ -203,7 +203,7 @@ def _allocate(folder: Path, shape: tuple[int, int], memory_mb: float) -> np.ndar
         raise UserError(
             f"embeddings of {shape[0]} items take {size / 2**30:.1f} GB, more than memory_mb={memory_mb:g}, and do not fit "
             f"in {folder} ({error.strerror}): free some space, choose another cache=, or raise memory_mb"
-        ) from None
+        ).about("memory_mb", "cache") from None
     return np.memmap(file, np.float32, mode="r+", shape=shape)
 
 
@@ -214,21 +214,21 @@ def _parts(cache: Cache, columns: tuple[str, ...] | None = None) -> Iterator[tup
         path = cache.path / _name(start, stop)
         table = _read(path, columns)
         if (num := len(table)) != stop - start:
-            raise UserError(f"{path} holds {num} rows instead of {stop - start}: delete it and run again")
+            raise UserError(f"holds {num} rows instead of {stop - start}: delete it and run again", path)
         if start > row:
-            raise UserError(f"rows {row} to {start} are missing from {cache.path}: run again")
+            raise UserError(f"rows {row} to {start} are missing: run again", cache.path)
         if stop > row:  # concurrent runs may have written overlapping shards
             yield row, stop, table.slice(row - start)
             row = stop
     if row != len(cache.names):
-        raise UserError(f"rows {row} to {len(cache.names)} are missing from {cache.path}: run again")
+        raise UserError(f"rows {row} to {len(cache.names)} are missing: run again", cache.path)
 
 
 def _read(path: Path, columns: tuple[str, ...] | None = None) -> pa.Table:
     try:
         return pq.read_table(path, columns=None if columns is None else list(columns))
     except (OSError, pa.ArrowInvalid, KeyError) as error:
-        raise UserError(f"shard {path} cannot be read ({error}): delete it and run again") from None
+        raise UserError(f"the shard cannot be read ({error}): delete it and run again", path) from None
 
 
 def _name(start: int, stop: int) -> str:

@@ -124,7 +124,7 @@ def test_records_that_include_their_wording_are_refused_where_the_profile_adds_a
     worded = write(home / "worded.jsonl", record("w", wording="included"))
     here = f"joint.sources=[{{path: {worded}}}]"
     [problem] = problems_of(home, accelerator, here)
-    assert problem.startswith(f"{worded}: the texts of record 'w' include their wording (wording: included)")
+    assert problem.startswith(f"{worded}, record 'w': its texts include their wording (wording: included)")
     assert "profile: plain" in problem
     assert problems_of(home, accelerator, here, "data.profile=plain") == []
 
@@ -182,11 +182,11 @@ def test_everything_that_is_wrong_is_said_at_once(home, accelerator):
         f"{bad}:4: positives.0.image: picture {home}/none.png does not exist (record 'd')",
         f"{bad}:4: positives.0.rationale: missing or blank",
         f"{bad}:5: query: Field required",
-        f"training records {home}/nowhere.jsonl do not exist",
-        f"training records {home}/absent.jsonl do not exist",
+        f"{home}/nowhere.jsonl: there is no such file",
+        f"{home}/absent.jsonl: there is no such file",
         "log.trackers=mlflow needs its library, which is not installed: pip install mlflow",
         "there is no tracker 'tensorbord'; did you mean tensorboard?",
-        "no model can be loaded from /nowhere/model",
+        "/nowhere/model: there is no such directory",
         "train.num_processes=2, but this run has 1",
         "rollout.prompt_pass=once is not possible: a process has 2 queries per step",
     ):
@@ -654,7 +654,7 @@ def test_a_cold_start_that_the_joint_stage_alone_would_pass_by_is_found(home, ac
     (final / RGE_JSON).write_text(json.dumps(recorded(recipe_of(home), "cold_start")))
     write_manifest(final, {})
     [problem] = problems_of(home, accelerator, "stage=joint")
-    assert f"{final} exists, but stage=joint without init= starts from" in problem
+    assert f"{final}: exists, but stage=joint without init= starts from" in problem
     assert problems_of(home, accelerator) == []
 
 
@@ -852,7 +852,7 @@ def test_candidates_of_a_pool_that_cannot_be_embedded_are_found_before_the_first
         assert problems_of(home, accelerator, *overrides) == [f"{gone} does not exist"]
     assert reads == [Path(pool)]
     found = problems_of(home, accelerator, *overrides, decode=True)
-    assert found[0] == f"{gone} cannot be read: No such file or directory"
+    assert found[0] == f"{gone}: cannot be read: No such file or directory"
     assert len(found) == 2
     assert found[1].startswith(f"rl.candidates: {pool}: candidate 'half': picture {home / 'half.png'}")
     assert problems_of(home, accelerator, *overrides, "stage=joint", "rl.sources=[]") == []

@@ -321,15 +321,15 @@ def test_an_unquoted_ratio_in_yaml_is_not_a_number_to_base_sixty(load_text):
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
-        (["loss.ratio=10"], ("loss.ratio", "LM:CONTRASTIVE", "1:10", "'10'")),
-        (["loss.ratio=1:2:3"], ("1:2:3",)),
-        (["loss.ratio=a:b"], ("a:b",)),
-        (["loss.ratio=0:0"], ("loss.ratio", "0", "0:0")),
-        (["loss.ratio=-1:2"], ("loss.ratio", "0")),
-        (["loss.ratio=inf:1"], ("loss.ratio", "0")),
-        (["loss.alpha_lm=0.5", "loss.alpha_con=0.4"], ("0", "1")),
-        (["loss.alpha_lm=1.5"], ("loss.alpha_lm", "1.5", "loss.alpha_con", "-0.5")),
-        (["loss.alpha_con=.nan"], ("0", "1")),
+        (["loss.ratio=10"], ("loss.ratio", "form")),
+        (["loss.ratio=1:2:3"], ("loss.ratio", "form")),
+        (["loss.ratio=a:b"], ("loss.ratio", "form")),
+        (["loss.ratio=0:0"], ("loss.ratio", "range")),
+        (["loss.ratio=-1:2"], ("loss.ratio", "range")),
+        (["loss.ratio=inf:1"], ("loss.ratio", "range")),
+        (["loss.alpha_lm=0.5", "loss.alpha_con=0.4"], ("loss.alpha_lm", "loss.alpha_con")),
+        (["loss.alpha_lm=1.5"], ("loss.alpha_lm", "loss.alpha_con")),
+        (["loss.alpha_con=.nan"], ("loss.alpha_con",)),
     ],
 )
 def test_loss_weights_that_do_not_add_up(load, overrides, named):
@@ -338,22 +338,19 @@ def test_loss_weights_that_do_not_add_up(load, overrides, named):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "about"),
     [
-        ("- 1\n", "must be a mapping of keys to values, got list"),
-        ("only words\n", "must be a mapping of keys to values, got str"),
-        ("a: [1\n", "is not valid YAML"),
-        (
-            "loss:\n  ratio: none\n  ratio: '1:1'\n",
-            r"is not valid YAML: found the key 'ratio' twice\n.*line 3",
-        ),
-        (b"\xff\xfe", "cannot be read"),
-        ("", "give model.path"),
+        ("- 1\n", "mapping"),
+        ("only words\n", "mapping"),
+        ("a: [1\n", "yaml"),
+        ("loss:\n  ratio: none\n  ratio: '1:1'\n", "yaml"),  # a key twice
+        (b"\xff\xfe", "unreadable"),
+        ("", "model.path"),
         (MINIMAL + "losss: {ratio: none}\n", ("unknown", "losss", ("loss",))),
     ],
 )
-def test_a_broken_recipe_file_is_named(load_text, text, message):
-    with raises(RecipeError, message):
+def test_a_broken_recipe_file_is_named(load_text, text, about):
+    with error_about(RecipeError, about):
         load_text(text)
 
 
@@ -366,17 +363,17 @@ def test_a_checkpoint_to_start_from_knows_its_base(load_text, tmp_path):
 
 
 def test_arguments(load, tmp_path):
-    with error_about(RecipeError, "recipe=NAME", "recipe=FILE.yaml"):
+    with error_about(RecipeError, ("missing", "recipe")):
         load_recipe([])
-    with error_about(RecipeError, "recipe=NAME"):
+    with error_about(RecipeError, ("missing", "recipe")):
         load_recipe(["recipe=demo", "recipe=demo"])
     with raises(RecipeError, ("choice", "recipe")):
         load_recipe(["recipe=dmo"])
-    with error_about(RecipeError, "gone.yaml"):
+    with error_about(RecipeError, ("choice", "recipe")):
         load_recipe([f"recipe={tmp_path / 'gone.yaml'}"])
-    with error_about(RecipeError, "key=value", "demo"):
+    with error_about(RecipeError, "argument"):
         load("demo")
-    with error_about(RecipeError, "key=value", "'=3'"):
+    with error_about(RecipeError, "argument"):
         load("=3")
 
 
@@ -413,14 +410,14 @@ def test_a_hash_in_a_value_is_not_a_comment(load):
 
 def test_a_mix_of_anchors_has_to_mix_something(load):
     assert load("loss.anchor=mix", "loss.oracle_share=1", "loss.oracle_decay_steps=9").loss.oracle_share == 1
-    for words, message in {
-        ("loss.oracle_share=1",): "loss.oracle_share=1 mixes nothing: that is loss.anchor=oracle",
-        ("loss.oracle_share=0",): "loss.oracle_share must be > 0",
-        ("loss.oracle_share=1.5",): "loss.oracle_share must be <= 1",
-        ("loss.oracle_decay_steps=0",): "loss.oracle_decay_steps must be >= 1",
+    for word, fault in {
+        "loss.oracle_share=1": ("value", "loss.oracle_share"),
+        "loss.oracle_share=0": ("range", "loss.oracle_share"),
+        "loss.oracle_share=1.5": ("range", "loss.oracle_share"),
+        "loss.oracle_decay_steps=0": ("range", "loss.oracle_decay_steps"),
     }.items():
-        with pytest.raises(RecipeError, match=message):
-            load("loss.anchor=mix", *words)
+        with error_about(RecipeError, fault):
+            load("loss.anchor=mix", word)
 
 
 @pytest.mark.parametrize("anchor", ["none", "oracle"])
@@ -429,17 +426,13 @@ def test_how_to_write_rationales_is_refused_where_none_is_written(load, anchor):
     load(*base, "rollout.backend=vllm", "rollout.prompt_pass=twice")
     found = load(*base, "rollout.max_new_tokens=9", "rollout.batch_size=3", "rollout.temperature=0")
     assert found.rollout.max_new_tokens == 9  # of validation and of the checkpoint
-    for word, default in {
-        "rollout.direct_share=0.5": "0.0",
-        "rollout.reuse_steps=2": "0",
-        "rollout.temperature=1.0": "0.0",
-        "loss.budget=0.5": "0.0",
-    }.items():
-        key = word.partition("=")[0]
-        with pytest.raises(
-            RecipeError,
-            match=f"{word} has no effect with loss.anchor={anchor}: set {key}={default}, or loss.anchor=self",
-        ):
+    for word in (
+        "rollout.direct_share=0.5",
+        "rollout.reuse_steps=2",
+        "rollout.temperature=1.0",
+        "loss.budget=0.5",
+    ):
+        with error_about(RecipeError, ("value", word.partition("=")[0])):
             load(*base, word)
     for path in SHIPPED:
         shipped = load_recipe([f"recipe={path}"])
@@ -449,7 +442,7 @@ def test_how_to_write_rationales_is_refused_where_none_is_written(load, anchor):
 
 def test_a_query_without_anything_to_be_compared_with_is_refused(load):
     alone = ("joint.batch_size=1", "data.max_negatives=0")
-    with error_about(RecipeError, "joint.batch_size=1", "max_negatives=0"):
+    with error_about(RecipeError, "joint.batch_size"):
         load(*alone)
     load(*alone, "loss.ratio=1:0")  # nothing is compared
     load("joint.batch_size=1")
@@ -496,10 +489,10 @@ def test_a_stage_takes_as_many_steps_as_its_epochs_need(epochs, num_records, exp
 
 def test_what_vllm_cannot_do_is_said_before_anything_is_loaded(load):
     assert load("rollout.backend=vllm", "rollout.temperature=0.7").rollout.backend == "vllm"
-    with error_about(RecipeError, "rollout.prompt_pass=once"):
+    with error_about(RecipeError, "rollout.prompt_pass"):
         load("rollout.backend=vllm", "rollout.prompt_pass=once")
     for temperature in ("0.001", "2.5"):
-        with error_about(RecipeError, "rollout.temperature=", temperature):
+        with error_about(RecipeError, "rollout.temperature"):
             load("rollout.backend=vllm", f"rollout.temperature={temperature}")
 
 
@@ -544,7 +537,7 @@ def test_rl_settings_that_cannot_be(overrides, message):
 
 
 def test_the_metric_of_validation_is_one_that_the_stage_has(load):
-    with error_about(RecipeError, "validation.metric=loss_lm"):
+    with error_about(RecipeError, "validation.metric"):
         load("validation.sources=[{path: v.jsonl}]", "validation.metric=loss_lm", "loss.ratio=none")
     load("validation.sources=[{path: v.jsonl}]", "validation.metric=loss", "loss.ratio=none")
     rl = ["recipe=demo", "stage=rl", "init=x", "validation.sources=[{path: v.jsonl}]"]
@@ -612,13 +605,9 @@ def test_a_recipe_may_be_another_one_with_some_keys_changed(load, tmp_path):
     assert (recipe.joint.lr, recipe.joint.steps, recipe.joint.batch_size) == (7e-5, 3, 9)
     assert [reward.name for reward in recipe.rl.rewards] == ["rank"]
     assert recipe.recipe == "most"
-    for base, message in [
-        ("smal", "base must name another recipe, got 'smal'; did you mean"),
-        ("round", "base round leads back to itself"),
-        ("[small]", "base must name another recipe"),
-    ]:
+    for base, kind in (("smal", "unknown"), ("round", "circle"), ("[small]", "unknown")):
         (tmp_path / "round.yaml").write_text(f"base: {base}\n")
-        with pytest.raises(RecipeError, match=message):
+        with error_about(RecipeError, tmp_path / "round.yaml", "base", kind):
             load_recipe([f"recipe={tmp_path / 'round.yaml'}"], tmp_path)
     # What is wrong in a base is said with its name.
     (tmp_path / "more.yaml").write_text("base: small\njoint: {lrr: 1}\n")

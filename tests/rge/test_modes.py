@@ -212,29 +212,29 @@ RECIPE = ["recipe=demo", "stage=joint", "init=x"]
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "about"),
     [
-        (["loss.adaptive.share=0.5"], "loss.adaptive.share=0.5 needs the direct state"),
-        (["loss.direct=1", "loss.anchor=none", "loss.ratio=none"], "trains the direct state alone"),
-        (["loss.direct=1", "rollout.direct_share=0.5"], "set one of them to 0"),
-        (["stage=rl", "loss.budget=0.5"], "the stage rl trains whole rationales"),
+        (["loss.adaptive.share=0.5"], "loss.adaptive.share"),
+        (["loss.direct=1", "loss.anchor=none", "loss.ratio=none"], "loss.anchor"),
+        (["loss.direct=1", "rollout.direct_share=0.5"], "rollout.direct_share"),
+        (["stage=rl", "loss.budget=0.5"], "loss.budget"),
         (
             ["loss.direct=1", "loss.adaptive.share=0.1", "loss.adaptive.floor=0.2"],
-            "floor=0.2 is above loss.adaptive.share=0.1",
+            "loss.adaptive.floor",
         ),
         (
             ["loss.direct=1", "loss.adaptive.share=0.5", "loss.ratio=1:0"],
-            "changes the LM loss by what the contrastive loss compares, and the weight of one of them is 0",
+            "loss.adaptive.share",
         ),
         (
             ["loss.direct=1", "loss.adaptive.share=0.5", "loss.ratio=none"],
-            "share=0.5 changes the LM loss",
+            "loss.adaptive.share",
         ),
-        (["loss.direct=1", "stage=rl"], "the stage rl trains the reasoned state alone"),
+        (["loss.direct=1", "stage=rl"], "loss.direct"),
     ],
 )
-def test_settings_that_contradict_one_another(words, message):
-    with pytest.raises(RecipeError, match=message):
+def test_settings_that_contradict_one_another(words, about):
+    with error_about(RecipeError, about):
         load_recipe([*RECIPE, *words])
 
 

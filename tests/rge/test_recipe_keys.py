@@ -920,7 +920,7 @@ def test_resume_with_allows_what_it_names(arguments, tmp_path):
     assert check_same_recipe(before, recipe, "joint", tmp_path) == []
     assert changed_with(before, recipe, "joint") == {"joint.lr": (3e-3, 1e-4), "joint.steps": (2, 9)}
     assert changed_with(to_dict(recipe), recipe, "joint") == {}
-    with error_about(RecipeError, "resume_with", "data.profile"):
+    with error_about(RecipeError, "resume_with"):
         load_recipe(arguments("resume_with=[data.profile]"))
 
 

@@ -366,7 +366,7 @@ def test_ctrl_c_saves_and_exits_with_130_and_the_second_one_ends_at_once(whole, 
         program.wait_until(lambda: len(metrics_or_partial(out / "joint")) >= step)
         second = run(home, out, *keep)
         assert second.returncode == 2
-        assert f"error: {out} is in use by process " in second.stderr
+        assert f"error: {out}: is in use by process " in second.stderr
         assert not list(out.glob("joint/state/*"))
         program.send(signal.SIGINT, group=True)  # as a terminal does, to data workers too
         program.send(signal.SIGINT)  # and a launcher once more
@@ -402,7 +402,7 @@ def test_two_processes_say_once_what_is_wrong_and_both_end(home, tmp_path):
     done = forked.run_pair(*command(home, tmp_path / "out", *wrong))
     assert done.returncode != 0
     assert done.stderr.count("error: 3 problems; nothing was started:") == 1
-    assert done.stderr.count("training records gone.jsonl do not exist") == 1
+    assert done.stderr.count("gone.jsonl: there is no such file") == 1
     assert not (tmp_path / "out").exists()
 
 
@@ -649,7 +649,7 @@ def test_a_config_of_ones_own_is_refused_where_it_does_not(home, nobodys_home):
             "the launcher was asked for several processes and started one, as accelerate does with `--cpu`",
         ),
         (["loss.alfa=1"], (), "unknown key loss.alfa; did you mean loss.al"),
-        (["joint.sources=[{path: gone.jsonl}]"], (), "training records gone.jsonl do not exist"),
+        (["joint.sources=[{path: gone.jsonl}]"], (), "gone.jsonl: there is no such file"),
     ],
 )
 def test_a_mistake_is_one_line_and_not_a_traceback(home, tmp_path, overrides, launcher, message):

@@ -20,6 +20,7 @@ from rge.objective import Objective
 from rge.rollout.config import RolloutConfig
 from rge.rollout.generate import generate
 from rge.validation import Validation
+from tests.helpers.faults import error_about
 
 WORDS = ["what", "egg", "key", "open", "this", "turn", "picture", "locked", "chick"]
 
@@ -242,7 +243,6 @@ def test_only_the_first_records_are_used_and_too_few_are_an_error(lively, record
     few = make(records, lively, objective, max_records=2).measure(lively)
     assert few["val_hit_at_1"] in (0.0, 0.5, 1.0)
     monkeypatch.setattr("rge.distributed.collectives.world_size", lambda: 8)
-    for most, used in ((512, 7), (2, 2)):
-        said = rf"validation uses {used} of the 7 records of .*held_out\.jsonl, fewer than the 8 processes: raise validation.max_records"
-        with pytest.raises(RecordError, match=said):
+    for most in (512, 2):
+        with error_about(RecordError, "held_out.jsonl", "validation.max_records"):
             make(records, lively, objective, max_records=most)

@@ -45,8 +45,7 @@ class Table:
     def _of_sheet(self, grid: Grid) -> list[tuple[int, Cells]]:
         rows = list(grid.rows)
         self._letters = grid.letters
-        for message in grid.repeated:
-            cell, _, reason = message.partition(": ")
+        for cell, reason in grid.repeated.items():
             self.problems.append(ReleaseError(reason, place=cell))
         for letter, cell in grid.unnamed.items():
             self.problems.append(ReleaseError(f"column {letter} has no heading", place=cell))

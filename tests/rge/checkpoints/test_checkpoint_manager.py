@@ -38,6 +38,7 @@ from rge.data.config import SourceConfig
 from rge.embedder import Embedder
 from rge.model.prompts import PromptBuilder
 from rge.rollout.generate import generate
+from tests.helpers.faults import error_about
 
 
 @pytest.fixture
@@ -148,7 +149,7 @@ def test_a_full_disk_leaves_an_earlier_checkpoint(lively, settings, tmp_path, li
     before = checkpoint_hash(final)
     with (
         files_of_at_most(limit),
-        pytest.raises(CheckpointError, match=r"checkpoint .*final could not be written: .*free some space"),
+        error_about(CheckpointError, final, "unwritten"),
     ):
         export(lively, final, settings.but(step=8))
     assert [path.name for path in tmp_path.iterdir()] == ["final"]
@@ -219,23 +220,22 @@ def test_the_hash_sees_weights_and_settings_and_nothing_else(lively, settings, t
 
 
 def test_what_is_not_a_checkpoint_is_named(tiny_path, lively, settings, tmp_path):
-    with pytest.raises(CheckpointError, match=r"checkpoint .*gone does not exist"):
+    with error_about(CheckpointError, tmp_path / "gone", "missing"):
         Embedder.from_pretrained(tmp_path / "gone")
-    with pytest.raises(CheckpointError, match=r"tiny has no rge\.json, so it is not a checkpoint of rge"):
+    with error_about(CheckpointError, tiny_path, "foreign"):
         Embedder.from_pretrained(tiny_path)
     export(lively, tmp_path / "final", settings)
     (tmp_path / "final/rge.json").write_text(json.dumps({**settings.content(), "format": 2}))
-    with pytest.raises(CheckpointError, match="has format 2, this version reads format 1"):
+    with error_about(CheckpointError, "final/rge.json", "format"):
         Embedder.from_pretrained(tmp_path / "final")
     broken = {key: value for key, value in settings.content().items() if key != "profile"} | {
         "reasons": "both"
     }
     (tmp_path / "final/rge.json").write_text(json.dumps(broken))
-    message = r"final/rge\.json is damaged \(profile: Field required; reasons: Input should be 'query' or 'none'\): copy it"
-    with pytest.raises(CheckpointError, match=message):
+    with error_about(CheckpointError, "final/rge.json", "damaged", "profile", "reasons"):
         Embedder.from_pretrained(tmp_path / "final")
     (tmp_path / "final/rge.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"final/rge\.json is not valid JSON"):
+    with error_about(CheckpointError, "final/rge.json", "json"):
         Embedder.from_pretrained(tmp_path / "final")
 
 
@@ -254,23 +254,18 @@ def test_a_run_may_be_resumed_with_other_bookkeeping(recipe, tmp_path, override)
 
 
 @pytest.mark.parametrize(
-    ("override", "difference"),
+    ("override", "before"),
     [
-        ("joint.lr=1e-3", r"joint\.lr \(there 2e-05, now 0\.001\)"),
-        ("train.seed=5", r"train\.seed \(there 0, now 5\)"),
-        ("loss.anchor=oracle", r"loss\.anchor \(there 'self', now 'oracle'\)"),
-        ("optim.betas=[0.9, 0.95]", r"optim\.betas \(there \[0\.9, 0\.999\], now \[0\.9, 0\.95\]\)"),
-        (
-            "joint.sources=[{path: b.jsonl}]",
-            r"joint\.sources \(there \[.*a\.jsonl.*\], now \[.*b\.jsonl.*\]\)",
-        ),
+        ("joint.lr=1e-3", "2e-05"),
+        ("train.seed=5", "0"),
+        ("loss.anchor=oracle", "self"),
+        ("optim.betas=[0.9, 0.95]", "[0.9, 0.999]"),
+        ("joint.sources=[{path: b.jsonl}]", "[{'path': 'a.jsonl', 'weight': 1.0}]"),
     ],
 )
-def test_a_run_is_not_resumed_with_another_recipe(recipe, tmp_path, override, difference):
+def test_a_run_is_not_resumed_with_another_recipe(recipe, tmp_path, override, before):
     found = json.loads(json.dumps(to_dict(recipe())))
-    with pytest.raises(
-        CheckpointError, match=rf"was made with another recipe: .*{difference}.*Use another out="
-    ):
+    with error_about(CheckpointError, tmp_path, ("value", override.partition("=")[0], (before,))):
         check_same_recipe(found, recipe(override), "joint", tmp_path)
 
 
@@ -290,7 +285,7 @@ def test_a_run_that_was_out_of_memory_is_resumed_with_less_and_says_so(recipe, t
     key, value = override.split("=")
     assert said.startswith(f"{key} (there ")
     assert said.replace("'", "").lower().endswith(f"now {value})")
-    with pytest.raises(CheckpointError, match=r"another recipe: joint\.lr \(there 2e-05, now 1\.0\)\. Use"):
+    with error_about(CheckpointError, ("value", "joint.lr", ("2e-05",))):
         check_same_recipe(found, recipe(override, "joint.lr=1"), "joint", tmp_path)
 
 
@@ -298,14 +293,14 @@ def test_a_stage_is_not_resumed_or_accepted_from_another_start(recipe, tmp_path)
     """`stage=joint` alone starts from the model, the joint stage of `stage=all` from the cold start in the same folder."""
     base, cold = recipe(f"out={tmp_path}", "stage=joint"), f"init={tmp_path / 'cold_start/final'}"
     both, told = recipe(f"out={tmp_path}"), recipe(f"out={tmp_path}/", "stage=joint", cold)
-    start = r"init \(there {}, now {}\)"
-    for there, now, message in (
-        (base, both, start.format("None", "'OUT/cold_start/final'")),
-        (both, base, start.format("'OUT/cold_start/final'", "None")),
-        (told, base, start.format("'OUT/cold_start/final'", "None")),
-        (both, recipe(f"out={tmp_path}", "init=b"), start.format("None", "'b'")),
+    final = str(tmp_path / "cold_start/final")
+    for there, now, before in (
+        (base, both, "None"),
+        (both, base, final),
+        (told, base, final),
+        (both, recipe(f"out={tmp_path}", "init=b"), "None"),
     ):
-        with pytest.raises(CheckpointError, match=message.replace("OUT", str(tmp_path))):
+        with error_about(CheckpointError, ("value", "init", (before,))):
             check_same_recipe(to_dict(there), now, "joint", tmp_path)
     for there, now in ((both, told), (told, both), (base, base), (both, recipe("out=moved"))):
         assert check_same_recipe(to_dict(there), now, "joint", tmp_path) == []
@@ -317,9 +312,9 @@ def test_the_cold_start_does_not_depend_on_the_joint_stages_settings(recipe, tmp
     found = json.loads(json.dumps(to_dict(recipe())))
     for override in ("joint.lr=1e-3", "loss.ratio=1:1", "loss.anchor=none", "rollout.temperature=1"):
         check_same_recipe(found, recipe(override), "cold_start", tmp_path)
-    with pytest.raises(CheckpointError, match=r"lm_on_candidates \(there True, now False\)"):
+    with error_about(CheckpointError, ("value", "loss.lm_on_candidates", ("True",))):
         check_same_recipe(found, recipe("loss.lm_on_candidates=false"), "cold_start", tmp_path)
-    with pytest.raises(CheckpointError, match=r"cold_start\.lr"):
+    with error_about(CheckpointError, "cold_start.lr"):
         check_same_recipe(found, recipe("cold_start.lr=1"), "cold_start", tmp_path)
 
 
@@ -333,7 +328,7 @@ def test_a_state_with_the_unused_settings_of_its_sources_is_resumed(recipe, tmp_
     )
     assert check_same_recipe(json.loads(json.dumps(asdict(now))), now, "rl", tmp_path) == []
     other = recipe("rl.sources=[{path: a.jsonl, weight: 2}]")
-    with pytest.raises(CheckpointError, match=r"rl\.sources"):
+    with error_about(CheckpointError, "rl.sources"):
         check_same_recipe(json.loads(json.dumps(asdict(now))), other, "rl", tmp_path)
 
 
@@ -341,7 +336,7 @@ def test_a_finished_stage_is_recognised(lively, settings, recipe, tmp_path):
     assert not finished(tmp_path, recipe(), "joint")
     export(lively, tmp_path / "final", settings.but(recipe=to_dict(recipe())))
     assert finished(tmp_path, recipe(), "joint")
-    with pytest.raises(CheckpointError, match=r"joint\.lr"):
+    with error_about(CheckpointError, "joint.lr"):
         finished(tmp_path, recipe("joint.lr=1"), "joint")
     shutil.rmtree(tmp_path / "final")
     (tmp_path / "tmp_final").mkdir()
@@ -354,26 +349,24 @@ def test_a_checkpoint_that_was_cut_does_not_count_as_finished(lively, settings, 
     assert finished(tmp_path, recipe(), "joint")
     [weights] = (tmp_path / "final").glob("*.safetensors")
     weights.write_bytes(weights.read_bytes()[:1000])
-    with pytest.raises(
-        CheckpointError, match=r"final is damaged: model.safetensors has 1000 bytes instead of \d+"
-    ):
+    with error_about(CheckpointError, tmp_path / "final", "damaged"):
         finished(tmp_path, recipe(), "joint")
     (tmp_path / "final/done.json").unlink()
-    with pytest.raises(CheckpointError, match=r"final is damaged: done.json cannot be read"):
+    with error_about(CheckpointError, tmp_path / "final", "damaged"):
         finished(tmp_path, recipe(), "joint")
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "kind"),
     [
-        (lambda name, all_: f"_orig_mod.{name}", r"_orig_mod\.\S+ is not one of its weights \(\d+ unknown names, \d+ missing"),
-        (lambda name, all_: None if "norm.weight" in name else name, r"norm\.weight is missing \(0 unknown"),
+        (lambda name, all_: f"_orig_mod.{name}", "unknown"),
+        (lambda name, all_: None if "norm.weight" in name else name, "missing"),
     ],
-)  # fmt: skip
-def test_weights_of_other_names_are_not_written(lively, settings, tmp_path, change, message):
+)
+def test_weights_of_other_names_are_not_written(lively, settings, tmp_path, change, kind):
     found = {change(name, 0): value for name, value in lively.model.state_dict().items()}
     found.pop(None, None)
-    with pytest.raises(CheckpointError, match=message):
+    with error_about(CheckpointError, tmp_path / "final", kind):
         export(lively, tmp_path / "final", settings, found)
     assert not list(tmp_path.iterdir())
 
@@ -386,10 +379,7 @@ def test_what_reads_back_otherwise_is_no_checkpoint(lively, settings, tmp_path, 
             path.write_bytes(content)
 
     monkeypatch.setattr("rge.checkpoints.export.flush", flip)
-    with pytest.raises(
-        CheckpointError,
-        match=r"could not be written: 1 of \d+ weights differ from what was written when read back",
-    ):
+    with error_about(CheckpointError, tmp_path / "final", "unwritten"):
         export(lively, tmp_path / "final", settings)
     assert not list(tmp_path.iterdir())
 
@@ -398,18 +388,14 @@ def test_a_stage_alone_does_not_pass_by_the_one_before_it(lively, settings, reci
     out, cold = f"out={tmp_path}", tmp_path / "cold_start/final"
     check_start(recipe(out, "stage=joint"))
     export(lively, cold, settings)
-    model = "Qwen/Qwen2.5-VL-3B-Instruct"
     for name in ("joint", "rl"):
-        with pytest.raises(
-            CheckpointError,
-            match=rf"cold_start/final exists, but stage={name} without init= starts from {model}: set init={cold}, or",
-        ):
+        with error_about(CheckpointError, cold, "init"):
             check_start(recipe(out, f"stage={name}"))
         check_start(recipe(out, f"stage={name}", f"init={cold}"))
     for stage in ("all", "cold_start"):
         check_start(recipe(out, f"stage={stage}"))
     export(lively, tmp_path / "joint/final", settings)
-    with pytest.raises(CheckpointError, match=r"set init=.*/joint/final"):
+    with error_about(CheckpointError, tmp_path / "joint/final", "init"):
         check_start(recipe(out, "stage=rl"))
     # One that has begun goes on as it began.
     state = tmp_path / "rl/state/step_00000002"

@@ -14,6 +14,7 @@ from rge.common.files import (
     write_json,
     write_text,
 )
+from tests.helpers.faults import error_about
 
 
 def test_what_is_written_is_there(tmp_path):
@@ -35,7 +36,7 @@ def test_a_writer_that_fails_leaves_the_old_file(tmp_path):
             waiting.write_text("half")
             raise RuntimeError("in the middle")
 
-    with pytest.raises(RuntimeError, match="in the middle"):
+    with pytest.raises(RuntimeError):
         fail()
     assert [file.name for file in tmp_path.iterdir()] == ["a"]
     assert path.read_text() == "old"
@@ -47,13 +48,13 @@ def test_a_full_disk_is_one_clear_error(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
     try:
-        with pytest.raises(FileError, match="a cannot be written: File too large"):
+        with error_about(FileError, path, "unwritten"):
             write_text(path, "x" * 1000)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert path.read_text() == "old"
     assert len(list(tmp_path.iterdir())) == 1
-    with pytest.raises(FileError, match="cannot be written: Not a directory|cannot be written: File exists"):
+    with error_about(FileError, path / "below", "unwritten"):
         write_text(path / "below", "x")
 
 
@@ -80,7 +81,7 @@ def test_the_current_folder_is_not_replaced(tmp_path, monkeypatch, out):
     here = tmp_path / "above" / "here"
     here.mkdir(parents=True)
     monkeypatch.chdir(here)
-    with pytest.raises(FileError, match="is or contains the current folder, so it cannot be replaced"):
+    with error_about(FileError, "current"):
         with replacing_folder(out.format(here=here), overwrite=True):
             raise AssertionError("unreachable")
     assert here.is_dir()

@@ -5,6 +5,7 @@ import pytest
 
 from rge.common.errors import UserError
 from rge.common.options import one_of, parse_options
+from tests.helpers.faults import error_about
 
 
 @dataclass
@@ -43,33 +44,33 @@ def test_only_one_whole_quoted_text_is_read_without_its_quotes():
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "fault"),
     [
-        (["out=o", "limt=3"], "unknown key limt; did you mean limit\\?"),
-        (["out=o", "zzz=3"], "unknown key zzz; there are: deep, limit, names, out"),
-        (["out=o", "--limit"], "arguments must be key=value, got '--limit'"),
-        (["out=o", "out=p"], "out is given twice"),
-        (["limit=3"], "missing out=..."),
-        (["out=o", "limit=many"], "limit must be an integer, got 'many'"),
-        (["out=o", "rate=high"], "rate must be a number, got 'high'"),
-        (["out=o", "deep=maybe"], "deep must be true or false, got 'maybe'"),
-        (["out="], "out needs a value: out=..."),
-        (["out=Bilder_f\udcfcr"], r"'out=Bilder_f\\udcfcr' is not UTF-8: rename"),
+        (["out=o", "limt=3"], ("unknown", "limt", ("limit",))),
+        (["out=o", "zzz=3"], ("unknown", "zzz", ())),
+        (["out=o", "--limit"], "argument"),
+        (["out=o", "out=p"], ("twice", "out")),
+        (["limit=3"], ("missing", "out")),
+        (["out=o", "limit=many"], ("type", "limit")),
+        (["out=o", "rate=high"], ("type", "rate")),
+        (["out=o", "deep=maybe"], ("type", "deep")),
+        (["out="], ("missing", "out")),
+        (["out=Bilder_f\udcfcr"], "encoding"),
     ],
 )
-def test_wrong_words_are_refused(words, message):
-    with pytest.raises(UserError, match=message):
+def test_wrong_words_are_refused(words, fault):
+    with error_about(UserError, fault):
         parse_options(Options, words)
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
+    ("values", "fault"),
     [
-        (("reasonin",), "mode must be one of reasoning, direct, got 'reasonin'; did you mean 'reasoning'\\?"),
-        (("direct", "direct"), "mode must list at least one value and each only once"),
-        ((), "mode must list at least one"),
+        (("reasonin",), ("choice", "mode", ("reasoning", "direct"))),
+        (("direct", "direct"), ("value", "mode")),
+        ((), ("value", "mode")),
     ],
 )
-def test_one_of(values, message):
-    with pytest.raises(UserError, match=message):
+def test_one_of(values, fault):
+    with error_about(UserError, fault):
         one_of("mode", values, ("reasoning", "direct"))

@@ -94,7 +94,7 @@ def test_other_spellings_are_the_same_part(written, part):
     ],
 )
 def test_a_fault_names_the_part(written, place):
-    with pytest.raises(ValueError, match="^content") as caught:
+    with pytest.raises(ValueError) as caught:
         parts_from_json([{"text": "fine"}, written])
     assert str(caught.value).partition(": ")[0] == place
 
@@ -150,7 +150,7 @@ def test_a_record_has_content_on_either_side(tmp_path):
 )
 def test_contradictions_are_refused(tmp_path, change):
     (tmp_path / "a.jsonl").write_text(json.dumps(LINE | change))
-    with error_about(RecordError, "a.jsonl:1"):
+    with error_about(RecordError, "a.jsonl", 1):
         RecordFile(tmp_path / "a.jsonl")
 
 

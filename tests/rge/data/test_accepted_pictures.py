@@ -157,9 +157,9 @@ def test_what_is_no_picture_is_named(row, monkeypatch):
     for cell in REFUSED[row]:
         rows = [{"query": {"images": [cell]}, "positives": [{"text": "a"}]}]
         monkeypatch.setitem(DATA_SOURCES._entries, "cells", lambda rows=rows: rows)
-        with error_about(RecordError, "0", "query.images.0") as raised:
+        with error_about(RecordError, 0, "query.images.0") as raised:
             open_records(RecordsConfig(type="cells"))
-        assert ("rge data download" in str(raised.value)) == (row == "a web address")
+        assert ("rge data download" in raised.value.reason) == (row == "a web address")
 
 
 def test_an_empty_cell_is_no_picture():
@@ -170,7 +170,7 @@ def test_an_empty_cell_is_no_picture():
 def test_base64_is_recognised_by_what_it_encodes(kind):
     data = encoded(kind)
     assert picture_of(base64.b64encode(data).decode()) == data
-    with pytest.raises(ValueError, match="damaged"):
+    with pytest.raises(ValueError):
         picture_of(base64.b64encode(data).decode()[:40] + "!!!!")
 
 
@@ -186,9 +186,9 @@ def test_a_path_is_not_mistaken_for_base64(path):
     "cell", ["x" * 5000, {"src": "a.png"}, ["a.png", "b.png"], 7, [300], [1] * 20 + ["a"], [300] * 20]
 )
 def test_anything_else_is_an_error_of_few_words(cell):
-    with pytest.raises(ValueError, match=r"\w") as raised:
+    with pytest.raises(ValueError) as raised:
         picture_of(cell)
-    assert len(str(raised.value)) < 200
+    assert 0 < len(str(raised.value)) < 200
 
 
 def test_the_same_picture_is_the_same_target_however_it_is_stored(tmp_path):
@@ -254,7 +254,7 @@ def test_a_file_is_read_without_asking_a_hub(name, folder, monkeypatch):
 )
 def test_a_missing_path_is_not_sent_to_the_hub(name, monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: pytest.fail("the hub was asked"))
-    with pytest.raises(RecordError, match="there is no file or folder"):
+    with error_about(RecordError, "missing"):
         open_records(RecordsConfig(dataset=name))
 
 
@@ -269,10 +269,9 @@ def test_a_missing_path_is_not_sent_to_the_hub(name, monkeypatch):
 )
 def test_a_file_of_another_format_is_one_line(tmp_path, name, content):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(RecordError) as raised:
+    with error_about(RecordError, tmp_path / name) as raised:
         open_records(RecordsConfig(path=str(tmp_path / name)))
-    assert str(tmp_path / name) in str(raised.value)
-    assert len(str(raised.value).splitlines()) == 1
+    assert len(raised.value.reason.splitlines()) == 1
 
 
 @pytest.mark.parametrize("kept", ["saved", "parquet"])

@@ -176,15 +176,15 @@ def test_a_file_may_leave_out_what_a_data_set_may(tmp_path):
         assert mine.query.images == other.query.images
     assert [found[index].id for index in range(2)] == ["train.jsonl:0", "second"]
     file.write_text(lines[0].replace('"negatives"', '"negativs"'))
-    with error_about(RecordError, "train.jsonl:1"):
+    with error_about(RecordError, file, 1, "negativs"):
         open_records(RecordsConfig(path=str(file)))
 
 
 def test_a_split_is_chosen(home):
     assert len(open_records(RecordsConfig(dataset=str(home / "splits"), split="test"))) == 5
-    with error_about(RecordError, "valid"):
+    with error_about(RecordError, home / "splits", ("choice", "split")):
         open_records(RecordsConfig(dataset=str(home / "splits"), split="valid"))
-    with error_about(RecordError, "valid"):
+    with error_about(RecordError):
         open_records(RecordsConfig(dataset=str(home / "parquet"), split="valid"))
 
 
@@ -245,7 +245,7 @@ def test_a_column_may_have_the_name_of_the_field_that_it_is_a_part_of(tmp_path):
     )
     assert open_records(RecordsConfig(dataset=str(tmp_path), columns=columns))[0].query.text == "0.png"
     del columns["query.text"]  # the question would be lost
-    with error_about(RecordError, "0", "query.text"):
+    with error_about(RecordError, 0, "query"):
         open_records(RecordsConfig(dataset=str(tmp_path), columns=columns))
 
 
@@ -293,21 +293,21 @@ def test_a_row_may_lack_one_of_the_columns_that_describe_its_targets(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "about"),
     [
-        ({"columns": {**COLUMNS, "query.txt": "question"}}, "a record has no field 'query.txt'; did you mean 'query.text'"),
-        ({"columns": {**COLUMNS, "query.text": "qestion"}}, "is not one of its columns: .*; did you mean 'question'"),
-        ({"columns": {"query.text": "question"}}, "has no column positives, and `columns` maps none to it: it has question, "),
-        ({"subset": "none"}, "cannot be loaded: BuilderConfig 'none' not found"),
-        ({"dataset": "nobody/nothing"}, "or HF_HUB_OFFLINE or .* and it is not in this machine's cache"),
-        ({"dataset": "nowhere"}, r"data set nowhere.* cannot be loaded: .*there is no such folder or file"),
-        ({"columns": {**COLUMNS, "positives.id": "wrong"}}, r":0: positives: columns of different lengths"),
-        ({"columns": {**COLUMNS, "query.text": "junk"}}, r":0: query.text: Input should be a valid string"),
+        ({"columns": {**COLUMNS, "query.txt": "question"}}, ("columns", "query.txt")),
+        ({"columns": {**COLUMNS, "query.text": "qestion"}}, ("columns", "query.text", "unmapped")),
+        ({"columns": {"query.text": "question"}}, ("positives",)),
+        ({"subset": "none"}, ("unreadable",)),
+        ({"dataset": "nobody/nothing"}, ("unknown",)),
+        ({"dataset": "nowhere"}, ("unknown",)),
+        ({"columns": {**COLUMNS, "positives.id": "wrong"}}, (0, "positives")),
+        ({"columns": {**COLUMNS, "query.text": "junk"}}, (0, "query.text")),
     ],
-)  # fmt: skip
-def test_what_cannot_be_read_is_named(odd, changes, message, monkeypatch):
+)
+def test_what_cannot_be_read_is_named(odd, changes, about, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(RecordError, match=message):
+    with error_about(RecordError, *about):
         open_records(RecordsConfig(**{"dataset": str(odd), "subset": "all", "columns": COLUMNS, **changes}))
 
 
@@ -351,18 +351,17 @@ def test_a_streams_folder_may_be_a_relative_path(home, monkeypatch):
 
 
 def test_an_empty_folder_is_an_error(tmp_path):
-    with error_about(RecordError, "JSON", "save_to_disk"):
+    with error_about(RecordError, "unreadable"):
         open_records(RecordsConfig(dataset=str(tmp_path)))
 
 
 @pytest.mark.parametrize(
-    ("line", "reason"),
-    [('{"query": oops}', "JSON parse error"), ('{"query": ["?"]}', "column query has the types")],
+    ("line", "about"), [('{"query": oops}', "unreadable"), ('{"query": ["?"]}', "query")]
 )
-def test_a_file_of_a_data_set_that_cannot_be_read_says_why(tmp_path, line, reason):
+def test_a_file_of_a_data_set_that_cannot_be_read_says_why(tmp_path, line, about):
     (tmp_path / "a.jsonl").write_text('{"query": {"text": "?"}}\n')
     (tmp_path / "b.jsonl").write_text(line + "\n")
-    with pytest.raises(RecordError, match=rf"cannot be loaded: (.|\n)*{reason}"):
+    with error_about(RecordError, about):
         open_records(RecordsConfig(dataset=str(tmp_path)))
 
 
@@ -384,7 +383,7 @@ def test_bad_records_are_named_by_their_rows_or_left_out(home, tmp_path):
     source = RecordsConfig(dataset=str(tmp_path / "bad"))
     with pytest.raises(RecordError) as caught:
         open_records(source, need_rationale=True, pictures=PictureIndex())
-    said = str(caught.value).splitlines()[1:]
+    said = caught.value.reason.splitlines()[1:]
     assert [line.removeprefix(f"{tmp_path / 'bad'}[train]:").split(": ")[:2] for line in said] == [
         ["3", "positives"],
         ["5", "positives.0.rationale"],
@@ -411,7 +410,7 @@ def test_a_picture_without_bytes_is_found_by_the_check(tmp_path):
     source = write_pairs(
         tmp_path / "rows", pa.array(["a", "b"]), [{"bytes": drawing(1), "path": None}, empty]
     )
-    with error_about(RecordError, "rows[train]:1"):
+    with error_about(RecordError, "rows[train]", 1):
         open_records(source)
     found = open_records(source, on_bad="skip")
     assert (len(found), found[0].query.text, [bad.place for bad in found.bad]) == (1, "a", [1])
@@ -420,7 +419,7 @@ def test_a_picture_without_bytes_is_found_by_the_check(tmp_path):
 def test_a_text_that_is_stored_as_bytes_is_found_by_the_check(tmp_path):
     pictures = [{"bytes": drawing(number), "path": None} for number in range(2)]
     source = write_pairs(tmp_path / "rows", pa.array([b"a", b"b"], pa.binary()), pictures)
-    with pytest.raises(RecordError, match="a text is stored as bytes"):
+    with error_about(RecordError, 0):
         open_records(source)
 
 
@@ -440,7 +439,7 @@ def test_a_name_that_is_stored_as_bytes_is_found_by_the_check(tmp_path):
     file = tmp_path / "rows" / "train.parquet"
     named = pq.read_table(file).append_column("category", pa.array([b"c", b"d"], pa.binary()))
     pq.write_table(named, file)
-    with pytest.raises(RecordError, match="a text is stored as bytes"):
+    with error_about(RecordError, 0):
         open_records(source)
 
 
@@ -526,10 +525,10 @@ def test_a_pointer_of_git_lfs_is_told_from_a_damaged_file(tmp_path):
         [(key, name)] = source.items()
         with pytest.raises(RecordError) as error:
             open_records(RecordsConfig(**{key: str(tmp_path / name)}))
-        assert POINTER_NOTE in str(error.value)
+        assert POINTER_NOTE in error.value.reason
     with pytest.raises(ImageError) as fault:
         load_image(str(tmp_path / "one.png"))
-    assert POINTER_NOTE in str(fault.value)
+    assert fault.value.reason == POINTER_NOTE
 
 
 def test_whole_numbers_that_pandas_writes_as_floats_are_ids(tmp_path):
@@ -546,7 +545,10 @@ def test_shards_that_do_not_go_together_are_named_with_their_column(form, stream
     shard_files(tmp_path / "odd", form, [POOR], [RICH], [odd])
     with pytest.raises(RecordError) as error:
         open_records(SourceConfig(dataset=str(tmp_path / "odd"), streaming=streaming))
-    assert all(part in str(error.value) for part in ("positives.text", f"train-0.{form}", f"train-2.{form}"))
+    assert error.value.key == "positives"
+    assert all(
+        part in error.value.reason for part in ("positives.text", f"train-0.{form}", f"train-2.{form}")
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------- streams
@@ -680,7 +682,7 @@ def test_a_stream_that_changed_is_an_error(home, tmp_path):
     key = stream(home).config.key
     notes.write_text("".join(json.dumps({"stream": key, "shard": n, "rows": 5}) + "\n" for n in range(4)))
     reader = stream(home, notes=notes).reader()
-    with error_about(RecordError, "5", "6"):
+    with error_about(RecordError, "changed"):
         [reader[place] for place in range(COUNT)]
 
 
@@ -782,7 +784,7 @@ def test_bad_records_of_a_stream(home, builder, tmp_path):
         DataConfig(on_bad="skip", max_bad_share=0.001), files, tmp_path / "a", 0, skipping.mixture
     )
     bad = [step_batches(files, builder, on_bad="skip")[step] for step in range(COUNT // 6)]
-    with error_about(RecordError, "1000", "data.max_bad_share=0.001"):
+    with error_about(RecordError, "data.max_bad_share"):
         [strict.after_step(step, batch) for step, batch in enumerate(bad, start=1)]
 
 
@@ -813,26 +815,26 @@ def loaded(recipe: Path, *overrides: str):
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("override", "key"),
     [
-        ("joint.sources=[{dataset: x, path: y}]", r"joint.sources\[0\] must name exactly one of path, dataset and type, not path"),
-        ("joint.sources=[{path: y, columns: {id: x}}]", r"joint.sources\[0\].columns belongs to dataset or type, .* has a path"),
-        ("joint.sources=[{path: y, streaming: true}]", "streaming belongs to dataset"),
-        ("joint.sources=[{dataset: y, options: {a: 1}}]", "options belongs to type"),
-        ("joint.sources=[{dataset: y, shuffle_buffer: 0}]", "shuffle_buffer must be >= 1"),
-        ("validation.sources=[{path: a, dataset: b}]", r"validation.sources\[0\] must name exactly one of path, dataset and type"),
-        ("validation.sources=[{split: test}]", r"validation.sources\[0\] must name exactly one of path, dataset and type"),
+        ("joint.sources=[{dataset: x, path: y}]", "joint.sources[0]"),
+        ("joint.sources=[{path: y, columns: {id: x}}]", "joint.sources[0].columns"),
+        ("joint.sources=[{path: y, streaming: true}]", "joint.sources[0].streaming"),
+        ("joint.sources=[{dataset: y, options: {a: 1}}]", "joint.sources[0].options"),
+        ("joint.sources=[{dataset: y, shuffle_buffer: 0}]", "joint.sources[0].shuffle_buffer"),
+        ("validation.sources=[{path: a, dataset: b}]", "validation.sources[0]"),
+        ("validation.sources=[{split: test}]", "validation.sources[0]"),
     ],
-)  # fmt: skip
-def test_a_source_is_one_thing(recipe, override, message):
-    with pytest.raises(RecipeError, match=message):
+)
+def test_a_source_is_one_thing(recipe, override, key):
+    with error_about(RecipeError, key):
         loaded(recipe, override)
 
 
 def test_a_stream_refuses_what_needs_its_length(recipe, home):
     given = f"joint.sources=[{{dataset: '{home / 'parquet'}', streaming: true}}]"
     assert loaded(recipe, given).joint.sources[0].streaming
-    with error_about(RecipeError, "joint.epochs", "joint.steps"):
+    with error_about(RecipeError, "joint.epochs"):
         loaded(recipe, given, "joint.steps=null")
 
 

@@ -106,7 +106,7 @@ def test_what_changed_is_read_again(home, opened, change, raises):
     look(home)
     change(home)
     if raises:
-        with pytest.raises(RecordError, match="does not exist|cannot be read"):
+        with pytest.raises(RecordError):
             look(home)
         with pytest.raises(RecordError):  # what is bad is never remembered
             look(home)

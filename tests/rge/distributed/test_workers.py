@@ -134,14 +134,14 @@ def test_an_error_of_a_job_ends_the_call_and_nothing_else(workers):
         yield 1
         raise ValueError("no more")
 
-    with pytest.raises(ValueError, match="no more"):
+    with pytest.raises(ValueError):
         done(workers, broken())
     assert done(workers, [7])[0][0] == 49  # not the answer to what was asked before
 
 
 def test_one_that_dies_ends_all_and_the_next_call_starts_anew(workers):
     before = done(workers, [1, 2]) and pids(workers)
-    with error_about(WorkerError, "SIGKILL"):
+    with error_about(WorkerError, "died"):
         done(workers, ["sleep", "die"])
     assert all(map(is_gone, before))
     assert done(workers, [5])[0][0] == 25
@@ -151,14 +151,14 @@ def test_one_that_dies_ends_all_and_the_next_call_starts_anew(workers):
 def test_what_cannot_start_is_said():
     with pytest.raises(UserError, match="no such device: broken"):
         done(Workers(worker_jobs.make, ["a", "broken"]), range(3))
-    with error_about(WorkerError, "3"):
+    with error_about(WorkerError, "died"):
         done(Workers(worker_jobs.make, ["gone", "gone"]), range(3))
 
 
 def test_silence_has_a_limit(workers, monkeypatch):
     before = done(workers, [1, 2]) and pids(workers)
     monkeypatch.setattr(module, "SILENCE_S", 0.3)
-    with error_about(WorkerError, "0"):
+    with error_about(WorkerError, "silent"):
         done(workers, ["sleep", "sleep"])
     assert all(map(is_gone, before))
 

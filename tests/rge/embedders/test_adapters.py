@@ -27,6 +27,7 @@ from rge.common.parts import content_of
 from rge.common.schema import Item
 from rge.embedders.registry import adapters, facts_of, load_model
 from rge.embedders.ume import INSTRUCTION
+from rge.model.adapters import AdapterError
 from rge.model.families import Family
 
 
@@ -151,7 +152,7 @@ def test_a_lora_is_a_vlm2vec_and_its_base_is_found(qwen2_path, tmp_path):
     assert np.abs(found - base).max() > 0.01
     weights = load_file(tmp_path / "lora" / "adapter_model.safetensors")
     save_file(dict(list(weights.items())[1:]), tmp_path / "lora" / "adapter_model.safetensors")
-    with pytest.raises(UserError, match="1 weights of the adapters in .* do not fit their base"):
+    with pytest.raises(AdapterError):
         load_model(tmp_path / "lora")
 
 
@@ -246,20 +247,20 @@ def test_an_embedding_does_not_depend_on_the_batch(family, adapter, request):
 def test_what_an_adapter_cannot_do_is_said(clip_path, qwen2_path, tmp_path):
     with error_about(UserError, "query_mode=direct"):
         load_model(clip_path).encode(ITEMS, side="query", mode="reasoning")
-    with error_about(UserError, "temperature=0.7"):
+    with error_about(UserError, "temperature"):
         load_model(clip_path, temperature=0.7)
-    with error_about(UserError, "adapter=clip", "metaclip_2", "siglip2", "qwen2_vl"):
+    with error_about(UserError, qwen2_path, "adapter", "metaclip_2", "siglip2"):
         load_model(qwen2_path, adapter="clip")
-    with error_about(UserError, "adapter=vlm2vec"):
+    with error_about(UserError, clip_path, "adapter", "qwen2_vl"):
         load_model(clip_path, adapter="vlm2vec")
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "preprocessor_config.json"):
         (tmp_path / name).write_bytes((clip_path / name).read_bytes())
     weights = load_file(clip_path / "model.safetensors")
     save_file({k: v for k, v in weights.items() if "projection" not in k}, tmp_path / "model.safetensors")
-    with error_about(UserError, "2", "e.g", "text_projection.weight"):
+    with error_about(UserError, tmp_path, "text_projection.weight"):
         load_model(tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(UserError, match="cannot be loaded"):
+    with error_about(UserError, tmp_path, "unreadable"):
         load_model(tmp_path)
 
 

@@ -161,7 +161,7 @@ def test_a_query_prompt_words_queries_of_any_embedder_and_nothing_else(clip_path
         embed(prompted, TEXT, side="candidate"), embed(encoder, TEXT, side="candidate")
     )
     assert "query_prompt" not in encoder.settings.content()
-    with error_about(UserError, "instruction="):
+    with error_about(UserError, "instruction"):
         embed(prompted, SHOWN)
 
     class Library:
@@ -263,7 +263,7 @@ def own_modules(tmp_path, monkeypatch):
 def test_the_code_of_a_repository_runs_only_if_it_is_trusted(tmp_path, methods, query, candidate):
     path, marker = repository(tmp_path / "repo", methods)
     assert next(one.name for one in adapters() if one.matches(facts_of(path))) == "own-code"
-    with error_about(UserError, "trust_code=true"):
+    with error_about(UserError, "trust_code"):
         load_model(path)
     assert not marker.exists()
     encoder = load_model(path, trust_code=True)
@@ -272,24 +272,24 @@ def test_the_code_of_a_repository_runs_only_if_it_is_trusted(tmp_path, methods, 
     for side, rows_ in (("query", query), ("candidate", candidate)):
         found = embed(encoder, *ITEMS[:3], side=side)
         np.testing.assert_allclose(found, [unit(np.array(row)) for row in rows_], rtol=1e-5)
-    with pytest.raises(UserError, match="reads only one"):
+    with error_about(UserError, "query '5'"):
         embed(encoder, Item("5", content_of(None, (picture(1), picture(2)))))
 
 
 def test_a_repository_for_pictures_alone_and_one_without_a_known_method(tmp_path):
     encoder = load_model(repository(tmp_path / "vision", NOMIC)[0], trust_code=True)
     assert embed(encoder, ITEMS[2]).shape == (1, 3)
-    with error_about(UserError, "query_modality=image"):
+    with error_about(UserError, "query_modality"):
         embed(encoder, TEXT)
-    with error_about(UserError, "register_embedder"):
+    with error_about(UserError, "interface"):
         load_model(repository(tmp_path / "none", NONE)[0], trust_code=True)
 
 
 def test_code_of_sentence_transformers_modules_needs_trust_too(tmp_path, clip_path):
     (tmp_path / "modules.json").write_text(json.dumps([{"type": "custom_st.Transformer", "path": ""}]))
-    with error_about(UserError, "custom_st.Transformer"):
+    with error_about(UserError, tmp_path, "trust_code"):
         load_model(tmp_path)
-    with error_about(UserError, "trust_code=true", "adapter=own-code"):
+    with error_about(UserError, "trust_code", ("choice", "adapter", ("own-code",))):
         load_model(clip_path, trust_code=True)
 
 
@@ -328,5 +328,5 @@ def test_meta_clip_2_joins_features_by_weight_or_along_the_arc(meta_path):
     np.testing.assert_allclose(found["slerp", 0.0][2], picture_D, atol=1e-5)
     np.testing.assert_allclose(found["slerp", 1.0][2], text_D, atol=1e-5)
     assert AutoModel.from_pretrained(meta_path).config.model_type == "metaclip_2"
-    with error_about(UserError, "text_weight="):
+    with error_about(UserError, "text_weight"):
         load_model(meta_path, combine="slerp")

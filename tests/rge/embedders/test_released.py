@@ -149,13 +149,13 @@ def test_a_query_is_written_and_read_as_the_released_code_does(path, cap):
 def test_what_the_release_never_asks_is_refused(released, path, tmp_path):
     item = Item("q", content_of("what"))
     for side, mode in (("query", "direct"), ("candidate", "reasoning")):
-        with pytest.raises(UserError, match="queries write a rationale and candidates do not"):
+        with error_about(UserError, "as"):
             released.encode([item], side=side, mode=mode)
     with error_about(UserError, "verbatim=true", "instructions=rge"):
         released.reword("plain")
-    with error_about(ValueError, "1", "0"):
+    with pytest.raises(ValueError):
         released.encode([Item("q", content_of("what", (png((56, 56)),)))], side="query", mode="reasoning")
-    with error_about(UserError, "as=release", "adapter=rge-release"):
+    with error_about(UserError, "as", ("choice", "adapter", ("rge-release",))):
         load_model(path, adapter="qwen-vl", as_released=True, device="cpu")
 
 
@@ -215,7 +215,7 @@ def test_a_checkpoint_without_some_of_its_weights_is_refused(path, tmp_path):
     name = next(name for name in weights if "down_proj" in name)
     del weights[name]
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    with error_about(UserError, "1", "e.g", "down_proj"):
+    with error_about(UserError, folder):
         load_model(folder, adapter="rge-release", as_released=True, device="cpu")
 
 

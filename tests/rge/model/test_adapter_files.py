@@ -145,16 +145,16 @@ def test_a_merger_that_is_trained_whole_is_beside_them(lively, lively_path, pict
     again = embedder_to_train(str(adapters), model, adapters_only=True).model
     torch.testing.assert_close(again.model.visual.merger.state_dict(), merger.state_dict(), atol=0, rtol=0)
     assert all(parameter.requires_grad for parameter in again.model.visual.merger.parameters())
-    with error_about(AdapterError, "modules_to_save"):
+    with error_about(AdapterError, adapters, "model.lora.modules_to_save"):
         embedder_to_train(
             str(adapters), dataclasses.replace(model, lora=LoraConfig(**LORA)), adapters_only=True
         )
 
 
 def test_modules_to_save_that_cannot_be(lively):
-    with pytest.raises(AdapterError, match="no module is named bridge; the vision tower has .*merger"):
+    with error_about(AdapterError, "model.lora.modules_to_save", "unknown"):
         adapt(lively, modules_to_save=["bridge"])
-    with pytest.raises(AdapterError, match="the embedding matrix is not trained with adapters"):
+    with error_about(AdapterError, "model.lora.modules_to_save", "whole"):
         adapt(lively, modules_to_save=["language_model"])
 
 
@@ -189,40 +189,37 @@ def test_the_base_is_found_named_or_missed(written, base, lively_path, tmp_path)
     shutil.rmtree(adapters / "../../base")
     elsewhere = Base.of(str(adapters), None, 320, str(lively_path))
     assert Path(elsewhere.path).samefile(lively_path)
-    with error_about(AdapterError, "model.path="):
+    with error_about(AdapterError, adapters, "model.path", "missing"):
         embedder_to_train(str(adapters), ModelConfig(path="nowhere/else/at/all", dtype="float32"))
-    with error_about(AdapterError, base, "base="):
+    with error_about(AdapterError, adapters, "base", "missing"):
         Embedder.from_pretrained(adapters)
     assert Embedder.from_pretrained(adapters, base=lively_path).base == lively_path
     recorded = json.loads((adapters / "rge.json").read_text())
     recorded["base"]["path"] = "models/base"  # relative, it looks like an id on the hub
     (adapters / "rge.json").write_text(json.dumps(recorded))
-    with error_about(AdapterError, "models/base", "base="):
+    with error_about(AdapterError, adapters, "base", "missing"):
         Embedder.from_pretrained(adapters)
 
 
 def test_another_base_is_one_error_with_both_identities(written, base, tiny_path):
     _, adapters = written
-    then = read_settings(adapters).base.sha256[:12]
-    with error_about(AdapterError, then):
+    with error_about(AdapterError, adapters, "base", "other"):
         Embedder.from_pretrained(adapters, base=tiny_path)
     weights = load_file(base / "model.safetensors")
     save_file(
         {name: value * 1.001 for name, value in weights.items()}, base / "model.safetensors", {"format": "pt"}
     )
-    with pytest.raises(
-        AdapterError, match=rf"\({then}\), and .*base \((?!{then})\w{{12}}\) has other weights"
-    ):
+    with error_about(AdapterError, adapters, "base", "other"):
         Embedder.from_pretrained(adapters)
 
 
 def test_what_they_cannot_do_is_said(written, base):
     merged, adapters = written
-    with pytest.raises(UserError, match="is for checkpoints of adapters, and .*merged has all its weights"):
+    with error_about(UserError, merged, "base"):
         Embedder.from_pretrained(merged, base=base)
-    with error_about(UserError, "engine=vllm", "adapters_only=false"):
+    with error_about(UserError, adapters, "engine"):
         Embedder.from_pretrained(adapters, engine="vllm")
-    with error_about(UserError, "quantization=8bit", "adapters_only=false"):
+    with error_about(UserError, adapters, "quantization"):
         Embedder.from_pretrained(adapters, quantization="8bit")
 
 
@@ -264,7 +261,7 @@ def test_a_full_disk_leaves_an_earlier_checkpoint(lively, written, limit, files_
     before = checkpoint_hash(adapters)
     with (
         files_of_at_most(limit),
-        pytest.raises(CheckpointError, match="could not be written: .*free some space"),
+        error_about(CheckpointError, adapters, "unwritten"),
     ):
         export(lively, adapters, read_settings(adapters).but(step=8))
     assert checkpoint_hash(adapters) == before
@@ -289,7 +286,7 @@ def test_training_goes_on_from_them_or_from_them_merged(written, lively):
     model.lora = None  # PEFT freezes what it adapts
     assert all(parameter.requires_grad for parameter in embedder_to_train(str(adapters), model).parameters())
     model.lora = LoraConfig(rank=2, alpha=6.0, targets=["q_proj"])
-    with error_about(AdapterError, "model.lora"):
+    with error_about(AdapterError, adapters, "model.lora.rank"):
         embedder_to_train(str(adapters), model, adapters_only=True)
 
 

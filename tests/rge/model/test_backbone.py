@@ -112,7 +112,7 @@ def test_pixel_limits(tiny_path):
 
 
 def test_a_plain_model_is_not_an_embedder(tiny_path):
-    with error_about(BackboneError, "<emb>"):
+    with error_about(BackboneError, tiny_path, "<emb>"):
         load_backbone(tiny_path)
 
 
@@ -126,12 +126,12 @@ def test_an_unsupported_family_is_named(tmp_path):
 
 @pytest.mark.parametrize("path", ["/no/such/place", "./nowhere", "deep/down/nowhere", "nowhere"])
 def test_a_missing_directory_is_named(path):
-    with error_about(BackboneError, path):
+    with error_about(BackboneError, path, "missing"):
         load_backbone(path)
 
 
 def test_an_unreachable_hub_model_is_named():
-    with error_about(BackboneError, "nobody/nothing"):
+    with error_about(BackboneError, "nobody/nothing", "unreadable"):
         load_backbone("nobody/nothing")
 
 
@@ -143,20 +143,20 @@ def damaged(lively_path, tmp_path):
 def test_a_directory_without_a_model(lively_path, tmp_path):
     """Such as a run's own folder, or a file of a checkpoint."""
     for path in (tmp_path, lively_path / "config.json"):
-        with error_about(BackboneError, "config.json", "<out>/<stage>/final"):
+        with error_about(BackboneError, path, "config"):
             load_backbone(path)
 
 
 def test_adapters_alone(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
-    with error_about(BackboneError, "PEFT"):
+    with error_about(BackboneError, tmp_path, "adapters"):
         load_backbone(tmp_path)
 
 
 def test_cut_weights(damaged):
     weights = damaged / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:5000])
-    with pytest.raises(BackboneError, match="damaged cannot be loaded: "):
+    with error_about(BackboneError, damaged, "unreadable"):
         load_backbone(damaged)
 
 
@@ -165,20 +165,20 @@ def test_missing_weights_are_not_filled_with_random_numbers(damaged):
     name = next(name for name in weights if name.endswith("layers.1.mlp.up_proj.weight"))
     del weights[name]
     save_file(weights, damaged / "model.safetensors", metadata={"format": "pt"})
-    with error_about(BackboneError, "1", "e.g", "layers.1.mlp.up_proj.weight"):
+    with error_about(BackboneError, damaged, "model.language_model.layers.1.mlp.up_proj.weight"):
         load_backbone(damaged)
 
 
 def test_no_weights_at_all(damaged):
     (damaged / "model.safetensors").unlink()
-    with pytest.raises(BackboneError, match="damaged cannot be loaded: "):
+    with error_about(BackboneError, damaged, "unreadable"):
         load_backbone(damaged)
 
 
 def test_no_processor(damaged):
     for name in ("tokenizer.json", "tokenizer_config.json", "processor_config.json"):
         (damaged / name).unlink()
-    with pytest.raises(BackboneError, match="damaged cannot be loaded: "):
+    with error_about(BackboneError, damaged, "unreadable"):
         load_backbone(damaged)
 
 
@@ -195,7 +195,7 @@ def test_the_empty_picture_is_one_placeholder(lively):
 def test_a_start_without_an_output_matrix_is_trained_tied_and_exported(
     headless_path, make_batch, roll_out, tmp_path
 ):
-    with error_about(BackboneError, "lm_head.weight"):
+    with error_about(BackboneError, headless_path, "lm_head.weight"):
         load_backbone(headless_path, add_emb=True)
     embedder = EmbeddingModel(load_backbone(headless_path, add_emb=True, needs_head=False)).eval()
     weights = [embedder.model.get_input_embeddings().weight, embedder.model.get_output_embeddings().weight]

@@ -182,7 +182,7 @@ def test_a_batch_travels_with_its_clips(lively, with_clips):
 def test_a_family_without_videos_refuses_them_by_name(lively, clip):
     item = Item("x", (clip(4), TextPart("what?")))
     for read in (PromptBuilder(lively.processor).build, PromptBuilder(lively.processor).measure):
-        with error_about(UserError, "Idefics3"):
+        with error_about(UserError, "item 'x'", "video"):
             read(item, "query")
 
 
@@ -192,7 +192,7 @@ def test_the_text_after_a_clip_is_cut_and_no_frame_is_dropped(lively, clip):
     assert len(prompt) <= 160
     assert prompt.num_cut_tokens > 0
     assert prompt.image_grid[:, 0].tolist() == [8]
-    with pytest.raises(UserError, match="show fewer"):
+    with error_about(UserError, "item 'x'", "max_prompt_tokens"):
         builder_of(lively, max_tokens=20).build(item, "query")
 
 

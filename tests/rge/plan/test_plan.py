@@ -142,7 +142,7 @@ def test_every_recipe_has_a_plan(capsys):
     for path in sorted((ROOT / "recipes").glob("*.yaml")):
         recipe = load_recipe([f"recipe={path.stem}"])
         if Path(recipe.model.path).is_relative_to("runs"):
-            with pytest.raises(BackboneError, match=f"rge small-model recipe={path.stem} makes it"):
+            with error_about(BackboneError, recipe.model.path, "missing"):
                 main([f"recipe={path.stem}"])
             continue
         allowed = (
@@ -1139,13 +1139,13 @@ def test_the_reference_of_the_kl_divergence_is_planned():
     [
         (["num_gpus=513"], ("joint.batch_size=512", "513", "GPUs")),
         (["num_gpu=8"], ("num_gpu", "num_gpus")),
-        (["gpu_gib=big"], ("gpu_gib", "big")),
-        (["num_gpus=0"], ("num_gpus", "1", "0")),
-        (["utilisation=1.5"], ("1", "1.5")),
-        (["peak_tflops=0"], ("peak_tflops", "0")),
-        (["back_end=zero4"], ("back_end", "zero1", "zero2", "zero3", "fsdp2", "zero4")),
+        (["gpu_gib=big"], ("gpu_gib",)),
+        (["num_gpus=0"], ("num_gpus",)),
+        (["utilisation=1.5"], ("utilisation",)),
+        (["peak_tflops=0"], ("peak_tflops",)),
+        (["back_end=zero4"], ("back_end", "zero1", "zero2", "zero3", "fsdp2")),
         (["for=rl", "rl.beta=0.1", "back_end=zero3"], ("rl.beta", "ZeRO-3")),
-        (["model.lora.targets=[q_prj]"], ("q_prj", "down_proj")),
+        (["model.lora.targets=[q_prj]"], ("model.lora.targets", "unknown")),
         (["for=cold_start", "stage=joint"], ("stage=joint", "cold_start")),
         (
             ["query_pictures=3"],
@@ -1163,7 +1163,7 @@ def test_unknown_shapes_are_never_guessed(tmp_path):
     with error_about(BackboneError, "nobody/nothing"):
         main(["recipe=qwen25vl_3b", "model.path=nobody/nothing"])
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
-    with pytest.raises(BackboneError, match="is a bert; supported families: "):
+    with error_about(BackboneError, tmp_path, "model_type"):
         main(["recipe=qwen25vl_3b", f"model.path={tmp_path}"])
 
 

@@ -128,7 +128,7 @@ def test_the_pool_is_embedded_anew_every_so_many_steps_and_a_resumed_run_has_the
     resumed.begin(batch, two_each(batch), False)
     assert not torch.equal(resumed.pool.state_VPD, seen[0])
     saved[0]["pool"]["state_VPD"] = saved[0]["pool"]["state_VPD"][:, 1:]
-    with error_about(UserError, "9", "8"):
+    with error_about(UserError, "rl.candidates"):
         resumed.load_state_dict(saved[0])
 
 
@@ -200,23 +200,23 @@ def test_records_and_corpora_are_pools(records, corpus, tmp_path, picture):
         assert read_pool(corpus) == [first]
         assert picture_bytes(first.image) == key
     pq.write_table(pa.table({"id": ["one"], "image": [7.5]}), corpus / "corpus.parquet")
-    with error_about(UserError, "one"):
+    with error_about(UserError, "corpus.parquet", "one", "rl.candidates"):
         read_pool(corpus)
 
 
 def test_a_pool_that_cannot_be_is_refused(corpus, records, tmp_path):
-    with pytest.raises(UserError, match="there is no pool at"):
+    with error_about(UserError, tmp_path / "gone", "missing"):
         read_pool(tmp_path / "gone")
-    with error_about(UserError, "corpus.parquet"):
+    with error_about(UserError, tmp_path, "rl.candidates"):
         read_pool(tmp_path)
     pq.write_table(pa.table({"name": ["x"]}), corpus / "corpus.parquet")
-    with pytest.raises(UserError, match="needs the columns id and text or image, and has name"):
+    with error_about(UserError, "corpus.parquet", "columns"):
         read_pool(corpus)
     pq.write_table(
         pa.table({"id": pa.array([], pa.string()), "text": pa.array([], pa.string())}),
         corpus / "corpus.parquet",
     )
-    with pytest.raises(UserError, match="contains no candidates"):
+    with error_about(UserError, corpus, "empty"):
         read_pool(corpus)
 
 

@@ -507,7 +507,7 @@ def test_equal_rewards_leave_no_gradient_and_end_the_stage(lively, make_batch, t
         stage.after_step(report)
     again = Reinforcement(recipe, lively, None, tmp_path)
     again.load_state_dict(stage.state_dict())
-    with error_about(UserError, "3", "25%"):
+    with error_about(UserError, "rl"):
         again.after_step(report)
     patient = Reinforcement(recipe_of(patience=0), lively, None, tmp_path)
     for _ in range(100):
@@ -559,7 +559,7 @@ def test_a_reward_that_is_never_a_number_is_not_logged_as_0(lively, make_batch, 
     assert not {"reward", f"reward_{name}"} & report.keys()
     assert math.isfinite(report["reward_format"])
     report["forced_rate"] = 0.0
-    with error_about(UserError, "1", name, "rl.rewards"):
+    with error_about(UserError, "rl"):
         Reinforcement(recipe, lively, None, tmp_path).after_step(report)
 
 
@@ -577,7 +577,7 @@ def test_a_reward_that_raises_is_named_with_its_line(lively, make_batch, sample,
     batch = make_batch(PromptBuilder(lively.processor))
     recipe = recipe_of(rewards=[RewardConfig(f"{__name__}:raises")])
     line = raises.__code__.co_firstlineno + 2
-    with error_about(UserError, "rl.rewards", "AttributeError", "no_such_attribute", line):
+    with error_about(UserError, __file__, line, "rl.rewards", "failed"):
         take(lively, batch, sample(lively, batch), recipe)
 
 
@@ -595,25 +595,23 @@ def test_a_reward_may_be_there_twice_with_other_options(lively, make_batch, samp
 def test_a_reward_of_the_wrong_length_is_an_error(lively, make_batch, sample, take, value, got):
     batch = make_batch(PromptBuilder(lively.processor))
     recipe = recipe_of(rewards=[RewardConfig(f"{__name__}:broken", options={"value": value})])
-    with error_about(UserError, "5", "3", got):
+    with error_about(UserError, "rl.rewards", "shape") as caught:
         take(lively, batch, sample(lively, batch), recipe)
+    assert got in caught.value.reason
 
 
 @pytest.mark.parametrize(
-    ("config", "message"),
+    ("config", "fault"),
     [
-        (RewardConfig("margn"), "reward must be one of .*did you mean 'margin'"),
-        (RewardConfig("no_such_module:f"), "no_such_module:f cannot be loaded"),
-        (RewardConfig("math:no_such_function"), "math:no_such_function cannot be loaded"),
-        (RewardConfig("math:pi"), "math:pi is not a function"),
-        (
-            RewardConfig("format", options={"langage": "LATIN"}),
-            "options of format: .*langage.*there are: script",
-        ),
+        (RewardConfig("margn"), ("choice", "reward")),
+        (RewardConfig("no_such_module:f"), "unreadable"),
+        (RewardConfig("math:no_such_function"), "unreadable"),
+        (RewardConfig("math:pi"), "function"),
+        (RewardConfig("format", options={"langage": "LATIN"}), "options"),
     ],
 )
-def test_unknown_rewards_are_errors(lively, tmp_path, config, message):
-    with pytest.raises(UserError, match=message):
+def test_unknown_rewards_are_errors(lively, tmp_path, config, fault):
+    with error_about(UserError, fault):
         Reinforcement(recipe_of(rewards=[config]), lively, None, tmp_path)
 
 
@@ -705,7 +703,7 @@ def test_vllm_that_gives_no_probabilities_is_an_error(lively, make_batch, sample
     ]
     number = next(number for number, one in enumerate(rationales) if len(one.ids) > 2)
     rationales[number] = dataclasses.replace(rationales[number], log_probs=given and (-1.0,) * given)
-    with error_about(UserError, "vLLM", "correction=false"):
+    with error_about(UserError, "rollout.backend"):
         take(lively, batch, rationales, recipe)
     without = dataclasses.replace(
         recipe, rl=dataclasses.replace(recipe.rl, vllm_importance_sampling_correction=False)

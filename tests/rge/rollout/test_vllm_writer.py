@@ -41,6 +41,7 @@ from rge.rollout.micro_batches import Kept
 from rge.rollout.vllm_writer import VllmWriter
 from rge.rollout.writer import Rollout, Writer, make_writer, sample_seeds
 from rge.step.training_step import TrainingStep
+from tests.helpers.faults import error_about
 
 CAP = 12
 NOTHING_KEPT = Kept("none", "auto")
@@ -118,7 +119,7 @@ def test_what_is_asked_for_and_made_of_the_answer(lively, prompts, behind):
     for one in vllm.generate(prompts, **settings):
         assert len(one.log_probs) == len(one.ids) + (not one.forced)
         assert max(one.log_probs) < 0
-    with pytest.raises(ValueError, match="needs one seed per rationale"):
+    with pytest.raises(ValueError):
         vllm.generate(prompts, temperature=1.0, seeds=seeds)
 
 
@@ -137,9 +138,7 @@ def test_each_request_has_its_own_cap(lively, prompts, behind, num_each):
 
 
 def test_a_prompt_that_vllm_reads_otherwise_is_an_error(lively, prompts, behind):
-    with pytest.raises(
-        BackboneError, match=rf"vLLM made {len(prompts[0]) + 1} tokens of the prompt of 'item0'"
-    ):
+    with error_about(BackboneError, "item 'item0'"):
         behind(lively, prompts, extra=1).generate(prompts)
 
 
@@ -197,23 +196,17 @@ def test_errors_come_before_an_engine_is_made(lively, monkeypatch):
     accelerator = Accelerator(cpu=True)
     recipe = recipe_of(RolloutConfig(backend="vllm"))
     monkeypatch.setattr(vllm_rollout, "find_spec", lambda name: None)
-    with pytest.raises(
-        BackboneError, match=r"needs vLLM, which is not installed: pip install -e '\.\[vllm\]'"
-    ):
+    with error_about(BackboneError, "rollout.backend", "package"):
         make_writer(lively, lively, recipe, recipe.joint, accelerator, NOTHING_KEPT)
     monkeypatch.setattr(vllm_rollout, "find_spec", lambda name: name)
     monkeypatch.setattr(
         vllm_engine, "TrainingEngine", lambda *args, **settings: pytest.fail("made an engine")
     )
     lively.suppressed_ids = list(range(1025))
-    with pytest.raises(
-        BackboneError, match="can suppress at most 1024 tokens in rationales, and this tokenizer has 1025"
-    ):
+    with error_about(BackboneError, "rollout.backend", "tokens"):
         make_writer(lively, lively, recipe, recipe.joint, accelerator, NOTHING_KEPT)
     recipe = recipe_of(RolloutConfig(backend="vllm", vllm_sleep=True))
-    with pytest.raises(
-        BackboneError, match=r"vllm_sleep=true frees memory of a CUDA device .*, and this run is on cpu"
-    ):
+    with error_about(BackboneError, "rollout.vllm_sleep"):
         make_writer(lively, lively, recipe, recipe.joint, accelerator, NOTHING_KEPT)
 
 
@@ -249,16 +242,14 @@ def test_why_vllm_does_not_start_is_said(lively, monkeypatch):
 
     monkeypatch.setattr(vllm_rollout, "find_spec", lambda name: name)
     monkeypatch.setattr(vllm_engine, "TrainingEngine", fail)
-    with pytest.raises(
-        BackboneError, match=r"does not start with rollout.vllm_memory=0.15: Free memory is less"
-    ):
+    with error_about(BackboneError, "rollout.vllm_memory", "start"):
         VllmWriter.in_training(lively, Accelerator(cpu=True), **SETTINGS)
 
 
 @pytest.mark.parametrize("lively_path", ["idefics3"], indirect=True)
 def test_a_family_whose_pictures_vllm_lays_out_itself_is_refused(lively, monkeypatch):
     monkeypatch.setattr(vllm_rollout, "find_spec", lambda name: name)
-    with pytest.raises(BackboneError, match="does not know how to pass pictures of a idefics3"):
+    with error_about(BackboneError, "pictures"):
         VllmWriter.in_training(lively, Accelerator(cpu=True), **SETTINGS)
 
 

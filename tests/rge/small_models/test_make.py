@@ -17,6 +17,7 @@ from rge.distributed.collectives import LaunchError
 from rge.small_models import make, naming
 from rge.small_models.__main__ import main, read_options
 from rge.small_models.config import SmallModel
+from tests.helpers.faults import error_about
 
 NAMES = {"steps": 4, "batch_size": 4, "say_from": 0.5, "save_every": 1}
 OTHERS = {
@@ -96,9 +97,7 @@ def test_one_that_was_killed_while_naming_ends_as_a_whole_one(made, options_of, 
     with pytest.raises(Killed):
         made(tmp_path / "killed")
     assert not (tmp_path / "killed").exists()
-    with pytest.raises(
-        CheckpointError, match=r"step_00000003 was made from other inputs .*naming.lr 0.003 and 0.5"
-    ):
+    with error_about(CheckpointError, "step_00000003", "model.naming.lr"):
         make.check_same_inputs(options_of(tmp_path / "killed", **{"naming.lr": 0.5}))
     made(tmp_path / "killed")
     assert len(shown) == 5
@@ -115,15 +114,12 @@ def test_a_finished_one_is_kept_and_one_of_other_inputs_refused(made, tmp_path, 
     before = content(out)
     made(out, naming=None)
     assert "is finished" in capsys.readouterr().out
-    for changed, said in (
-        ({"seed": 5}, "seed 0 and 5"),
-        ({"text.hidden_size": 48}, "text.hidden_size 32 and 48"),
-    ):
-        with pytest.raises(CheckpointError, match=said):
-            made(out, naming=None, **changed)
+    for key, value in (("seed", 5), ("text.hidden_size", 48)):
+        with error_about(CheckpointError, out, f"model.{key}"):
+            made(out, naming=None, **{key: value})
     assert content(out) == before
     (out / "identity.json").unlink()
-    with pytest.raises(CheckpointError, match="does not record what it was made from"):
+    with error_about(CheckpointError, out, "unknown"):
         made(out, naming=None)
 
 
@@ -142,27 +138,21 @@ def test_pictures_are_scaled_to_whole_placeholders(made, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "about"),
     [
-        (
-            {"text.num_hiden_layers": 2},
-            r"unknown key text.num_hiden_layers; did you mean 'num_hidden_layers'\?",
-        ),
-        ({"vision.depht": 2}, r"unknown key vision.depht; did you mean 'depth'\?"),
-        ({"text.model_type": "llama"}, "text.model_type must be one of smollm2, got 'llama'"),
-        (
-            {"vision.model_type": "siglip"},
-            "vision.model_type must be one of efficientnet_lite0, got 'siglip'",
-        ),
-        ({"text.hidden_size": "many"}, "the sizes of text and vision make no model: "),
-        ({"text.num_hidden_layers": 0}, "text.num_hidden_layers must be >= 1, got 0"),
-        ({"text.hidden_size": 33}, "make no model: hidden_size must be divisible by num_heads"),
-        ({"min_pixels": 9000}, "min_pixels=9000 must not exceed max_pixels=7056"),
-        ({"texts": ["gone.jsonl"]}, "training records gone.jsonl do not exist"),
+        ({"text.num_hiden_layers": 2}, ("unknown", "text.num_hiden_layers")),
+        ({"vision.depht": 2}, ("unknown", "vision.depht")),
+        ({"text.model_type": "llama"}, ("choice", "text.model_type", ("smollm2",))),
+        ({"vision.model_type": "siglip"}, ("choice", "vision.model_type", ("efficientnet_lite0",))),
+        ({"text.hidden_size": "many"}, "text"),
+        ({"text.num_hidden_layers": 0}, "text.num_hidden_layers"),
+        ({"text.hidden_size": 33}, "text"),
+        ({"min_pixels": 9000}, "min_pixels"),
+        ({"texts": ["gone.jsonl"]}, "gone.jsonl"),
     ],
 )
-def test_what_makes_no_model_is_refused(made, tmp_path, changed, said):
-    with pytest.raises(UserError, match=said):
+def test_what_makes_no_model_is_refused(made, tmp_path, changed, about):
+    with error_about(UserError, about):
         made(tmp_path / "model", **changed)
     assert not (tmp_path / "model").exists()
 
@@ -170,9 +160,9 @@ def test_what_makes_no_model_is_refused(made, tmp_path, changed, said):
 @pytest.mark.parametrize(
     ("kind", "processes", "error", "said"),
     [
-        (DistributedType.DEEPSPEED, 2, LaunchError, "not ZeRO-2"),
-        (DistributedType.FSDP, 2, LaunchError, "not FSDP2"),
-        (DistributedType.MULTI_CPU, 5, UserError, "naming.batch_size=4 leaves some of the 5 processes"),
+        (DistributedType.DEEPSPEED, 2, LaunchError, "zero2"),
+        (DistributedType.FSDP, 2, LaunchError, "fsdp2"),
+        (DistributedType.MULTI_CPU, 5, UserError, "naming.batch_size"),
     ],
 )
 def test_launches_that_cannot_make_one(options_of, tmp_path, kind, processes, error, said):
@@ -180,11 +170,11 @@ def test_launches_that_cannot_make_one(options_of, tmp_path, kind, processes, er
         distributed_type=kind, num_processes=processes, is_fsdp2=True,
         deepspeed_plugin=SimpleNamespace(zero_stage=2), state=SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=2)),
     )  # fmt: skip
-    with pytest.raises(error, match=said):
+    with error_about(error, said):
         make.make(options_of(tmp_path / "model"), running)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_mistyped_key_is_answered_first(tmp_path):
-    with pytest.raises(UserError, match="unknown key naming.stepps; did you mean naming.steps"):
+    with error_about(UserError, ("unknown", "naming.stepps", ("naming.steps",))):
         main(["recipe=demo", "naming.stepps=3"])

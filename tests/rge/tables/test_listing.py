@@ -76,7 +76,7 @@ def test_patterns_leave_out_more_and_bring_back(nas):
 
 @pytest.mark.parametrize("pattern", ["", "!", " ", "a\\"])
 def test_what_is_no_pattern_is_refused(nas, pattern):
-    with pytest.raises(UserError, match="exclude: "):
+    with error_about(UserError, "exclude"):
         read_source(nas, exclude=(pattern,))
 
 
@@ -104,8 +104,9 @@ def test_a_folder_without_pictures_says_what_it_holds(nas):
     for name in PHOTOS:
         (nas / name).unlink()
     for find_none in (read_source, lambda path: find(str(path)), imported):
-        with error_about(UserError, "RAW", "2", ".cr2", "1", ".mp4", "@eaDir/"):
+        with pytest.raises(UserError) as caught:
             find_none(nas)
+        assert all(word in caught.value.reason for word in ("2 .cr2", "1 .mp4", "@eaDir/"))
 
 
 def test_visible_files_follow_links_once_and_leave_out_what_is_hidden(tmp_path):

@@ -86,7 +86,7 @@ def test_nothing_is_taken_over_from_another_encoder_or_without_names(tmp_path):
 def test_a_damaged_shard_of_another_cache_is_named(tmp_path):
     cache, _ = filled(tmp_path, "a" * 20, items_of(*range(4)), FakeEncoder())
     next(cache.path.glob("*.parquet")).write_bytes(b"half")
-    with pytest.raises(UserError, match=r"shard .* cannot be read .*delete it and run again"):
+    with error_about(UserError, next(cache.path.glob("*.parquet"))):
         filled(tmp_path, "b" * 20, items_of(0, 9), FakeEncoder())
 
 
@@ -147,7 +147,7 @@ def test_no_room_for_the_map_is_said(tmp_path, monkeypatch):
         raise OSError(28, os.strerror(28))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with error_about(UserError, "4", "memory_mb=1e-06"):
+    with error_about(UserError, "memory_mb"):
         read_embeddings(cache, np.arange(4), 1e-6)
 
 

@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TextIO, TypeVar
 
 from tqdm import tqdm
 
-from rge.common.errors import BUG, SIGNALLED, UserError, brief
+from rge.common.errors import BUG, SIGNALLED, Fault, UserError, brief
 from rge.common.options import HELP, nearest
 from rge.common.registry import place_in_plugin
 
@@ -189,5 +189,7 @@ def pick(words: Sequence[str], commands: Mapping[str, str], usage: str) -> tuple
         print(f"\n`{usage} COMMAND --help` lists its keys.")  # noqa: T201
         sys.exit(0 if words else 2)
     if words[0] not in commands:
-        raise UserError(f"unknown command {words[0]!r}{nearest(words[0], commands)}")
+        raise UserError(f"unknown command {words[0]!r}{nearest(words[0], commands)}").about(
+            Fault("unknown", words[0], tuple(commands))
+        )
     return words[0], list(words[1:])

@@ -39,17 +39,6 @@ def fields_of(error: Exception) -> list[object]:
     return has if error.cause is None else has + fields_of(error.cause)
 
 
-@contextmanager
-def raises(kind: type[Exception], expected: str | tuple) -> Iterator[pytest.ExceptionInfo]:
-    """An error with this fault: its kind, its key and, optionally, the nearest keys or the choices; or with this wording."""
-    if isinstance(expected, tuple):
-        with error_about(kind, expected) as caught:
-            yield caught
-        return
-    with pytest.raises(kind, match=expected) as caught:
-        yield caught
-
-
 def _fits(wanted: object, field: object) -> bool:
     if isinstance(wanted, tuple):
         return isinstance(field, tuple) and field[: len(wanted)] == wanted

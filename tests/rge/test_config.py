@@ -4,7 +4,7 @@ from dataclasses import fields
 
 import pytest
 import yaml
-from faults import error_about, raises
+from faults import error_about
 
 from rge.common.errors import RecipeError
 from rge.common.files import RECIPES
@@ -111,7 +111,7 @@ def test_later_overrides_win(load):
             ("unknown", "train.gradient_accumulation_steps", ("train.micro_batch_size",)),
         ),
         ("batch_size=8", ("unknown", "batch_size")),
-        ("train.batch_size=8", r"did you mean .*joint\.batch_size"),
+        ("train.batch_size=8", ("unknown", "train.batch_size", ("joint.batch_size",))),
         (
             "per_device_train_batch_size=8",
             ("unknown", "per_device_train_batch_size", ("train.micro_batch_size",)),
@@ -127,7 +127,7 @@ def test_later_overrides_win(load):
     ],
 )
 def test_an_unknown_key_names_the_nearest(load, override, message):
-    with raises(RecipeError, message):
+    with error_about(RecipeError, message):
         load(override)
 
 
@@ -145,7 +145,7 @@ def test_an_unknown_key_names_the_nearest(load, override, message):
         ("joint.sources=[x]", ("type", "joint.sources[0]")),
         (
             "joint.sources=[{weight: 1}]",
-            r"^joint\.sources\[0\] must name exactly one of path, dataset and type$",
+            "joint.sources[0]",
         ),
         (
             "joint.sources=[{path: 3}]",
@@ -156,7 +156,7 @@ def test_an_unknown_key_names_the_nearest(load, override, message):
     ],
 )
 def test_a_value_of_the_wrong_type_names_its_key(load, override, message):
-    with raises(RecipeError, message):
+    with error_about(RecipeError, message):
         load(override)
 
 
@@ -212,35 +212,35 @@ def test_a_value_of_the_wrong_type_names_its_key(load, override, message):
             "joint.sources=[{path: a, max_pixels: 9}]",
             r"joint.sources\[0\]: min_pixels \(200704\) must not exceed max_pixels \(9\)",
         ),
-        ("joint.sources=[{path: a, name: x}, {path: b, name: x}]", "joint.sources: several are called x"),
+        ("joint.sources=[{path: a, name: x}, {path: b, name: x}]", "joint.sources"),
         (
             "joint.sub_batches=3",
-            "joint.batch_size=512 cannot be divided into joint.sub_batches=3 equal parts",
+            "joint.batch_size",
         ),
-        ("joint.sub_batches=2", "joint.sub_batches=2 has no effect"),
-        ("joint.compare_across=true", "joint.compare_across=true has no effect"),
+        ("joint.sub_batches=2", "joint.sub_batches"),
+        ("joint.compare_across=true", "joint.compare_across"),
         ("loss.matryoshka_dims=[8,0]", ("range", "loss.matryoshka_dims[1]")),
         ("model.lora={rank: 0}", ("range", "model.lora.rank")),
         ("model.lora={dropout: 1}", ("range", "model.lora.dropout")),
         (
             "export.adapters_only=true",
-            "export.adapters_only=true needs adapters.*set model.lora, e.g. {rank: 16}, or",
+            "export.adapters_only",
         ),
         ("validation.metric=mrr", ("choice", "validation.metric")),
-        ("joint.sources=[]", "joint.sources is empty: name at least one file"),
+        ("joint.sources=[]", "joint.sources"),
         ("joint.sources=[{path: a, weight: 0}]", ("range", "joint.sources[0].weight")),
         (
             "joint.sources=[{path: a, weight: siez}]",
-            "joint.sources.0..weight: Input should be a number above 0, or size, got 'siez'",
+            "joint.sources[0].weight",
         ),
         ("joint.sources=[{path: a, weight: true}]", ("type", "joint.sources[0].weight")),
         (
             "joint.sources=[{path: a, weight: size}, {path: b}]",
-            "joint.sources mixes weight: size with numbers",
+            "joint.sources",
         ),
         (
             "joint.sources=[{dataset: a, streaming: true, weight: size}]",
-            "weight: size needs the number of records, which is unknown for",
+            "joint.sources",
         ),
         ("rollout.max_new_tokens=0", ("range", "rollout.max_new_tokens")),
         ("rollout.batch_size=0", ("range", "rollout.batch_size")),
@@ -260,21 +260,21 @@ def test_a_value_of_the_wrong_type_names_its_key(load, override, message):
         ("optim.max_grad_norm=-1", ("range", "optim.max_grad_norm")),
         ("optim.lr_scale.vision=-1", ("range", "optim.lr_scale.vision")),
         ("model.freeze=[tower]", ("choice", "model.freeze[0]")),
-        ("model.freeze=[vision,merger,text,emb]", "model.freeze names all parts"),
+        ("model.freeze=[vision,merger,text,emb]", "model.freeze"),
         (
             "model={lora: {rank: 2}, freeze: [text]}",
-            "model.freeze=.* leaves the adapters of model.lora nothing to train",
+            "model.freeze",
         ),
         ("optim.weight_decay=-1", ("range", "optim.weight_decay")),
         ("model.min_pixels=0", ("range", "model.min_pixels")),
         (
             "model.min_pixels=900000",
-            r"model.min_pixels \(900000\) must not exceed model.max_pixels \(802816\)",
+            "model.min_pixels",
         ),
     ],
 )
 def test_a_value_out_of_range_names_key_value_and_limits(load, override, message):
-    with raises(RecipeError, message):
+    with error_about(RecipeError, message):
         load(override)
 
 
@@ -367,7 +367,7 @@ def test_arguments(load, tmp_path):
         load_recipe([])
     with error_about(RecipeError, ("missing", "recipe")):
         load_recipe(["recipe=demo", "recipe=demo"])
-    with raises(RecipeError, ("choice", "recipe")):
+    with error_about(RecipeError, ("choice", "recipe")):
         load_recipe(["recipe=dmo"])
     with error_about(RecipeError, ("choice", "recipe")):
         load_recipe([f"recipe={tmp_path / 'gone.yaml'}"])
@@ -499,38 +499,38 @@ def test_what_vllm_cannot_do_is_said_before_anything_is_loaded(load):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("rl.temperature=0",), "rl.temperature=0 writes the same rationale each time"),
-        (("rl.num_rationales=1",), "rl.num_rationales=1 leaves nothing to compare a rationale with"),
-        (("rl.alpha_rl=0", "rl.alpha_con=0", "rl.alpha_lm=0"), "are all 0, which leaves nothing to train"),
-        (("loss.anchor=none",), "loss.anchor=none embeds queries without the model's own rationale"),
-        (("rl.rewards=[]",), "rl.rewards leaves no reward"),
-        (("rl.rewards=[{name: rank, weight: 0}]",), "rl.rewards leaves no reward"),
-        (("rl.rewards=[{name: rank}, {name: rank}]",), "rl.rewards names rank twice with the same options"),
+        (("rl.temperature=0",), "rl.temperature"),
+        (("rl.num_rationales=1",), "rl.num_rationales"),
+        (("rl.alpha_rl=0", "rl.alpha_con=0", "rl.alpha_lm=0"), "rl.alpha_rl"),
+        (("loss.anchor=none",), "loss.anchor"),
+        (("rl.rewards=[]",), "rl.rewards"),
+        (("rl.rewards=[{name: rank, weight: 0}]",), "rl.rewards"),
+        (("rl.rewards=[{name: rank}, {name: rank}]",), "rl.rewards"),
         (("rl.rewards=[{name: rank, wait: 2}]",), ('unknown', 'rl.rewards[0].wait')),
         (("rl.loss_type=ppo",), ('choice', 'rl.loss_type')),
         (("rl.scale_rewards=std",), ('choice', 'rl.scale_rewards')),
         (("rl.num_iterations=0",), ('range', 'rl.num_iterations')),
         (("rl.beta=-1",), ('range', 'rl.beta')),
         (("rl.epsilon=2",), ('range', 'rl.epsilon')),
-        (("rl.candidates=gallery",), "rl.candidates must be batch or pool:PATH, got 'gallery'"),
-        (("rl.candidates='pool:'",), "rl.candidates must be batch or pool:PATH"),
-        (("rl.candidates=pool:x", "rl.alpha_rl=0"), "rl.alpha_rl=0 leaves rewards out: set it to batch"),
+        (("rl.candidates=gallery",), "rl.candidates"),
+        (("rl.candidates='pool:'",), "rl.candidates"),
+        (("rl.candidates=pool:x", "rl.alpha_rl=0"), "rl.candidates"),
         (("rl.pool_every=0",), ('range', 'rl.pool_every')),
-        (("rl.alpha_rl=0", "rl.beta=0.1"), "rl.beta=0.1 is a part of the policy gradient, which rl.alpha_rl=0 leaves out"),
-        (("rollout.backend=vllm", "rl.temperature=2.5"), "rl.temperature=2.5 is not possible with rollout.backend=vllm"),
-        (("rollout.backend=vllm", "rl.temperature=0.001"), "rl.temperature=0.001 is not possible with"),
+        (("rl.alpha_rl=0", "rl.beta=0.1"), "rl.beta"),
+        (("rollout.backend=vllm", "rl.temperature=2.5"), "rl.temperature"),
+        (("rollout.backend=vllm", "rl.temperature=0.001"), "rl.temperature"),
         (
             ("validation.sources=[{path: v.jsonl}]", "validation.metric=loss_lm", "rl.alpha_lm=0"),
-            "validation.metric=loss_lm has no value in the stage rl, where the weights of the losses that it measures are 0",
+            "validation.metric",
         ),
         (
             ("validation.sources=[{path: v.jsonl}]", "validation.metric=loss", "rl.alpha_lm=0", "rl.alpha_con=0"),
-            "validation.metric=loss has no value in the stage rl, where",
+            "validation.metric",
         ),
     ],
 )  # fmt: skip
 def test_rl_settings_that_cannot_be(overrides, message):
-    with raises(RecipeError, message):
+    with error_about(RecipeError, message):
         load_recipe(
             ["recipe=demo", "stage=rl", *(["init=x"] if "init=null" not in overrides else []), *overrides]
         )
@@ -611,7 +611,7 @@ def test_a_recipe_may_be_another_one_with_some_keys_changed(load, tmp_path):
             load_recipe([f"recipe={tmp_path / 'round.yaml'}"], tmp_path)
     # What is wrong in a base is said with its name.
     (tmp_path / "more.yaml").write_text("base: small\njoint: {lrr: 1}\n")
-    with raises(RecipeError, ("unknown", "joint.lrr", ("joint.lr",))):
+    with error_about(RecipeError, ("unknown", "joint.lrr", ("joint.lr",))):
         load_recipe([f"recipe={tmp_path / 'most.yaml'}"])
 
 

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from faults import error_about
 
 from rge.common.errors import UserError
 from rge.losses import (
@@ -20,7 +21,6 @@ from rge.losses import (
     register_loss,
 )
 from rge.objective import Objective
-from tests.helpers.faults import error_about
 
 
 def unit_rows(rows: int, width: int, seed: int) -> torch.Tensor:

@@ -28,7 +28,7 @@ import yaml
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
-from faults import error_about, raises
+from faults import error_about
 
 from rge import check, train
 from rge.checkpoints import checkpoint_manager, training_state
@@ -964,5 +964,5 @@ def test_every_key_stands_here_and_every_entry_is_a_key():
 def test_a_key_without_an_effect_would_be_noticed(runs):
     """The instrument itself: two runs that differ in nothing that counts look alike."""
     assert runs().metrics == runs("train.save_every=77").metrics
-    with raises(RecipeError, ("unknown", "data.nothing")):
+    with error_about(RecipeError, ("unknown", "data.nothing")):
         runs("data.nothing=1")

@@ -6,6 +6,7 @@ import pytest
 import torch
 from fake_gpu import DEVICE, FakeGpu, OnGpu
 from family_models import PHOTOS  # its network has no kernel of ours, and hundreds of others
+from faults import error_about
 
 from rge.config import Recipe
 from rge.distributed.config import TrainConfig
@@ -24,7 +25,6 @@ from rge.rollout.generate import Rationale, generate
 from rge.rollout.micro_batches import encode_prompts
 from rge.rollout.writer import Rollout
 from rge.step.training_step import TrainingStep
-from tests.helpers.faults import error_about
 
 CAP = 24
 KERNELS_A_LAYER, KERNELS_A_TOKEN = 45, 40

@@ -7,6 +7,7 @@ import batch_losses
 import numpy as np
 import pytest
 import torch
+from faults import error_about
 from forwards import counted_forwards
 
 from rge.config import Recipe, ValidationConfig
@@ -20,7 +21,6 @@ from rge.objective import Objective
 from rge.rollout.config import RolloutConfig
 from rge.rollout.generate import generate
 from rge.validation import Validation
-from tests.helpers.faults import error_about
 
 WORDS = ["what", "egg", "key", "open", "this", "turn", "picture", "locked", "chick"]
 

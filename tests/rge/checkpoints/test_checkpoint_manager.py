@@ -9,6 +9,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from family_models import PHOTOS, every_family
+from faults import error_about
 from qwen_vl_utils import process_vision_info
 from recorded import settings_of
 from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
@@ -38,7 +39,6 @@ from rge.data.config import SourceConfig
 from rge.embedder import Embedder
 from rge.model.prompts import PromptBuilder
 from rge.rollout.generate import generate
-from tests.helpers.faults import error_about
 
 
 @pytest.fixture

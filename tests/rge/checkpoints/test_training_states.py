@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from faults import error_about
 from recorded import settings_of
 
 from rge.checkpoints import checkpoint_manager
@@ -21,7 +22,6 @@ from rge.checkpoints.training_state import States, trained_tensors
 from rge.common.errors import UserError
 from rge.config import load_recipe, to_dict
 from rge.distributed import launch
-from tests.helpers.faults import error_about
 
 
 class Trained:

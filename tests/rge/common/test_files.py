@@ -4,6 +4,7 @@ import resource
 
 import forked
 import pytest
+from faults import error_about
 
 from rge.common.files import (
     FileError,
@@ -14,7 +15,6 @@ from rge.common.files import (
     write_json,
     write_text,
 )
-from tests.helpers.faults import error_about
 
 
 def test_what_is_written_is_there(tmp_path):

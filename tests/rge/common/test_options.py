@@ -2,10 +2,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from faults import error_about
 
 from rge.common.errors import UserError
 from rge.common.options import one_of, parse_options
-from tests.helpers.faults import error_about
 
 
 @dataclass

@@ -12,6 +12,7 @@ import forked
 import pytest
 import yaml
 from accelerate import Accelerator
+from faults import error_about
 from PIL import Image
 
 from rge import check
@@ -21,7 +22,6 @@ from rge.config import load_recipe
 from rge.identity import compare_runs, run_identity
 from rge.identity.run_identity import content_of, differences, in_words
 from rge.small_models.build import build
-from tests.helpers.faults import error_about
 
 TRAIN = str(Path(check.__file__).parent / "train.py")
 TEXT = {

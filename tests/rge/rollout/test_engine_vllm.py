@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 import torch
 from family_models import build
+from faults import error_about
 from own_engine import OwnEngine
 from paths import ROOT
 from recorded import settings_of
@@ -26,7 +27,6 @@ from rge.embedders.registry import load_model
 from rge.model.backbone import BackboneError, load_backbone
 from rge.model.embedding_model import EmbeddingModel
 from rge.rollout import vllm_engine, vllm_writer
-from tests.helpers.faults import error_about
 
 with_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 CAP = 12

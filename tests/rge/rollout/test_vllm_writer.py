@@ -18,6 +18,7 @@ import torch
 import yaml
 from accelerate import Accelerator
 from family_models import build
+from faults import error_about
 from own_engine import OwnEngine
 from paths import ROOT
 
@@ -41,7 +42,6 @@ from rge.rollout.micro_batches import Kept
 from rge.rollout.vllm_writer import VllmWriter
 from rge.rollout.writer import Rollout, Writer, make_writer, sample_seeds
 from rge.step.training_step import TrainingStep
-from tests.helpers.faults import error_about
 
 CAP = 12
 NOTHING_KEPT = Kept("none", "auto")

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from faults import error_about
 from transformers import SiglipVisionConfig, SiglipVisionModel
 
 from rge.common.errors import RecipeError
@@ -34,7 +35,6 @@ from rge.rollout.writer import (
     sample_seeds,
 )
 from rge.step.training_step import TrainingStep
-from tests.helpers.faults import error_about
 
 OBJECTIVE = Objective(0.4, 0.6, 0.07)
 MIX = dataclasses.replace(OBJECTIVE, anchor="mix")

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from family_models import PHOTOS, SCRATCH, TEXT, TEXTS, build, needs_tower, train
+from faults import error_about
 from recorded import settings_of
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForImageTextToText, AutoProcessor
@@ -29,7 +30,6 @@ from rge.small_models.config import Naming
 from rge.small_models.efficientnet import NETWORK, WEIGHTS, TowerError, _weights_file
 from rge.small_models.make import make as make_whole
 from rge.small_models.naming import teach
-from tests.helpers.faults import error_about
 
 SIZES = {"min_pixels": 64 * 64, "max_pixels": 256 * 256}
 

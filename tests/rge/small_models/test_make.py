@@ -9,6 +9,7 @@ import pytest
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from family_models import TEXT, VISION
+from faults import error_about
 from paths import ROOT
 
 from rge.checkpoints.settings import CheckpointError
@@ -17,7 +18,6 @@ from rge.distributed.collectives import LaunchError
 from rge.small_models import make, naming
 from rge.small_models.__main__ import main, read_options
 from rge.small_models.config import SmallModel
-from tests.helpers.faults import error_about
 
 NAMES = {"steps": 4, "batch_size": 4, "say_from": 0.5, "save_every": 1}
 OTHERS = {

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from faults import error_about
 from paths import WORKERS
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -18,7 +19,6 @@ from rge.data.sources import RecordError
 from rge.distributed import stop_signals
 from rge.small_models import naming
 from rge.small_models.config import Naming
-from tests.helpers.faults import error_about
 
 
 class Killed(Exception):

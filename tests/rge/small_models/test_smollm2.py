@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 from family_models import VISION
+from faults import error_about
 from recorded import settings_of
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -32,7 +33,6 @@ from rge.model.prompts import PromptBuilder
 from rge.rollout.generate import generate
 from rge.small_models import build, efficientnet, smollm2
 from rge.small_models.__main__ import read_options
-from tests.helpers.faults import error_about
 
 TEXT = {"model_type": "smollm2"}
 NEEDED = "gguf", smollm2.PACKAGE, efficientnet.NETWORK, efficientnet.WEIGHTS

@@ -37,10 +37,10 @@ def _config(model: ModelConfig, init: str | None) -> tuple[PretrainedConfig, str
         return read_config(checkpoint_folder(Path(model.path)), model.revision), model.path
     except BackboneError as error:
         if model.path not in TABLE:
-            known = (
+            told = (
                 f"{error.reason.splitlines()[0]}; without the hub, shapes are known of: {', '.join(TABLE)}"
             )
-            raise BackboneError(known, error.file, kind=error.kind).about(*error.faults) from error
+            raise BackboneError(told, error.file, kind=error.kind).about(*error.faults) from error
     known = dict(TABLE[model.path])
     config = CONFIG_MAPPING[known.pop("model_type")](**known)
     return config, f"{model.path}, from the table in rge/plan/known_models.yaml"

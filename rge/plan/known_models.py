@@ -37,9 +37,7 @@ def _config(model: ModelConfig, init: str | None) -> tuple[PretrainedConfig, str
         return read_config(checkpoint_folder(Path(model.path)), model.revision), model.path
     except BackboneError as error:
         if model.path not in TABLE:
-            told = (
-                f"{error.reason.splitlines()[0]}; without the hub, shapes are known of: {', '.join(TABLE)}"
-            )
+            told = f"{error.reason.splitlines()[0]}; without the hub, shapes are known of: {', '.join(TABLE)}"
             raise BackboneError(told, error.file, kind=error.kind).about(*error.faults) from error
     known = dict(TABLE[model.path])
     config = CONFIG_MAPPING[known.pop("model_type")](**known)

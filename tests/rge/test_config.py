@@ -111,7 +111,10 @@ def test_later_overrides_win(load):
             ("unknown", "train.gradient_accumulation_steps", ("train.micro_batch_size",)),
         ),
         ("batch_size=8", ("unknown", "batch_size")),
-        ("train.batch_size=8", ("unknown", "train.batch_size", ("joint.batch_size",))),
+        (
+            "train.batch_size=8",
+            ("unknown", "train.batch_size", ("rl.batch_size", "joint.batch_size", "rollout.batch_size")),
+        ),
         (
             "per_device_train_batch_size=8",
             ("unknown", "per_device_train_batch_size", ("train.micro_batch_size",)),
@@ -184,7 +187,7 @@ def test_a_value_of_the_wrong_type_names_its_key(load, override, message):
         ),
         (
             "loss.oracle_decay_steps=9",
-            "loss.oracle_decay_steps=9 has no effect with loss.anchor=self: set .*=null",
+            "loss.oracle_decay_steps",
         ),
         (
             "data.profile=rgb",
@@ -207,10 +210,10 @@ def test_a_value_of_the_wrong_type_names_its_key(load, override, message):
             "joint.sources=[{path: a, batch: owns}]",
             ("choice", "joint.sources[0].batch"),
         ),
-        ("joint.sources=[{path: a, profile: rgee}]", r"joint.sources\[0\].profile: "),
+        ("joint.sources=[{path: a, profile: rgee}]", "joint.sources[0].profile"),
         (
             "joint.sources=[{path: a, max_pixels: 9}]",
-            r"joint.sources\[0\]: min_pixels \(200704\) must not exceed max_pixels \(9\)",
+            "joint.sources[0]",
         ),
         ("joint.sources=[{path: a, name: x}, {path: b, name: x}]", "joint.sources"),
         (

@@ -237,7 +237,7 @@ def test_contradictions_are_refused_before_anything_is_read(encoder, tmp_path, w
     assert command
 
 
-@pytest.mark.slow
+@pytest.mark.slow(8)
 def test_two_processes_mine_the_same_after_rationales(records, checkpoint, tmp_path):
     """With a real checkpoint, whose queries write a rationale, and itself as a judge that is asked yes or no."""
     words = [

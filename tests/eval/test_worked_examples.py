@@ -23,7 +23,7 @@ def commands():
     return [shlex.split(line, comments=True) for line in lines if line.startswith(("python", "rge"))]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(8)
 def test_they_run(lively, tmp_path, monkeypatch, capsys):
     settings = settings_of(
         emb_id=lively.emb_id, profile="rge", max_prompt_tokens=512, min_pixels=28 * 28, max_pixels=56 * 56,

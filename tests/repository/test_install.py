@@ -167,7 +167,7 @@ def test_an_editable_install_is_found_from_the_folder_that_holds_the_clone(tmp_p
     assert done.stdout.strip() == "rge.common.errors", done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.slow(20)
 def test_a_wheel_without_the_checkout_trains_the_demo_from_an_empty_folder(tmp_path):
     """Built from a copy, installed without the other packages, which come from here."""
     source, target, home = tmp_path / "source", tmp_path / "with space", tmp_path / "empty"

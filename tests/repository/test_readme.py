@@ -20,7 +20,7 @@ def blocks(kind):
     return [block for language, block in BLOCKS if language == kind]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(7)
 def test_what_is_printed_runs(tmp_path):
     for name in ("docs", "data_prep"):
         (tmp_path / name).symlink_to(ROOT / name)

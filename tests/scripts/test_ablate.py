@@ -436,7 +436,7 @@ def test_a_chart_that_stands_alone_has_both_schemes_and_no_variables():
     assert not re.search(r"(?:href|src|url\()", text)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(5)
 def test_a_real_sweep_with_two_processes_a_run(ablate, tmp_path, tiny_path, monkeypatch, capsys):
     """Two runs of one step by two processes, evaluated; then the table."""
 

@@ -25,7 +25,7 @@ def gpu_check(monkeypatch):
     return module
 
 
-@pytest.mark.slow
+@pytest.mark.slow(12)
 def test_a_rehearsal(gpu_check, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert gpu_check.main([f"out={tmp_path}", "rehearse=true", "steps=2"]) == 0

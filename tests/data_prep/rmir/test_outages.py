@@ -195,7 +195,7 @@ def test_the_last_ten_calls_meet_an_outage_in_three_runs(world, tmp_path, down):
     assert set(world.answered.values()) == {1}
 
 
-@pytest.mark.slow
+@pytest.mark.slow(7)
 @pytest.mark.parametrize("proceed", [False, True])
 def test_whatever_call_is_the_first_that_fails_no_picture_is_lost(world, tmp_path, proceed):
     """Then the endpoint is healthy again, and the same command comes to the same tables, bit for bit.
@@ -219,7 +219,7 @@ def test_whatever_call_is_the_first_that_fails_no_picture_is_lost(world, tmp_pat
         assert set(world.answered.values()) == {1}, "no answer was paid twice"
 
 
-@pytest.mark.slow
+@pytest.mark.slow(9)
 def test_five_kills_with_an_outage_in_between(world, tmp_path):
     start(world, tmp_path / "out")
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(asdict(world.config)))

@@ -333,7 +333,7 @@ def differences(weights: dict, expected: dict, before: dict) -> tuple[float, flo
     return together, max(max(0.0, wrong[key] - rounding[key]) / max(moved[key], 1e-12) for key in expected)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(12)
 @pytest.mark.parametrize("name", BACK_ENDS)
 def test_steps_of_two_processes_equal_one(found, name):
     """With ``-s`` this prints the figures behind docs/scaling.md."""
@@ -581,7 +581,7 @@ def ended(folder: Path, launch: str) -> tuple[int, str]:
     return json.loads((folder / "codes.json").read_text())[launch], (folder / f"{launch}_0").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.slow(40)
 def test_states_are_written_beside_training_and_a_kill_leaves_the_last_whole_one(saves, shared):
     """The resumed run ends with the weights of the undisturbed one, so the state is that of its step, not of a later one."""
     for name in SHARDED:

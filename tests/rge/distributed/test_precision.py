@@ -106,7 +106,7 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
-@pytest.mark.slow
+@pytest.mark.slow(40)
 def test_in_a_path_with_a_space_nothing_is_compiled(found):
     assert not (found["folder"] / "a clone" / "built").exists()
 

@@ -1733,7 +1733,7 @@ async def many(port, bodies):
     return await asyncio.gather(*map(one, bodies))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(10)
 def test_a_thousand_clients_at_once_and_nothing_lost_with_1024_files(checkpoint, embedder):
     """Then a second server on its port, and SIGTERM while it works: what is under way is answered, what is new refused."""
     texts = [f"What opens number {number % 25}?" for number in range(1000)]

@@ -77,14 +77,15 @@ def brute_force(made, vectors_of, query_of, rules):
             changed |= more != own
             own |= more
     pool = sorted(texts, key=lambda text: (texts[text], text))
+    pool_CD = np.stack([vectors_of[text] for text in pool]).astype(np.float64)
     found = {}
     for query in dict.fromkeys(one.query.text for one in made):
         of_query = [one for one in made if one.query.text == query]
         right = [target.text for one in of_query for target in one.positives]
         own = {target.text for one in of_query for target in one.negatives}
         right_names = set().union(*(names[text] for text in right))
-        q = query_of[query].astype(np.float64)
-        score = {text: np.float32((q * vectors_of[text].astype(np.float64)).sum()) for text in pool}
+        score_C = (query_of[query].astype(np.float64) * pool_CD).sum(axis=1).astype(np.float32)
+        score = dict(zip(pool, score_C, strict=True))
         lowest = min(score[text] for text in right)
         limits = []
         if rules.relative_margin is not None:

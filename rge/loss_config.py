@@ -113,7 +113,7 @@ def _weights_of_ratio(ratio: str) -> tuple[float, float]:
         lm, con = (float(part) for part in ratio.split(":"))
     except ValueError:
         raise RecipeError(
-            f"must be LM:CONTRASTIVE such as 1:10, or none; got {ratio!r}", key="loss.ratio", kind="form"
+            f"it must be LM:CONTRASTIVE such as 1:10, or none; got {ratio!r}", key="loss.ratio", kind="form"
         ) from None
     total = lm + con
     if min(lm, con) < 0 or total <= 0 or not math.isfinite(total):

@@ -43,7 +43,7 @@ class Table:
         try:
             self.file = pq.ParquetFile(path)
         except (OSError, pa.ArrowInvalid) as error:
-            raise SetError(f"cannot be read as Parquet: {error}", path) from None
+            raise SetError(f"it cannot be read as Parquet: {error}", path) from None
         self.names = self.file.schema_arrow.names
 
     def check(self, column: str, words: str = "strings", *, null: bool = False) -> None:

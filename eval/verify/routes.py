@@ -112,7 +112,7 @@ def routes_of(embedder: Embedder, plain: PlainModel, names: Sequence[str]) -> It
         elif name in makers:
             yield from makers[name](embedder, plain)
         else:
-            raise RouteError(f"is no route; there are {', '.join(makers)} and server:URL", key=name)
+            raise RouteError(f"it is no route; there are {', '.join(makers)} and server:URL", key=name)
 
 
 def default_routes(embedder: Embedder) -> list[str]:

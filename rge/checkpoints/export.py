@@ -103,7 +103,7 @@ def _check_names(model: HubModel, weights: dict[str, Tensor], folder: Path) -> N
     unknown, missing = sorted(weights.keys() - names), sorted(names - weights.keys() - tied)
     if unknown or missing:
         raise CheckpointError(
-            f"is not written, since it could not be loaded: {len(unknown)} unknown names, {len(missing)} missing ones, such as "
+            f"it is not written, since it could not be loaded: {len(unknown)} unknown names, {len(missing)} missing ones, such as "
             f"{[*unknown, *missing][0]}. Something in the launch wraps the model, such as torch.compile: remove it, "
             "and run the same command to continue from the last state",
             folder,

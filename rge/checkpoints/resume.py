@@ -38,7 +38,7 @@ def finished(folder: Path, recipe: Recipe, name: str) -> bool:
         return False
     if problem := damage(final, contents=False):
         raise CheckpointError(
-            f"is damaged: {problem}. Delete it and start again; unless a later stage is finished, this one continues from "
+            f"it is damaged: {problem}. Delete it and start again; unless a later stage is finished, this one continues from "
             "its last state",
             final,
             kind="damaged",
@@ -131,7 +131,7 @@ def _check_same_records(now: Identity, then: Identity, path: Path) -> None:
     both = now.keys() & then.keys()
     if apart := differences(*({"records": {key: one[key] for key in both}} for one in (then, now))):
         raise CheckpointError(
-            f"was trained on other records (then and now): {'; '.join(in_words(apart))}. The order of records depends on all "
+            f"it was trained on other records (then and now): {'; '.join(in_words(apart))}. The order of records depends on all "
             f"of them: restore the files, use another out=, or delete {path.parent}",
             path,
             kind="records",
@@ -213,7 +213,7 @@ def check_same_recipe(found: RecipeJson, recipe: Recipe, name: str, path: Path) 
     if different:
         apart = "; ".join(different.values())
         raise CheckpointError(
-            f"was made with another recipe: {apart}. Use another out=, or delete {path.parent}", path
+            f"it was made with another recipe: {apart}. Use another out=, or delete {path.parent}", path
         ).about(*(Fault("value", key, (str(theirs.get(key)),)) for key in different))
     return rounding
 
@@ -228,7 +228,7 @@ def check_not_past(step: int, steps: int | None, name: str, path: Path) -> None:
     """Raise CheckpointError if a state is of a later step than the stage's last one."""
     if steps is not None and step > steps:
         raise CheckpointError(
-            f"is of step {step}, and {name} is to have {steps}: give {name}.steps={step} or more, or delete the later states",
+            f"it is of step {step}, and {name} is to have {steps}: give {name}.steps={step} or more, or delete the later states",
             path,
         ).about(f"{name}.steps")
 

@@ -281,20 +281,20 @@ def read_settings(checkpoint: Path) -> CheckpointSettings:
     """A checkpoint's ``rge.json``; CheckpointError: there is none, or it is damaged or written by a newer format."""
     path = checkpoint / RGE_JSON
     if not checkpoint.is_dir():
-        raise CheckpointError("does not exist", checkpoint, kind="missing")
+        raise CheckpointError("it does not exist", checkpoint, kind="missing")
     if not path.is_file():
         raise CheckpointError(
-            f"has no {RGE_JSON}, so it is not a checkpoint of rge; finished ones are in <out>/<stage>/final",
+            f"it has no {RGE_JSON}, so it is not a checkpoint of rge; finished ones are in <out>/<stage>/final",
             checkpoint,
             kind="foreign",
         )
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise CheckpointError(f"is not valid JSON: {error}", path, kind="json") from None
+        raise CheckpointError(f"it is not valid JSON: {error}", path, kind="json") from None
     if isinstance(content, dict) and content.get("format") != 1:
         raise CheckpointError(
-            f"has format {content.get('format')}, this version reads format 1", path, key="format"
+            f"it has format {content.get('format')}, this version reads format 1", path, key="format"
         )
     try:
         return CheckpointSettings.model_validate(content)
@@ -302,5 +302,5 @@ def read_settings(checkpoint: Path) -> CheckpointSettings:
         wrong = {".".join(map(str, one["loc"])) or "content": one["msg"] for one in error.errors()}
         problems = "; ".join(f"{key}: {why}" for key, why in wrong.items())
         raise CheckpointError(
-            f"is damaged ({problems}): copy it again from the run", path, kind="damaged"
+            f"it is damaged ({problems}): copy it again from the run", path, kind="damaged"
         ).about(*wrong) from None

@@ -206,7 +206,7 @@ class States:
         found, damaged = dist.from_main((found, damaged))
         if damaged and found is None:
             raise CheckpointError(
-                f"holds no intact state to resume from: {'; '.join(damaged)}. Delete it to start again",
+                f"it holds no intact state to resume from: {'; '.join(damaged)}. Delete it to start again",
                 self.folder,
                 kind="damaged",
             )
@@ -249,7 +249,7 @@ class States:
             _set_random_states(states[dist.rank()], self.generators)
         elif self.generators:
             raise CheckpointError(
-                f"was saved by {len(states)} processes. With {dist.world_size()}, batches would differ, so it cannot be continued: "
+                f"it was saved by {len(states)} processes. With {dist.world_size()}, batches would differ, so it cannot be continued: "
                 f"launch {len(states)} processes, or delete {self.folder} to start this stage again",
                 path,
                 kind="processes",

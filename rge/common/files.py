@@ -84,7 +84,7 @@ def replacing(path: str | Path, *, sync: bool = True) -> Iterator[Path]:
     except FileError:
         raise
     except OSError as error:
-        raise FileError(f"cannot be written: {error.strerror or error}", path, kind="unwritten") from None
+        raise FileError(f"it cannot be written: {error.strerror or error}", path, kind="unwritten") from None
 
 
 def remove_left_over(folder: Path) -> None:
@@ -169,7 +169,7 @@ def replacing_folder(path: str | Path, *, overwrite: bool) -> Iterator[Path]:
     path = Path(path)
     if Path.cwd().is_relative_to(path.resolve()):
         raise FileError(
-            "is or contains the current folder, so it cannot be replaced: choose another",
+            "it is or contains the current folder, so it cannot be replaced: choose another",
             path,
             kind="current",
         )
@@ -204,7 +204,7 @@ def _refuse_foreign_files(path: Path) -> None:
         owned = {OWNED, *json.loads((path / OWNED).read_text(encoding="utf-8"))}
     except (OSError, ValueError, TypeError):
         raise FileError(
-            "was not written by this program: overwrite=true does not replace it; move or delete it, or give another",
+            "it was not written by this program: overwrite=true does not replace it; move or delete it, or give another",
             path,
             kind="foreign",
         ) from None
@@ -213,7 +213,9 @@ def _refuse_foreign_files(path: Path) -> None:
     }
     if strange := sorted(_files_below(path) - owned - from_a_mac):
         raise FileError(
-            "does not belong to it, so overwrite=true does not replace it: move it away", path, key=strange[0]
+            "it does not belong to it, so overwrite=true does not replace it: move it away",
+            path,
+            key=strange[0],
         )
 
 
@@ -224,7 +226,7 @@ def read_json(path: str | Path) -> Any | None:
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(f"cannot be read: {error}", path, kind="unreadable") from None
+        raise UserError(f"it cannot be read: {error}", path, kind="unreadable") from None
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
@@ -256,14 +258,14 @@ def held(folder: Path, lock: str = LOCK, *, wait: bool = False) -> Iterator[None
     if (
         path in _HELD_HERE
     ):  # a record lock does not lock its own process out, and closing the file again would free it
-        raise InUseError("is in use by this process: wait for it, or give another out=", folder)
+        raise InUseError("it is in use by this process: wait for it, or give another out=", folder)
     with path.open("a+") as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EAGAIN):
                 raise InUseError(
-                    f"is in use by {_holder(path)}: wait for it, end it, or give another out= (if its machine is gone for good, "
+                    f"it is in use by {_holder(path)}: wait for it, end it, or give another out= (if its machine is gone for good, "
                     f"delete {folder / lock})",
                     folder,
                 ) from None

@@ -195,14 +195,14 @@ def picture_bytes(ref: ImageRef) -> bytes:
         reason = "it is a pipe or a device, not a file"
     except (OSError, ValueError) as error:  # ValueError: a path with a zero byte
         reason = str(getattr(error, "strerror", None) or error)
-    raise ImageError(f"cannot be read: {reason}", ref, kind="unreadable")
+    raise ImageError(f"it cannot be read: {reason}", ref, kind="unreadable")
 
 
 def known_bytes(ref: ImageRef, sha256: str) -> bytes:
     """`picture_bytes` of a picture that had this hash when it was first read; `ImageError` also if it has changed since."""
     data = picture_bytes(ref)
     if hashlib.sha256(data).hexdigest() != sha256:
-        raise ImageError("has changed since it was first read", _title(ref))
+        raise ImageError("it has changed since it was first read", _title(ref))
     return data
 
 
@@ -301,7 +301,7 @@ def decode_data_url(address: str) -> bytes:
     try:
         return data_url_content(address)
     except ValueError as error:
-        raise ImageError(f"cannot be read: {error}", shortened(address)) from None
+        raise ImageError(f"it cannot be read: {error}", shortened(address)) from None
 
 
 def shortened(address: str) -> str:
@@ -362,7 +362,7 @@ def upload_header(data: bytes) -> Header:
         image = _of_formats(io.BytesIO(data), UPLOAD_FORMATS)
         if image is None:
             formats = ", ".join(UPLOAD_FORMATS)
-            raise ImageError(f"cannot be decoded: it is none of {formats}", name, kind="format")
+            raise ImageError(f"it cannot be decoded: it is none of {formats}", name, kind="format")
         is_plain = image.mode in ("1", "L", "P", "RGB") and "transparency" not in image.info
         # Pillow stores RGB as 4 bytes a pixel, and there are up to two copies, with transparency four. libjpeg buffers a
         # progressive picture, and libwebp two canvases. (Peaks measured by `tests/rge/common/test_images.py`.)
@@ -380,7 +380,9 @@ def picture_size(ref: ImageRef | Image.Image) -> tuple[int, int]:
         try:
             source = open(ref, "rb")  # closed below
         except OSError as error:
-            raise ImageError(f"cannot be read: {error.strerror or error}", ref, kind="unreadable") from None
+            raise ImageError(
+                f"it cannot be read: {error.strerror or error}", ref, kind="unreadable"
+            ) from None
     with source, _opened(source, ref) as (image, name):
         if image.mode in UNKNOWN_RANGE:
             _eight_bits(image, name)
@@ -405,7 +407,7 @@ def _opened(
         image = open_picture(source, name=name, max_file_pixels=max_file_pixels)
         # Counting the frames would decode them all. A phone's MPO (a JPEG followed by previews) and HEIC open as the picture.
         if not first_frame and image.format not in ("MPO", "HEIF") and getattr(image, "is_animated", False):
-            raise ImageError("has several frames: extract the frame that you need", name, kind="animated")
+            raise ImageError("it has several frames: extract the frame that you need", name, kind="animated")
         _reduce(image, near_px)
         yield image, name
 
@@ -422,10 +424,10 @@ def _explained(name: str) -> Iterator[None]:
         )
         if find_spec("pillow_heif") is None:
             reason += "; HEIC needs pillow-heif: pip install -e '.[search]'"
-        raise ImageError(f"cannot be decoded: {reason}", name, kind="format") from None
+        raise ImageError(f"it cannot be decoded: {reason}", name, kind="format") from None
     except Exception as error:  # Pillow's readers raise anything on damaged files
         kind = "truncated" if "truncated" in str(error) else "damaged"
-        raise ImageError(f"cannot be decoded: {error}", name, kind=kind) from error
+        raise ImageError(f"it cannot be decoded: {error}", name, kind=kind) from error
 
 
 def open_picture(
@@ -486,7 +488,7 @@ def _check_pixels(image: Image.Image, name: str, most: int | None) -> None:
     limit = most or (MOST_JPEG_PIXELS if image.format in JPEGS else MOST_PIXELS)
     if (pixels := image.width * image.height) > limit:
         raise ImageError(
-            f"cannot be decoded: {pixels:,} pixels exceed the limit of {limit:,}, could be a decompression bomb; scale it down",
+            f"it cannot be decoded: {pixels:,} pixels exceed the limit of {limit:,}, could be a decompression bomb; scale it down",
             name,
             kind="huge",
         )

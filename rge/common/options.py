@@ -152,7 +152,7 @@ def _layers(path: Path, folder: Path, key: str, derived: tuple[Path, ...] = ()) 
     base_path = sibling if sibling.is_file() else folder / f"{base}.yaml"
     if not isinstance(base, str) or not base_path.is_file():
         others = nearest(str(base), available(folder))
-        raise UserError(f"must name another {key}, got {base!r}{others}", path, key="base", kind="unknown")
+        raise UserError(f"it must name another {key}, got {base!r}{others}", path, key="base", kind="unknown")
     if base_path.resolve() in derived:
         raise UserError(f"{base} leads back to itself", path, key="base", kind="circle")
     return [*_layers(base_path, folder, key, derived), layer]
@@ -172,14 +172,14 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         document = _parse(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot be read: {error}", path, kind="unreadable") from error
+        raise UserError(f"it cannot be read: {error}", path, kind="unreadable") from error
     except yaml.YAMLError as error:
-        raise UserError(f"is not valid YAML: {error}", path, kind="yaml") from error
+        raise UserError(f"it is not valid YAML: {error}", path, kind="yaml") from error
     if document is None:
         return {}
     if not isinstance(document, dict):
         raise UserError(
-            f"must be a mapping of keys to values, got {type(document).__name__}", path, kind="mapping"
+            f"it must be a mapping of keys to values, got {type(document).__name__}", path, kind="mapping"
         )
     return document
 

@@ -36,7 +36,7 @@ def without_metadata(data: bytes) -> bytes:
             kind = "JPEG" if image.format == "MPO" else str(image.format)
             is_rotated = image.getexif().get(ExifTags.Base.Orientation, 1) not in (0, 1)
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise ImageError(f"cannot be decoded: {error}", f"<{len(data)} bytes>") from None
+        raise ImageError(f"it cannot be decoded: {error}", f"<{len(data)} bytes>") from None
     rebuild = {"JPEG": _jpeg, "PNG": _png, "WEBP": _webp}.get(kind)
     if rebuild is not None and not is_rotated:
         with suppress(ValueError, struct.error, IndexError):  # a damaged container that can be decoded

@@ -37,7 +37,7 @@ from rge.common.parts import (
 from rge.common.schema import Item, Record, Target
 from rge.config import Recipe
 from rge.data.collate import Source, check_targets, query_items, target_item
-from rge.data.sources import Records, identity, number_of, on_disk
+from rge.data.sources import RecordError, Records, identity, number_of, on_disk
 from rge.data.verdicts import Verdicts, forked
 from rge.identity.run_identity import version_of
 from rge.model import backbone, families, prompts
@@ -227,7 +227,7 @@ def _sizes(source: Source, need_oracle: bool, need_candidates: bool, number: int
         return _measured(record, source.builder, need_oracle, need_candidates)
     except ValueError as error:
         name = file.place(number) if record is None else repr(record.id)
-        return f"record {name} of {file.name}: {error}"
+        return str(RecordError.caused_by(error, file.name, f"record {name}"))
 
 
 def measured(builder: PromptBuilder, item: Item, side: str) -> Measured:

@@ -203,7 +203,7 @@ def load(config: RecordsConfig) -> tuple[Any, Path]:
                 "HF_DATASETS_OFFLINE is set and it is not in this machine's cache"
             )
         kind = "unreadable" if local else "unknown"
-        raise RecordError(f"cannot be loaded: {_reason(error)}; {fix}", config.label, kind=kind) from error
+        raise RecordError(f"it cannot be loaded: {_reason(error)}; {fix}", config.label, kind=kind) from error
     return found, folder if local else Path()
 
 
@@ -221,7 +221,7 @@ def _of_file(config: RecordsConfig, file: Path) -> Any:
     import datasets
 
     if config.subset is not None or config.revision is not None:
-        raise RecordError("is a file: leave out subset and revision", file).about("subset", "revision")
+        raise RecordError("it is a file: leave out subset and revision", file).about("subset", "revision")
     name = file.name.lower()
     try:
         if name.endswith((".csv", ".tsv")):
@@ -230,10 +230,10 @@ def _of_file(config: RecordsConfig, file: Path) -> Any:
             return table.to_iterable_dataset() if config.streaming else table
         kind = "parquet" if name.endswith(".parquet") else "json"
         if not _rows_in(file):
-            raise RecordError("has no rows", file, kind="empty")
+            raise RecordError("it has no rows", file, kind="empty")
         if kind == "json" and not name.endswith((*JSON_FILES, *OTHER_FILES)):
             raise RecordError(
-                f"has an ending that says nothing: rename it, to one of {', '.join((*JSON_FILES, *OTHER_FILES))}",
+                f"it has an ending that says nothing: rename it, to one of {', '.join((*JSON_FILES, *OTHER_FILES))}",
                 file,
                 kind="ending",
             )
@@ -255,7 +255,7 @@ def _of_file(config: RecordsConfig, file: Path) -> Any:
     except UserError as error:
         raise RecordError.caused_by(error) from error
     except Exception as error:  # the library raises what its readers run into
-        raise RecordError(f"cannot be read: {_reason(error)}", file, kind="unreadable") from error
+        raise RecordError(f"it cannot be read: {_reason(error)}", file, kind="unreadable") from error
 
 
 def _reason(error: Exception) -> str:
@@ -287,7 +287,7 @@ def _local_files(folder: Path, config: RecordsConfig) -> tuple[dict[str, list[st
     shards = (builder.config.data_files or {}).get(part, [])
     if builder.name == "parquet" and (filled := [path for path in shards if _rows_in(path)]) != shards:
         if not filled:
-            raise RecordError("has no rows", config.label, kind="empty")
+            raise RecordError("it has no rows", config.label, kind="empty")
         shards = filled
         files = {part: [str(Path(path).relative_to(folder)) for path in filled]}
     if builder.name not in ("parquet", "json") or builder.info.features is not None:
@@ -308,7 +308,9 @@ def _rows_in(path: str | Path) -> int:
         is_parquet = str(path).lower().endswith(".parquet")
         return pq.read_metadata(path).num_rows if is_parquet else Path(path).stat().st_size
     except (OSError, pa.ArrowInvalid) as error:
-        raise RecordError(f"cannot be read: {error}{pointer_note(path)}", path, kind="unreadable") from error
+        raise RecordError(
+            f"it cannot be read: {error}{pointer_note(path)}", path, kind="unreadable"
+        ) from error
 
 
 def _schemas_of_json(path: str, whole: bool) -> Iterator[pa.Schema]:
@@ -371,14 +373,16 @@ def _saved(config: RecordsConfig, folder: Path) -> Any:
     found = datasets.load_from_disk(str(folder))
     if isinstance(found, datasets.DatasetDict):
         if config.split not in found:
-            raise RecordError(f"has no split {config.split!r}; it has {', '.join(found)}", folder).about(
+            raise RecordError(f"it has no split {config.split!r}; it has {', '.join(found)}", folder).about(
                 Fault("choice", "split", tuple(found))
             )
         found = found[config.split]
     elif found.split is not None and str(found.split) != config.split:
-        raise RecordError(f"is the split {str(found.split)!r}, not {config.split!r}", folder).about("split")
+        raise RecordError(f"it is the split {str(found.split)!r}, not {config.split!r}", folder).about(
+            "split"
+        )
     if config.subset is not None or config.revision is not None:
-        raise RecordError("was saved by save_to_disk: leave out subset and revision", folder).about(
+        raise RecordError("it was saved by save_to_disk: leave out subset and revision", folder).about(
             "subset", "revision"
         )
     shards = max(1, min(SHARDS, len(found)))

@@ -203,7 +203,7 @@ class Columns:
                 )
             if there is not None and theirs.split(".")[0] not in there and theirs not in there:
                 raise RecordError(
-                    f"is mapped to {theirs!r}, which is not one of its columns: {', '.join(there)}"
+                    f"it is mapped to {theirs!r}, which is not one of its columns: {', '.join(there)}"
                     f"{did_you_mean(theirs, there)}",
                     config.label,
                     "columns",
@@ -219,7 +219,7 @@ class Columns:
             ]  # fmt: skip
             if missing:
                 raise RecordError(
-                    f"has no column {' and none '.join(missing)}, and `columns` maps none to it: it has {', '.join(there)}; map "
+                    f"it has no column {' and none '.join(missing)}, and `columns` maps none to it: it has {', '.join(there)}; map "
                     "them, for example columns: {query.text: question, positives.text: answer}",
                     config.label,
                 ).about(*missing)

@@ -195,7 +195,7 @@ class StoredRecords(Records, ABC):
         record, problems = parsed
         if record is None:
             raise RecordError(
-                f"has changed since this run opened it: a record can no longer be read: {'; '.join(problems)}",
+                f"it has changed since this run opened it: a record can no longer be read: {'; '.join(problems)}",
                 self.name,
                 kind="changed",
             )
@@ -268,7 +268,7 @@ def on_disk(numbers: "array[int] | np.ndarray") -> np.ndarray:
 def _refuse_other_formats(path: Path) -> None:
     if path.is_dir() or str(path).lower().endswith(OTHER_FILES):
         raise RecordError(
-            "is not a file of JSON lines: give a folder of Parquet or JSON lines as dataset:",
+            "it is not a file of JSON lines: give a folder of Parquet or JSON lines as dataset:",
             path,
             kind="format",
         )
@@ -280,7 +280,7 @@ def _refuse_other_formats(path: Path) -> None:
         raise RecordError(POINTER_NOTE, path, kind="pointer")
     if start.startswith(b"["):
         raise RecordError(
-            "is a JSON array: write each of its objects on a line of its own (JSON lines), or give it as dataset:",
+            "it is a JSON array: write each of its objects on a line of its own (JSON lines), or give it as dataset:",
             path,
             kind="array",
         )
@@ -297,7 +297,7 @@ def _open(path: Path) -> BinaryIO:
     try:
         return path.open("rb")
     except OSError as error:
-        raise RecordError(f"cannot be read: {error.strerror or error}", path, kind="unreadable") from error
+        raise RecordError(f"it cannot be read: {error.strerror or error}", path, kind="unreadable") from error
 
 
 def strip_bom(line: bytes) -> bytes:

@@ -183,7 +183,7 @@ class Reader(Records):
             whole = self._num_rows_of_epoch()  # all shards are known now
             assert whole is not None
             if not whole:
-                raise RecordError("is empty, and was not when this run began", self.name, kind="empty")
+                raise RecordError("it is empty, and was not when this run began", self.name, kind="empty")
             begins, epoch = begins + whole, epoch + 1
 
     def _num_rows_of_epoch(self) -> int | None:
@@ -229,7 +229,7 @@ class Reader(Records):
             yield from self._dataset.shard(num_shards=self._shards, index=shard).iter(batch_size=BATCH)
         except Exception as error:  # the library raises what its readers, and the network's, run into
             raise RecordError(
-                f"cannot be read further: {type(error).__name__}: {error}; run the same command again to continue",
+                f"it cannot be read further: {type(error).__name__}: {error}; run the same command again to continue",
                 self.name,
                 f"shard {shard}",
             ) from error
@@ -240,7 +240,7 @@ class Reader(Records):
             return
         if known is not None:
             raise RecordError(
-                f"has changed since this run began: had {known} rows and now has {rows}; pin a revision, and start again with "
+                f"it has changed since this run began: had {known} rows and now has {rows}; pin a revision, and start again with "
                 "another out=",
                 self.name,
                 f"shard {shard}",

@@ -45,7 +45,7 @@ def read_pairs(path: str | Path, limit: int, seed: int = 0) -> Pairs:
     if not (path / "queries.parquet").is_file():
         return _from_records(open_data(path), limit, seed)
     invalid = RecordError(
-        f"is not a valid retrieval set: `rge eval check set={path}` says why", path, kind="set"
+        f"it is not a valid retrieval set: `rge eval check set={path}` says why", path, kind="set"
     )
     try:
         pairs = _from_set(path, limit, seed)
@@ -62,13 +62,13 @@ def open_data(path: str | Path, *, need_rationale: bool = False) -> Records:
     path = Path(path)
     if path.suffix != ".jsonl" and not path.is_dir():
         raise RecordError(
-            "is neither training records (FILE.jsonl, or the folder of a data set) nor the folder of a retrieval set",
+            "it is neither training records (FILE.jsonl, or the folder of a data set) nor the folder of a retrieval set",
             path,
             kind="format",
         )
     if (path / "queries.parquet").is_file():
         raise RecordError(
-            "is a retrieval set, which has no oracle rationales: give training records", path, kind="set"
+            "it is a retrieval set, which has no oracle rationales: give training records", path, kind="set"
         )
     source = RecordsConfig(dataset=str(path)) if path.is_dir() else RecordsConfig(path=str(path))
     return open_records(source, need_rationale=need_rationale)
@@ -109,7 +109,7 @@ def _from_set(folder: Path, limit: int, seed: int) -> Pairs:
                 continue
             if candidate not in column_of:
                 raise RecordError(
-                    "is listed, but corpus.parquet has no such row", folder / name, key=candidate
+                    "it is listed, but corpus.parquet has no such row", folder / name, key=candidate
                 )
             pairs_QC[row_of[query], column_of[candidate]] = True
         return pairs_QC

@@ -191,7 +191,7 @@ def check_resume(saved: dict[str, Any], accelerator: Accelerator, path: object) 
     if (then.is_ddp and now.is_ddp) or (then.name == now.name == "FSDP2") or then == now:
         return
     raise LaunchError(
-        f"was saved by {then} and cannot be loaded by {now}. Launch with {then} as before, or start this stage again with "
+        f"it was saved by {then} and cannot be loaded by {now}. Launch with {then} as before, or start this stage again with "
         "another out= from a finished checkpoint (init=...); states of DDP and FSDP2 load on any number of processes of "
         "their own kind",
         path,

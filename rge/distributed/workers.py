@@ -129,7 +129,7 @@ class Workers:
         if not ready:
             worker = min(busy, key=lambda one: one.heard_at)
             raise WorkerError(
-                f"was silent for {SILENCE_S:.0f} s while it {'worked' if worker.is_ready else 'started'}; all workers were ended",
+                f"it was silent for {SILENCE_S:.0f} s while it {'worked' if worker.is_ready else 'started'}; all workers were ended",
                 place=f"the worker on {worker.device}",
                 kind="silent",
             )

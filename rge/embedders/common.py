@@ -211,7 +211,7 @@ class Prompted:
     def _worded(self, item: Item) -> Item:
         if "{instruction}" in self.template and not item.instruction:
             raise UserError(
-                "has no instruction for query_prompt=: give instruction=TEXT", place=f"query {item.id!r}"
+                "it has no instruction for query_prompt=: give instruction=TEXT", place=f"query {item.id!r}"
             ).about("instruction")
         before, _, after = (
             part.replace("{instruction}", item.instruction or "")
@@ -222,7 +222,7 @@ class Prompted:
 
 def neither(item: Item) -> UserError:
     """The error of an item that shows nothing to a model."""
-    return UserError("has neither text nor images", place=f"item {item.id!r}")
+    return UserError("it has neither text nor images", place=f"item {item.id!r}")
 
 
 def in_pictures(item: Item, model: str | None, *, reads_clips: bool = False) -> Item:
@@ -257,7 +257,7 @@ def loading(facts: Facts, *more: type[Exception], by: str = "") -> Iterator[None
         raise
     except kinds as error:
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"cannot be loaded{by}: {why}", facts.name, kind="unreadable") from None
+        raise UserError(f"it cannot be loaded{by}: {why}", facts.name, kind="unreadable") from None
 
 
 def whole(facts: Facts, load: Callable[..., Any], dtype: str) -> Any:
@@ -265,7 +265,7 @@ def whole(facts: Facts, load: Callable[..., Any], dtype: str) -> Any:
     model, report = load(facts.path, dtype=getattr(torch, dtype), output_loading_info=True)
     if missing := sorted(report["missing_keys"]):
         raise UserError(
-            f"is incomplete: {len(missing)} weights are missing, and this is the first",
+            f"it is incomplete: {len(missing)} weights are missing, and this is the first",
             facts.name,
             key=missing[0],
         )
@@ -276,7 +276,7 @@ def check_family(facts: Facts, adapter: str, families: Sequence[str]) -> None:
     """Raise a `UserError` if a model is not of an adapter's families."""
     if facts.model_type not in families:
         kind, known = facts.model_type or "?", ", ".join(families)
-        raise UserError(f"is a {kind}, and adapter={adapter} is for {known}", facts.name).about(
+        raise UserError(f"it is a {kind}, and adapter={adapter} is for {known}", facts.name).about(
             "adapter", Fault("choice", "model_type", tuple(families))
         )
 

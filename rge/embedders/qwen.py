@@ -118,7 +118,7 @@ def load_qwen(facts: Facts, adapter: str, dtype: str) -> tuple[Any, Any]:
     is_lora = "config.json" not in facts.files
     base = facts.base if is_lora else facts
     if base is None:
-        raise UserError("does not name the LoRA's base model", f"{facts.path}/adapter_config.json")
+        raise UserError("it does not name the LoRA's base model", f"{facts.path}/adapter_config.json")
     with loading(facts):
         has_processor = {"preprocessor_config.json", "processor_config.json"} & facts.files
         complete = has_processor and "tokenizer_config.json" in facts.files

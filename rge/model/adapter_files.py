@@ -182,7 +182,7 @@ def base_of(checkpoint: Path, asked: str | Path | None) -> Path | None:
         return find_base(checkpoint, asked)
     if asked is not None:
         raise UserError(
-            f"has all its weights; base={asked} is for checkpoints of adapters", checkpoint
+            f"it has all its weights; base={asked} is for checkpoints of adapters", checkpoint
         ).about("base")
     return None
 
@@ -244,21 +244,21 @@ def fetched(name: str, revision: str | None, patterns: list[str] | None = None) 
     except (OSError, ValueError) as error:  # the hub's own errors are these
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise AdapterError(
-            f"is not a directory here, and could not be fetched from the Hugging Face hub: {reason}", name
+            f"it is not a directory here, and could not be fetched from the Hugging Face hub: {reason}", name
         ) from error
 
 
 def _recorded(checkpoint: Path) -> dict[str, Any]:
     base = (read_json(checkpoint / "rge.json") or {}).get("base")
     if not base:
-        raise AdapterError("does not say which base its adapters belong to", checkpoint / "rge.json")
+        raise AdapterError("it does not say which base its adapters belong to", checkpoint / "rge.json")
     return base
 
 
 def _hash_of(base: Path) -> str:
     content = content_of(base, like=BASE_FILES)
     if not content["bytes"]:
-        raise AdapterError(f"cannot be the base of adapters: it has no weights ({BASE_FILES})", base)
+        raise AdapterError(f"it cannot be the base of adapters: it has no weights ({BASE_FILES})", base)
     return content["sha256"]
 
 

@@ -72,7 +72,7 @@ def read_config(path: str | Path, revision: str | None = None) -> PretrainedConf
                 kind="adapters",
             )
         raise BackboneError(
-            "has no config.json; checkpoints of finished stages are in <out>/<stage>/final",
+            "it has no config.json; checkpoints of finished stages are in <out>/<stage>/final",
             path,
             kind="config",
         )
@@ -83,7 +83,7 @@ def read_config(path: str | Path, revision: str | None = None) -> PretrainedConf
         raise BackboneError(f"no model can be loaded: {error}", path, kind="unreadable") from error
     if config.model_type not in families:
         raise BackboneError(
-            f"is a {config.model_type}; supported families: {', '.join(families)}", path
+            f"it is a {config.model_type}; supported families: {', '.join(families)}", path
         ).about(Fault("choice", "model_type", tuple(families)))
     return config
 
@@ -149,7 +149,7 @@ def load_backbone(
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise BackboneError(
-            f"cannot be loaded: {error}{pointer_note(path)}", path, kind="unreadable"
+            f"it cannot be loaded: {error}{pointer_note(path)}", path, kind="unreadable"
         ) from error
     model, report = loaded
     missing = sorted(report["missing_keys"])
@@ -161,7 +161,9 @@ def load_backbone(
     elif missing:
         # transformers fills them with random numbers and a warning.
         raise BackboneError(
-            f"is incomplete: {len(missing)} weights are missing, and this is the first", path, key=missing[0]
+            f"it is incomplete: {len(missing)} weights are missing, and this is the first",
+            path,
+            key=missing[0],
         )
     _drop_unused_renamings(model)
     before = model.get_input_embeddings().num_embeddings
@@ -230,7 +232,7 @@ def stored_names(path: str | Path, revision: str | None = None) -> set[str]:
                 names |= set(weights.keys())
         except SafetensorError as error:
             note = pointer_note(found) or "; the file is cut off or damaged: copy or download it again"
-            raise BackboneError(f"cannot be read: {error}{note}", found, kind="unreadable") from error
+            raise BackboneError(f"it cannot be read: {error}{note}", found, kind="unreadable") from error
     return names
 
 
@@ -248,7 +250,7 @@ def check_end_of_turn(path: str | Path, tokenizer: Any) -> None:
 def _check_emb(path: str | Path, tokenizer: Any, emb_token: str) -> None:
     if emb_token not in tokenizer.get_vocab():
         raise BackboneError(
-            "has no such token, so it is not a reasoning-guided embedder; train one from it with rge/train.py",
+            "it has no such token, so it is not a reasoning-guided embedder; train one from it with rge/train.py",
             path,
             key=emb_token,
         )

@@ -219,7 +219,7 @@ class PromptBuilder:
         of = f"the processor {getattr(self.tokenizer, 'name_or_path', '')}".rstrip()
         if self.processor.chat_template is None:
             raise UserError(
-                "has no chat template: add its family's as chat_template.jinja to its folder",
+                "it has no chat template: add its family's as chat_template.jinja to its folder",
                 of,
                 kind="template",
             )
@@ -367,7 +367,7 @@ class PromptBuilder:
         """See `rge.content.visuals.pieces`."""
         if self._clip_id is None and any(isinstance(part, VideoPart) for part in item.content):
             raise UserError(
-                f"has a video, and models of the family {type(self.family).__name__} read none: give pictures of it, or use a "
+                f"it has a video, and models of the family {type(self.family).__name__} read none: give pictures of it, or use a "
                 "model that reads videos",
                 place=f"item {item.id!r}",
                 kind="video",
@@ -387,7 +387,7 @@ class PromptBuilder:
         # A benchmark's candidate may be empty; its wording alone is embedded. A query's instruction asks nothing.
         has_own = len(sizes) < len(pieces) if side == "query" else bool(layout[last])
         if not sizes and not has_own:
-            raise UserError("has neither text nor images", place=f"item {item.id!r}")
+            raise UserError("it has neither text nor images", place=f"item {item.id!r}")
         prompt = encode(layout, 0)
         if len(prompt) <= self.max_tokens:  # first, since the rest takes time
             return prompt
@@ -706,7 +706,7 @@ def _of_pictures(name: str) -> Iterator[None]:
     except UserError:  # such as a family that reads no videos
         raise
     except ValueError as error:
-        raise ImageError(f"cannot be processed: {error}", f"of item {name!r}", kind="processed") from error
+        raise ImageError(f"it cannot be processed: {error}", f"of item {name!r}", kind="processed") from error
 
 
 def rendered_turn(processor: Any, content: Sequence[Mapping[str, str]]) -> str:

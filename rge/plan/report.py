@@ -238,7 +238,7 @@ def setup_of(recipe: Recipe, model: HubModel, options: PlanOptions, load: Load) 
     lora = recipe.model.lora
     back_end = options.back_end or recipe.train.back_end
     if why := refused(recipe, options, back_end):
-        raise RecipeError(why)
+        raise RecipeError(why).about("train.back_end")
     return Setup(
         back_end=back_end,
         num_gpus=options.num_gpus,

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 
-from rge.common.errors import RecipeError
+from rge.common.errors import Fault, RecipeError
 from rge.config import Recipe
 from rge.distributed.config import BACK_ENDS
 from rge.optim.config import UNSHARDED_ONLY
@@ -134,7 +134,7 @@ def decided(recipe: Recipe, shapes: Shapes, load: Load, setup: Setup, room: Room
                 f"rollout.prompt_pass=once keeps what {load.largest.chunks} micro batches need of their prompts, for which the device "
                 "has no room according to the plan: set "
                 f"{'' if room.is_cpu else 'train.keep_activations=host, or '}rollout.prompt_pass=auto"
-            )
+            ).about(Fault("choice", "rollout.prompt_pass", ("auto",)))
         most = min(way.memory_to for way in found if way.setup.keep == "device")
         return none, f"the device would need up to {most / GIB:,.1f} of {room.device / GIB:,.1f} GiB"
     place = f", {best.kept_on_host / GIB:,.0f} GiB of main memory" if best.kept_on_host else ""

@@ -135,7 +135,7 @@ def _of_corpus(folder: Path) -> Iterator[Target]:
     file = folder / CORPUS
     if not file.is_file():
         raise UserError(
-            f"has no {CORPUS}: a pool is such a folder, or a file of training records",
+            f"it has no {CORPUS}: a pool is such a folder, or a file of training records",
             folder,
             key="rl.candidates",
         )

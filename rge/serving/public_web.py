@@ -54,7 +54,7 @@ class _Public(httpcore.AsyncNetworkBackend):
             raise httpcore.ConnectError(f"{host} is not known") from error
         addresses = list(dict.fromkeys(str(info[4][0]) for info in infos))
         if not addresses or not all(map(is_public, addresses)):
-            raise ImageError("is not on the public internet", host, kind="private")
+            raise ImageError("it is not on the public internet", host, kind="private")
         for address in addresses[:-1]:
             try:
                 return await self._inner.connect_tcp(address, port, timeout, local_address, socket_options)
@@ -81,7 +81,7 @@ async def fetch_public(address: str, count: Callable[[int], object]) -> bytes:
         OSError, ValueError,
     ) as error:  # fmt: skip
         raise ImageError(
-            f"cannot be fetched: {error or type(error).__name__}", shown, kind="network"
+            f"it cannot be fetched: {error or type(error).__name__}", shown, kind="network"
         ) from None
 
 
@@ -102,11 +102,11 @@ async def _fetch(address: str, count: Callable[[int], object], shown: str) -> by
                     continue
                 if response.status != 200:
                     raise ImageError(
-                        f"cannot be fetched: its server says {response.status}", shown, kind="status"
+                        f"it cannot be fetched: its server says {response.status}", shown, kind="status"
                     )
                 data = bytearray()
                 async for part in response.aiter_stream():
                     count(len(part))
                     data += part
                 return bytes(data)
-    raise ImageError(f"cannot be fetched: more than {MAX_REDIRECTS} redirects", shown, kind="redirects")
+    raise ImageError(f"it cannot be fetched: more than {MAX_REDIRECTS} redirects", shown, kind="redirects")

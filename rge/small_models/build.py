@@ -190,7 +190,7 @@ def make_config(rows: int, ids: Mapping[str, int], text: Sizes, vision: Sizes) -
     _check_keys("text", text, type(config.text_config), smollm2.MODEL_TYPE)
     _check_keys("vision", vision, type(config.vision_config), efficientnet.EfficientNetConfig.model_type)
     if (layers := config.get_text_config().num_hidden_layers) < 1:
-        raise UserError(f"must be >= 1, got {layers}", key="text.num_hidden_layers")
+        raise UserError(f"it must be >= 1, got {layers}", key="text.num_hidden_layers")
     return config
 
 

@@ -131,12 +131,14 @@ def check_same_inputs(options: SmallModel) -> bool:
         folder, found = newest[0], newest[1]["identity"]
     if found is None:
         raise CheckpointError(
-            "does not record what it was made from: delete it, or give another out=", folder, kind="unknown"
+            "it does not record what it was made from: delete it, or give another out=",
+            folder,
+            kind="unknown",
         )
     now = inputs(options)
     if apart := differences({key: found[key] for key in now}, now):
         raise CheckpointError(
-            f"was made from other inputs (then and now): {'; '.join(in_words(apart))}. Use another out=, or delete it",
+            f"it was made from other inputs (then and now): {'; '.join(in_words(apart))}. Use another out=, or delete it",
             folder,
         ).about(*apart)
     return is_finished

@@ -77,12 +77,12 @@ def folder() -> Path:
 def _check_file(path: Path) -> None:
     """Raise SmolError if the weights file is missing, or its checksum is wrong."""
     if not path.is_file():
-        raise SmolError(f"is missing: {INSTALL}", path, kind="missing")
+        raise SmolError(f"it is missing: {INSTALL}", path, kind="missing")
     with path.open("rb") as content:
         found = hashlib.file_digest(content, "sha256").hexdigest()
     if found != SHA256:
         raise SmolError(
-            f"has sha256 {found}, and the text model smollm2 is {SHA256}: {INSTALL}", path, kind="other"
+            f"it has sha256 {found}, and the text model smollm2 is {SHA256}: {INSTALL}", path, kind="other"
         )
 
 

@@ -31,11 +31,11 @@ def reading(name: str) -> Iterator[None]:
         yield
     except UnicodeDecodeError as error:
         raise TableError(
-            f"cannot be read: it is not UTF-8 ({error.reason}): save it as CSV UTF-8, or as .xlsx", name
+            f"it cannot be read: it is not UTF-8 ({error.reason}): save it as CSV UTF-8, or as .xlsx", name
         ) from error
     except (OSError, pa.ArrowException, csv.Error, tarfile.TarError, EOFError) as error:
         file = getattr(error, "filename", None) or name
-        raise TableError(f"cannot be read: {reason(error)}", file) from error
+        raise TableError(f"it cannot be read: {reason(error)}", file) from error
 
 
 def reason(error: BaseException) -> str:

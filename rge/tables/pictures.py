@@ -102,9 +102,9 @@ def find(path: str, exclude: Sequence[str] = ()) -> Files:
     except TableError:
         raise
     except Exception as error:  # every file system has its own errors
-        raise TableError(f"cannot be read: {reason(error)}", path) from error
+        raise TableError(f"it cannot be read: {reason(error)}", path) from error
     if not files:
-        raise TableError("does not exist", path, kind="missing")
+        raise TableError("it does not exist", path, kind="missing")
     return Files(fs, _kind_of(path, files), os.path.dirname(files[0]), tuple(files), is_local, left_out)
 
 
@@ -147,7 +147,7 @@ def _in_folder(path: str, fs: Any, root: str, is_local: bool, exclude: Exclude) 
         skipped.add(file)
     only = f"; it holds {skipped}" if skipped else ""
     raise TableError(
-        f"holds no picture ({', '.join(SUFFIXES)}), no Parquet file and no tar, and was not saved by `datasets`{only}",
+        f"it holds no picture ({', '.join(SUFFIXES)}), no Parquet file and no tar, and was not saved by `datasets`{only}",
         path,
         kind="empty",
     )
@@ -162,7 +162,7 @@ def _kind_of(path: str, files: Sequence[str]) -> str:
     kind = kinds.pop()
     if kinds or kind is None or (kind == "table" and len(files) > 1):
         raise TableError(
-            f"must be a folder, one {', '.join(TABLES[:-1])}, or one or more .parquet or .tar",
+            f"it must be a folder, one {', '.join(TABLES[:-1])}, or one or more .parquet or .tar",
             path,
             kind="form",
         )
@@ -197,7 +197,7 @@ def picture_rows(
         for row in readers[files.kind](files, image, columns, first, pictures):
             if pictures and isinstance(row.cells.get(image), list):
                 raise TableError(
-                    "has a list of pictures: write one row for each",
+                    "it has a list of pictures: write one row for each",
                     files.address(row.shard),
                     f"row {row.number}",
                     image,
@@ -307,7 +307,7 @@ def _tar(files: Files, path: str, image: str, pictures: bool) -> Iterator[Row]:
             content = _content(tar, member, links)
             if content is None:
                 raise TableError(
-                    f"is a link to {member.linkname}, which is not in the archive: pack the file itself, as "
+                    f"it is a link to {member.linkname}, which is not in the archive: pack the file itself, as "
                     "tar --dereference does",
                     path,
                     member.name,
@@ -410,7 +410,7 @@ def _saved(files: Files, image: str, columns: Sequence[str], first: int, picture
     try:
         saved = datasets.load_from_disk(address)
     except (ValueError, TypeError, KeyError) as error:
-        raise TableError(f"cannot be read by the library datasets: {error}", address) from error
+        raise TableError(f"it cannot be read by the library datasets: {error}", address) from error
     splits = saved.items() if isinstance(saved, datasets.DatasetDict) else [(saved.split, saved)]
     several = len(splits) > 1
     for name, split in splits:

@@ -208,7 +208,7 @@ class Grid:
         if path.lower().endswith(WORKBOOKS):
             lines: Iterator[tuple[int, Sequence[Any]]] = self._sheet(fs, form.sheet)
         elif form.sheet is not None:
-            raise TableError(f"is no workbook, so sheet={form.sheet} is not for it", path).about("sheet")
+            raise TableError(f"it is no workbook, so sheet={form.sheet} is not for it", path).about("sheet")
         else:
             with reading(path):
                 lines = delimited_rows(path, _encoded(path, fs), form.quoting)

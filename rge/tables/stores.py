@@ -243,7 +243,7 @@ def lance_cell(address: str, id: str, column: str) -> Any:
         raise StoreError(f"there is no such row, of {len(rows)}", address, f"row {id!r}", kind="missing")
     found = _within_time(address, lambda: table.take_row_ids([rows[id]]).select([column]).to_arrow())
     if not len(found):
-        raise StoreError("has been deleted meanwhile", address, f"row {id!r}", kind="missing")
+        raise StoreError("it has been deleted meanwhile", address, f"row {id!r}", kind="missing")
     return found[column][0].as_py()
 
 

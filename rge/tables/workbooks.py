@@ -40,7 +40,7 @@ def read_sheet(path: str, data: BinaryIO, wanted: str | None = None) -> Sheet:
         reader.read()
     except Exception as error:  # noqa: BLE001 - openpyxl raises anything on files that it does not expect
         raise TableError(
-            f"cannot be read as a workbook ({error}): remove its password, or save it as .xlsx", path
+            f"it cannot be read as a workbook ({error}): remove its password, or save it as .xlsx", path
         ) from None
     sheets = {sheet.title: sheet for sheet in reader.wb.worksheets}
     if wanted is None:
@@ -53,14 +53,14 @@ def read_sheet(path: str, data: BinaryIO, wanted: str | None = None) -> Sheet:
             ).about(Fault("choice", "sheet", tuple(filled)))
         (wanted,) = filled
     if wanted not in sheets:
-        raise TableError(f"has no sheet {wanted!r}; its sheets: {', '.join(sheets)}", path).about(
+        raise TableError(f"it has no sheet {wanted!r}; its sheets: {', '.join(sheets)}", path).about(
             Fault("choice", "sheet", tuple(sheets))
         )
     sheet = sheets[wanted]
     try:
         facts = _facts(sheet)
     except ParseError as error:
-        raise TableError(f"cannot be read as a workbook ({error})", path) from None
+        raise TableError(f"it cannot be read as a workbook ({error})", path) from None
     return Sheet(_rows(sheet, facts), facts.num_hidden)
 
 

@@ -104,11 +104,11 @@ def fetch_picture(address: str) -> bytes:
             for part in response.iter_bytes():
                 data += part
                 if len(data) > FETCH_BYTES:
-                    raise ImageError(f"is larger than {FETCH_BYTES >> 20} MB", shown, kind="huge")
+                    raise ImageError(f"it is larger than {FETCH_BYTES >> 20} MB", shown, kind="huge")
                 if time.monotonic() > deadline:
                     raise ImageError(f"did not arrive within {FETCH_S} s", shown, kind="time")
     except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
         raise ImageError(
-            f"cannot be fetched: {error or type(error).__name__}", shown, kind="network"
+            f"it cannot be fetched: {error or type(error).__name__}", shown, kind="network"
         ) from error
     return bytes(data)

@@ -59,7 +59,7 @@ def test_they_run(lively, tmp_path, monkeypatch, capsys):
     assert main([*own, "queries=runs/small/own/queries.xlsx"]) == 2
     said = capsys.readouterr().err
     assert "2 problems" in said
-    assert "C7: picture 'padlok.jpg' is not in the folder" in said
+    assert "C7: padlok.jpg: the picture is not in the folder" in said
     assert "the spreadsheet turned the value into a date (2024-04-03)" in said
     assert main([*own, "queries=runs/small/own/corrected.xlsx"]) == 0
     assert "pictures left out because they cannot be opened: notes.jpg" in capsys.readouterr().err

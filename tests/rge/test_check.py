@@ -30,7 +30,7 @@ from rge.config import load_recipe, to_dict
 from rge.data import collate, layout
 from rge.data.collate import Collator, Source, query_item, target_item
 from rge.data.mixture import Draw
-from rge.data.sources import RecordFile
+from rge.data.sources import RecordError, RecordFile
 from rge.data.verdicts import Verdicts
 from rge.distributed import launch
 from rge.losses import CONTRASTIVE_LOSSES
@@ -206,7 +206,7 @@ def test_pictures_are_decoded_when_asked_for(home, accelerator):
     options = [f"joint.sources=[{{path: {bad}}}]"]
     assert problems_of(home, accelerator, *options) == []
     [problem] = problems_of(home, accelerator, *options, decode=True)
-    assert f"{bad}: record 'a': picture {home}/cut.png: cannot be decoded" in problem
+    assert f"{bad}: record 'a': picture {home}/cut.png: it cannot be decoded" in problem
 
 
 @pytest.mark.slow
@@ -256,7 +256,7 @@ def test_records_are_laid_out_as_training_will(home, accelerator, kind):
     path = write(home / "bad.jsonl", *map(record, "abc"), bad)
     options = [f"joint.sources=[{{path: {path}}}]", "data.max_prompt_tokens=64", "stage=joint"]
     [problem] = problems_of(home, accelerator, *options)
-    assert f"record 'bad' of {path}: " in problem
+    assert f"{path}, record 'bad': " in problem
     assert message in problem
     skip = [*options, "data.on_bad=skip", "data.max_bad_share=0.25"]
     recipe = recipe_of(home, *skip)
@@ -270,8 +270,9 @@ def test_records_are_laid_out_as_training_will(home, accelerator, kind):
     records = RecordFile(path)
     collator = Collator([Source(records, builder, recipe.data)])
     collator.collate([Draw(0, 0, 0)])
-    with error_about(ValueError, problem):
+    with error_about(RecordError, path, "record 'bad'") as caught:
         Collator([Source(records, builder, replace(recipe.data, on_bad="stop"))]).collate([Draw(0, 3, 0)])
+    assert str(caught.value) == problem
     [left_out] = collator.collate([Draw(0, 3, 0)]).bad
     assert left_out.id == "bad"
 
@@ -390,7 +391,7 @@ def test_a_negative_that_is_a_right_answer_is_a_problem(home, accelerator):
     here = [f"joint.sources=[{{path: {path}}}]", "stage=joint"]
     said = "negative 'n' has the same content as positive 't{}', and no answer is both wrong and right: remove one of them"
     assert problems_of(home, accelerator, *here) == [
-        f"record {name!r} of {path}: {said.format(name)}" for name in "ab"
+        f"{path}, record {name!r}: {said.format(name)}" for name in "ab"
     ]
     no_candidates = [
         "stage=cold_start",
@@ -402,7 +403,7 @@ def test_a_negative_that_is_a_right_answer_is_a_problem(home, accelerator):
         recipe_of(home, *here, "data.on_bad=skip", "data.max_bad_share=0.5"), accelerator
     )
     assert problems == []
-    assert f"will be left out (data.on_bad=skip): record 'a' of {path}" in "\n".join(found.summary)
+    assert f"will be left out (data.on_bad=skip): {path}, record 'a'" in "\n".join(found.summary)
 
 
 def test_one_id_for_all_targets_is_a_problem(home, accelerator):
@@ -852,7 +853,7 @@ def test_candidates_of_a_pool_that_cannot_be_embedded_are_found_before_the_first
         assert problems_of(home, accelerator, *overrides) == [f"{gone} does not exist"]
     assert reads == [Path(pool)]
     found = problems_of(home, accelerator, *overrides, decode=True)
-    assert found[0] == f"{gone}: cannot be read: No such file or directory"
+    assert found[0] == f"{gone}: it cannot be read: No such file or directory"
     assert len(found) == 2
     assert found[1].startswith(f"rl.candidates: {pool}: candidate 'half': picture {home / 'half.png'}")
     assert problems_of(home, accelerator, *overrides, "stage=joint", "rl.sources=[]") == []

@@ -559,7 +559,7 @@ def test_back_end_is_the_least_that_is_shared_out(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     ddp = SimpleNamespace(num_processes=2, distributed_type=DistributedType.MULTI_GPU)
     launch.check_launch(ddp, TrainConfig(back_end="ddp"))
-    with error_about(UserError, "train.back_end=zero2", "DDP"):
+    with error_about(UserError, "train.back_end", "ddp"):
         launch.check_launch(ddp, TrainConfig(back_end="zero2"))
 
 
@@ -609,7 +609,7 @@ def test_plugins_are_imported(home, arguments, monkeypatch):
     [problem] = check.examine(load_recipe(arguments(*mine)), Accelerator(cpu=True))[0]
     assert "contrastive loss must be one of info_nce, kl, margin_mse, got 'mine'" in problem
     assert check.examine(load_recipe(arguments(*mine, "plugins=[my_losses]")), Accelerator(cpu=True))[0] == []
-    with error_about(UserError, "plugins=no_such_module"):
+    with error_about(UserError, "plugins"):
         load_recipe(arguments("plugins=[no_such_module]"))
     del CONTRASTIVE_LOSSES._entries["mine"]
 
@@ -707,7 +707,7 @@ def test_patience_is_how_long_nothing_may_differ(arguments, lively, home):
         stage = Reinforcement(load_recipe(arguments(*RL, f"rl.patience={steps}")), lively, None, home)
         for _ in range(steps - 1):
             stage.after_step(report)
-        with error_about(UserError, steps):
+        with error_about(UserError, "rl"):
             stage.after_step(report)
 
 

@@ -366,7 +366,7 @@ def test_ctrl_c_saves_and_exits_with_130_and_the_second_one_ends_at_once(whole, 
         program.wait_until(lambda: len(metrics_or_partial(out / "joint")) >= step)
         second = run(home, out, *keep)
         assert second.returncode == 2
-        assert f"error: {out}: is in use by process " in second.stderr
+        assert f"error: {out}: it is in use by process " in second.stderr
         assert not list(out.glob("joint/state/*"))
         program.send(signal.SIGINT, group=True)  # as a terminal does, to data workers too
         program.send(signal.SIGINT)  # and a launcher once more

@@ -384,7 +384,7 @@ def test_options_and_refusals(release, tmp_path, capsys):
     shutil.copytree(release, table.parent)
     table.write_bytes(table.read_bytes()[:99])
     assert main(["import", "pinpoint", f"src={table.parent}", f"out={tmp_path / 'z'}"]) == 2
-    assert f"{table}: cannot be read: Parquet magic bytes not found" in capsys.readouterr().err
+    assert f"{table}: it cannot be read: Parquet magic bytes not found" in capsys.readouterr().err
 
 
 def test_a_repeated_id_is_refused_even_without_positives(release, tmp_path):

@@ -744,7 +744,7 @@ def test_the_command_line_prints_user_errors_and_usage(set_dir, tmp_path, capsys
     assert main(["score", "sett=x"]) == 2
     assert "did you mean set?" in capsys.readouterr().err
     assert main(["run", f"set={set_dir}", "checkpoint=none", f"out={tmp_path / 'o'}"]) == 2
-    assert "none: does not exist" in capsys.readouterr().err
+    assert "none: it does not exist" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -757,7 +757,7 @@ def test_demo_names_the_shipped_checkpoint_here_too(set_dir, tmp_path, capsys, m
     (tmp_path / "demo").mkdir()
     capsys.readouterr()
     assert main(["run", *words, "out=p"]) == 2
-    assert "demo: has no rge.json" in capsys.readouterr().err
+    assert "demo: it has no rge.json" in capsys.readouterr().err
 
 
 @pytest.mark.slow

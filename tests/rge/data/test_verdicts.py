@@ -223,7 +223,7 @@ def test_a_picture_is_decoded_once_for_each_state(home, opened):
     for _ in range(2):  # a bad one is looked at again
         [fault] = faults()
         assert "record 'r0': picture" in fault
-        assert "pictures/0.png: cannot be decoded" in fault
+        assert "pictures/0.png: it cannot be decoded" in fault
     assert opened["pictures"] == 4
     Image.new("RGB", (8, 8), (9, 9, 9)).save(home / "pictures/0.png")
     age(home)
@@ -241,7 +241,7 @@ def test_pictures_are_decoded_in_other_processes(home):
         found = Verdicts(home / "kept")
         file = found.open(home / "records.jsonl", need_rationale=True, on_bad="stop")
         [fault] = found.undecodable([file])
-        assert f"{home}/records.jsonl: record 'r0': picture {home}/pictures/1.png: cannot be decoded" in fault
+        assert f"{home}/records.jsonl: record 'r0': picture {home}/pictures/1.png: it cannot be decoded" in fault
 
 
 def test_a_killed_process_is_an_error_that_blames_no_picture_and_what_was_found_is_kept(home, monkeypatch):
@@ -262,7 +262,7 @@ def test_a_killed_process_is_an_error_that_blames_no_picture_and_what_was_found_
     found = Verdicts(home / "kept")
     file = found.open(home / "records.jsonl", need_rationale=True, on_bad="stop")
     broken, died = found.undecodable([file])
-    assert "pictures/1.png: cannot be decoded" in broken
+    assert "pictures/1.png: it cannot be decoded" in broken
     assert died.startswith(
         f"pictures from {home}/records.jsonl: record 'r0' on could not be checked: one of "
     )

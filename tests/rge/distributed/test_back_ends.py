@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 import signal
 import sys
@@ -610,5 +611,5 @@ def test_states_are_written_beside_training_and_a_kill_leaves_the_last_whole_one
 def test_a_disk_that_is_full_for_one_process_stops_all_and_leaves_nothing_partial(saves, name):
     code, said = ended(saves, f"{name} full")
     assert code == 1, said[-6000:]
-    assert "CheckpointError: state after step 1 could not be written" in said
+    assert re.search(r"CheckpointError: .*state, step 1: ", said), said[-6000:]
     assert not list((saves / f"{name} full/joint/state").iterdir())

@@ -133,7 +133,7 @@ def test_the_start_of_a_stopped_run_refuses_other_records_and_a_finished_one_too
     write(stopped / "records.jsonl", RECORDS[1:])
     done = run(stopped)
     assert done.returncode == 2
-    assert "cold_start/final: was trained on other records" in done.stderr
+    assert "cold_start/final: it was trained on other records" in done.stderr
     (stopped / "records.jsonl").unlink()  # nothing to compare with
     assert run(stopped).returncode == 0
 

@@ -295,7 +295,7 @@ def test_on_a_cpu_activations_are_kept_in_its_free_memory(monkeypatch, capsys):
     needed = (roomy["memory_to"] + roomy["host"]["memory"]) / GIB / costs.CPU_SHARE
     assert kept(1.01 * needed)["setup"]["keep"] == "device"
     assert kept(0.99 * needed)["setup"] != roomy["setup"]
-    with error_about(RecipeError, "rollout.prompt_pass=auto"):
+    with error_about(RecipeError, "rollout.prompt_pass", "auto"):
         kept(4, "rollout.prompt_pass=once")
     limited = kept(64, "train.micro_batch_size=48", "train.micro_batch_tokens=1000")
     assert limited["load"]["chunks"] > 4
@@ -577,7 +577,7 @@ def test_the_fastest_ways_are_ones_that_training_accepts(the_3b, capsys):
             nothing_kept = again["setup"]["keep"] == "none" and again["load"]["chunks"] > 1
             assert not (nothing_kept and asked == "once") or "rollout.prompt_pass=twice" in one["overrides"]
     # Muon needs whole gradients, which ZeRO and FSDP2 do not have.
-    with error_about(RecipeError, "optim.name=muon", "zero2"):
+    with error_about(RecipeError, "train.back_end"):
         found("optim.name=muon", "train.back_end=zero2")
     plans = [found("optim.name=muon", "train.back_end=ddp", size) for size in ("gpu_gib=80", "gpu_gib=50")]
     assert [one["fits"] for one in plans] == [True, False]
@@ -606,7 +606,7 @@ def test_keeping_is_chosen_by_the_room_that_there_is(the_3b, capsys):
     # The rollout needs whole weights between a prompt's forward and its backward, so only candidates can be kept.
     for back_end in ("zero3", "fsdp2"):
         assert kept(f"back_end={back_end}", "gpu_gib=140") == ("device", "twice", 59.4)
-    with error_about(RecipeError, "rollout.prompt_pass=once", "8"):
+    with error_about(RecipeError, "rollout.prompt_pass", "auto"):
         kept("gpu_gib=60", "rollout.prompt_pass=once")
 
 

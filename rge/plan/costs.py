@@ -251,7 +251,7 @@ class Load:
     oracles: int = 1  # branches with the oracle rationale
     learned: int = 1  # of these, those whose tokens are predicted
     reference: bool = False  # they are also read under a reference, for a KL divergence
-    beside: int = 0  # tokens of branches of further states
+    beside: int = 0  # tokens of the branch of the direct state
     trains_candidates: bool = True  # otherwise they are only ranked, for rewards
     updates: int = 1  # optimizer updates per rollout
     mining: "Load | None" = None  # what this rank embeds for `data.mine`, every so many steps

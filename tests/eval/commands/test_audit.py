@@ -216,7 +216,7 @@ def test_the_command(set_dir, tmp_path, capsys):
     with error_about(UserError, path, 1):
         audit_training(load_set(set_dir), [RecordsConfig(path=str(path))])
     assert main(["audit", f"set={set_dir}", "train=gone.jsonl"]) == 2
-    assert "do not exist" in capsys.readouterr().err
+    assert "gone.jsonl: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("form", ["base64", "data URL", "bytes and path", "percent codes"])

@@ -571,7 +571,7 @@ def test_a_stream_has_each_row_once_an_epoch(home, kind):
 class Bare:
     """Stands for a prompt builder: every prompt is one token."""
 
-    def build(self, item, side, images=None):
+    def build(self, item, side, load=None, keep=None):
         token = torch.zeros(1, dtype=torch.long)
         return Prompt(item.id, token, token, token.expand(3, 1), None, None)
 
@@ -884,7 +884,7 @@ def test_the_check_looks_at_data_sets_too(recipe, home, tmp_path):
     (home / "odd").mkdir()
     (home / "odd" / "a.jsonl").write_text('{"query": {"text": "x"}, "positives": []}\n')
     [problem], _ = check.examine(loaded(recipe, bad), accelerator)
-    assert "the first one already" in problem
+    assert f"{home / 'odd'}[train]:0:0: " in problem
 
 
 def test_a_checkpoint_knows_the_instructions_of_a_data_set(home):

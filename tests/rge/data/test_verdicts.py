@@ -241,7 +241,9 @@ def test_pictures_are_decoded_in_other_processes(home):
         found = Verdicts(home / "kept")
         file = found.open(home / "records.jsonl", need_rationale=True, on_bad="stop")
         [fault] = found.undecodable([file])
-        assert f"{home}/records.jsonl: record 'r0': picture {home}/pictures/1.png: it cannot be decoded" in fault
+        assert (
+            f"{home}/records.jsonl: record 'r0': picture {home}/pictures/1.png: it cannot be decoded" in fault
+        )
 
 
 def test_a_killed_process_is_an_error_that_blames_no_picture_and_what_was_found_is_kept(home, monkeypatch):

@@ -83,7 +83,7 @@ def test_two_processes_write_the_files_and_numbers_of_one(lively, tmp_path):
 
     broken = start(*words, f"out={tmp_path / 'three'}", "limit=0", pair=True)
     assert broken.returncode != 0
-    assert "limit must be at least 1, got 0" in broken.stderr
+    assert "limit: " in broken.stderr
 
 
 def test_every_process_makes_its_own_shards_and_the_first_waits_for_all(tmp_path, monkeypatch):

@@ -134,7 +134,9 @@ class Inference:
         try:
             torch.empty(0, device=device)
         except (RuntimeError, AssertionError) as error:
-            raise UserError(f"device={device} cannot be used: {str(error).splitlines()[0]}") from None
+            raise UserError(f"device={device} cannot be used: {str(error).splitlines()[0]}").about(
+                "device"
+            ) from None
         if device == "cpu":
             limit_threads()
         if vllm is not None and base is not None:

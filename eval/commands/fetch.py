@@ -139,8 +139,10 @@ def _count_videos(src: Path) -> dict[str, dict[str, int]]:
         folder = member.frames(root)
         if folder is None and unpacked.is_dir():
             raise ReleaseError(
-                f"{unpacked}: its archive was unpacked, and has no folder of frames of {name} where the release has one "
-                f"({member.folder}): this is another layout; unpack it by hand, and give frames= to `rge eval import`"
+                f"its archive was unpacked, and has no folder of frames of {name} where the release has one ({member.folder}): this is "
+                "another layout; unpack it by hand, and give frames= to `rge eval import`",
+                unpacked,
+                kind="layout",
             )
         if folder is not None and any(folder.iterdir()) and (src / name).is_dir():
             rows.append(sum(1 for _ in rows_of(src / name, member)))

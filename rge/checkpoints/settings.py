@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from rge.common.errors import UserError
+from rge.common.errors import Fault, UserError
 from rge.common.modes import DIRECT_ABOVE, Mode
 from rge.content.config import VideoConfig
 from rge.identity.run_identity import Identity
@@ -45,7 +45,8 @@ class Pixels(_Frozen):
         """With another minimum or maximum, see `but`; a UserError if they contradict each other."""
         changed = self.but(min=least, max=most)
         if changed.min > changed.max:
-            raise UserError(f"min_pixels={changed.min} is more than max_pixels={changed.max}: give both")
+            why = f"min_pixels={changed.min} is more than max_pixels={changed.max}: give both"
+            raise UserError(why).about("min_pixels", "max_pixels")
         return changed.content()
 
 
@@ -194,7 +195,7 @@ class Settings(_Frozen):
             raise UserError(
                 f"max_rationale_tokens must be 0 to {most}, the most that this embedder writes, got {cap!r}; max_new_tokens= on "
                 "loading raises it"
-            )
+            ).about(Fault("range", "max_rationale_tokens"))
 
     def of_task(self, task: str) -> Self:
         """A copy with the prompts of a training task, whose instruction becomes the default."""
@@ -248,12 +249,12 @@ class Settings(_Frozen):
         if self.modes is not None and mode not in self.modes:
             raise UserError(
                 f"{self.model or 'this model'} writes no rationales: use query_mode={self.modes[0]}"
-            )
+            ).about(Fault("choice", "query_mode", tuple(self.modes)))
         if mode == "auto" and not self.decides_itself:
             raise UserError(
                 "mode=auto needs a checkpoint that was trained to decide (loss.direct and loss.adaptive.share above 0); "
                 "use mode=reasoning or mode=direct with this one"
-            )
+            ).about(Fault("choice", "mode", ("reasoning", "direct")))
 
 
 class CheckpointSettings(Settings):

@@ -67,9 +67,11 @@ class UserError(ValueError):
         self.place, self.key, self.kind = place, key, kind
 
     @classmethod
-    def caused_by(cls, cause: Exception, file: object = None, place: int | str | None = None) -> Self:
+    def caused_by(
+        cls, cause: Exception, file: object = None, place: int | str | None = None, key: str | None = None
+    ) -> Self:
         """Another error, at a place that it does not know."""
-        error = cls(str(cause), file, place)
+        error = cls(str(cause), file, place, key)
         error.cause = cause
         return error
 

@@ -58,7 +58,8 @@ class Registry(Generic[T]):
                 kind="reserved",
             )
         if name in self._entries and self._entries[name] != entry:
-            raise UserError(f"there are two {self.kind}s called {name!r}: rename the new one")
+            why = f"there are two {self.kind}s of this name: rename the new one"
+            raise UserError(why, key=name, kind="twice")
         self._entries[name] = entry
         _registering_module()[f"{self.kind} {name}"] = not self.figures_only
         return entry
@@ -103,8 +104,9 @@ class Registry(Generic[T]):
             except Exception as error:  # a plugin may raise anything
                 self._complete = False
                 raise UserError(
-                    f"entry point {entry.name} = {entry.value} of {self.group} cannot be loaded: "
-                    f"{type(error).__name__}: {error}; fix or uninstall the package that provides it"
+                    f"it cannot be loaded: {type(error).__name__}: {error}; fix or uninstall the package that provides it",
+                    f"entry point {entry.name} = {entry.value} of {self.group}",
+                    kind="entry point",
                 ) from error
 
 

@@ -201,7 +201,10 @@ def check_finite(vectors_ND: np.ndarray, of: str) -> np.ndarray:
     bad = np.flatnonzero(~np.isfinite(vectors_ND).all(axis=1))
     if len(bad):
         raise UserError(
-            f"{of} gives vectors that are not finite, {len(bad):,} of {len(vectors_ND):,}, first for item {bad[0]}: it is damaged, or "
-            "its precision is too low (float16 overflows; bfloat16 and float32 do not)"
+            f"it gives vectors that are not finite, {len(bad):,} of {len(vectors_ND):,}, this one first: it is damaged, or its precision "
+            "is too low (float16 overflows; bfloat16 and float32 do not)",
+            of,
+            f"item {bad[0]}",
+            kind="finite",
         )
     return vectors_ND

@@ -94,7 +94,8 @@ def room_for_pixels() -> Iterator[None]:
         yield
     except OSError as error:
         raise NoRoomError(
-            f"no room for the pixels of a batch in temporary files ({error}): set the variable TMPDIR to a folder of a larger disk"
+            f"no room for the pixels of a batch in temporary files ({error}): set the variable TMPDIR to a folder of a larger disk",
+            kind="TMPDIR",
         ) from error
 
 

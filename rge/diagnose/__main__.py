@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from rge.common.commands import pick, start
-from rge.common.errors import UserError
+from rge.common.errors import Fault, UserError
 from rge.common.files import DEMO_CHECKPOINT, checkpoint_folder, write_json
 from rge.common.options import AtLeastOne, Count, Positive, parse_options
 from rge.common.registry import PluginOptions
@@ -73,7 +73,8 @@ def main(arguments: list[str]) -> int:
     torch.set_float32_matmul_precision("highest")
     options = replace(options, checkpoint=checkpoint_folder(options.checkpoint))
     if options.out is None and options.checkpoint == DEMO_CHECKPOINT:
-        raise UserError("checkpoint=demo is part of the package: set out= to a folder of your own")
+        why = "checkpoint=demo is part of the package: set out= to a folder of your own"
+        raise UserError(why).about(Fault("missing", "out"))
     out = options.out or options.checkpoint.parent / "diagnose"
     result, table = _measured(options)
     settings = asdict(options)

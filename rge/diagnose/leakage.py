@@ -74,8 +74,9 @@ def leakage(
                 chances.append(chance(batch))
         if not any(chances):
             raise UserError(
-                f"{data}: no batch had more than one target, so there was nothing to tell apart; leakage needs records with "
-                "different positives, or a larger batch_size"
+                "no batch had more than one target, so there was nothing to tell apart; leakage needs records with different "
+                "positives, or a larger batch_size",
+                data,
             )
     return judge(curves, float(np.mean(chances)))
 

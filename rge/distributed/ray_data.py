@@ -115,7 +115,8 @@ def _connected(address: str | None) -> Any:
         import ray
         import ray.data
     except ImportError:
-        raise RayError("engine=ray needs Ray, which is not installed: pip install -e '.[ray]'") from None
+        why = "engine=ray needs Ray, which is not installed: pip install -e '.[ray]'"
+        raise RayError(why, kind="not installed") from None
     for name in ("ray.data._internal.progress", "ray.data._internal.execution"):
         logging.getLogger(name).setLevel(logging.ERROR)  # the command shows its own progress
     if not ray.is_initialized():
@@ -141,7 +142,8 @@ def _within_time(batches: Iterator[Any]) -> Iterator[Any]:
         except TimeoutError:
             raise RayError(
                 f"no block was finished for {WAIT_S:.0f} s: `ray status` tells whether machines or devices are missing; "
-                "the same command continues"
+                "the same command continues",
+                kind="silent",
             ) from None
         if isinstance(error, StopIteration):
             return

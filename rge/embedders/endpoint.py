@@ -122,7 +122,7 @@ class Endpoint(DirectEncoder[Content]):
                 problem = failure(response.status_code, response.content, response.headers, config, self.mask)
                 if not isinstance(problem, AttemptFailed):
                     why = "the provider's policy declines the item" if problem is None else str(problem)
-                    raise UserError(f"{config.endpoint} cannot be used: {why}")
+                    raise UserError(f"it cannot be used: {why}", config.endpoint, response.status_code)
                 why, wait_s = problem.reason, problem.wait_s
             if number < config.max_retries:
                 slack_s = random.uniform(0, backoff(number, config.backoff_s, config.max_backoff_s))

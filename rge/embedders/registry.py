@@ -388,15 +388,20 @@ def _chosen(facts: Facts, requested: Adapter | None) -> Adapter:
     unlike_ours = "<emb>" in facts.tokens and "rge.json" not in facts.files and facts.model_type != RELEASED
     if requested is None and unlike_ours:
         raise UserError(
-            f"{facts.name} has an <emb> token but no rge.json, and is not the released RGE checkpoint, a {RELEASED}: "
-            "copy its rge.json from the training output"
+            f"it has an <emb> token but no rge.json, and is not the released RGE checkpoint, a {RELEASED}: copy its rge.json from "
+            "the training output",
+            facts.name,
+            kind="rge.json",
         )
     chosen = requested or next((adapter for adapter in adapters() if adapter.matches(facts)), None)
     if chosen is None:
         kinds = "\n".join(f"  {adapter.name}: {adapter.about}" for adapter in adapters())
         raise UserError(
-            f"{facts.name} ({facts.model_type or 'no model_type in config.json'}) is not a known embedder. Known are\n"
-            f"{kinds}\nadapter=NAME chooses one; rankings from any other program can be scored with `rge eval score`"
+            f"it ({facts.model_type or 'no model_type in config.json'}) is not a known embedder. Known are\n{kinds}\n"
+            "adapter=NAME chooses one; rankings from any other program can be scored with `rge eval score`",
+            facts.name,
+            key=facts.model_type,
+            kind="unknown",
         )
     return chosen
 
@@ -420,7 +425,8 @@ def facts_of(
         path = _fetch(str(model), revision, trust_code=trust_code)
         commit = path.name  # the cache names a snapshot by its commit
     elif revision is not None:
-        raise UserError(f"revision={revision} is for models on the hub, but {model} is a directory")
+        why = f"revision={revision} is for models on the hub, and this is a directory"
+        raise UserError(why, model).about("revision")
     files = frozenset(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
     config = _json(path / "config.json")
     base = None if config else _base_of(path, base_named)

@@ -134,7 +134,7 @@ class Released(ThirdParty):
             raise UserError(
                 f"prompts={profile}: as=release has fixed prompts; import MMEB for it with verbatim=true "
                 f"instructions={WORDING}"
-            )
+            ).about("prompts")
         self.verbatim = True
         self.settings = self.settings.but(profile=profile, differs_from_release=[])
 

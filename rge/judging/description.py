@@ -109,7 +109,8 @@ class DescriptionJudge(Scorer):
         if texts and all(known[key][1] or not known[key][0] for key in keys):
             raise UserError(
                 f"the judge wrote {known[keys[0]][0]!r} and never ended with <emb>: it must be trained to describe the "
-                "right answer (rge eval records descriptions=FILE)"
+                "right answer (rge eval records descriptions=FILE)",
+                kind="untrained",
             )
         return [
             Item(item.id, content_of(known[key][0] or item.text))

@@ -29,7 +29,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from rge.common.errors import UserError
+from rge.common.errors import Fault, UserError
 from rge.distributed.transfer import moved
 from rge.model.hub_model import HubModel
 from rge.model.packing import PromptPart, TailPart, tail_mask
@@ -424,7 +424,8 @@ class _Kernel:
     def refuse_window(self) -> None:
         """Raise UserError in a layer with sliding-window attention."""
         if self.window is not None:
-            raise UserError(f"this model has layers with a window of {self.window} tokens; set {KEY}=varlen")
+            why = f"this model has layers with a window of {self.window} tokens; set {KEY}=varlen"
+            raise UserError(why).about(Fault("choice", KEY, ("varlen",)))
 
     def runs(self, q_THd: Tensor, k_UKd: Tensor, v_UKd: Tensor, runs: Runs, causal: bool = True) -> Tensor:
         """Attention of sequences one after the other: (T, H, d)."""
@@ -499,7 +500,9 @@ def install(text: HubModel, form: str = "auto", whole_pictures: bool = False) ->
         why = (
             "a picture's tokens attend to each other" if whole_pictures else "some layers attend to a window"
         )
-        raise UserError(f"{KEY}={form}: {why} in this model; set {KEY}=varlen")
+        raise UserError(f"{KEY}={form}: {why} in this model; set {KEY}=varlen").about(
+            Fault("choice", KEY, ("varlen",))
+        )
     asked = text.config._attn_implementation
     if asked in NAMES.values():
         return form

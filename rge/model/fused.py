@@ -55,7 +55,7 @@ def wanted(asked: str) -> bool:
         if asked == "liger":
             raise UserError(
                 f"{KEY}=liger needs liger-kernel ({error}): pip install 'rge[liger]', or set {KEY}=none"
-            ) from error
+            ).about(KEY) from error
         _log.warning("training is faster with fused kernels: pip install 'rge[liger]' (%s; %s)", KEY, error)
         return False
     return torch.cuda.is_available()

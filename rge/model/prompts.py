@@ -718,5 +718,6 @@ def rendered_turn(processor: Any, content: Sequence[Mapping[str, str]]) -> str:
     except TemplateError as error:
         raise UserError(
             f"the model's chat template cannot be used: {error} ({type(error).__name__}). It runs in a sandbox, which refuses code "
-            "that could reach the system: use the template that the model was published with"
+            "that could reach the system: use the template that the model was published with",
+            kind="template",
         ) from None

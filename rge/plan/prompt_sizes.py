@@ -251,7 +251,7 @@ def assumed(recipe: Recipe, picture: PictureCost, options: PlanOptions, why: str
             raise RecipeError(
                 f"{pictures} pictures of model.max_pixels={recipe.model.max_pixels} take {placeholders} tokens, "
                 f"which data.max_prompt_tokens={limit} cannot hold; lower the former or raise the latter"
-            )
+            ).about("model.max_pixels", "data.max_prompt_tokens")
         largest |= {f"{side}_pictures": placeholders, side: min(tokens + text, limit)}
     return PromptSizes(
         Sizes(

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
-from rge.common.errors import RecipeError
+from rge.common.errors import Fault, RecipeError
 from rge.config import Recipe
 from rge.distributed.config import BACK_ENDS
 from rge.model.hub_model import HubModel
@@ -170,10 +170,12 @@ def _load_of(
 ) -> Load:
     name, gpus, objective = options.for_, options.num_gpus, Objective.of(recipe, options.for_)
     if recipe.stage not in ("all", name):
-        raise RecipeError(f"stage={recipe.stage} leaves no {name} to plan; give for={recipe.stage}")
+        why = f"stage={recipe.stage} leaves no {name} to plan; give for={recipe.stage}"
+        raise RecipeError(why).about(Fault("choice", "for", (recipe.stage,)))
     stage: StageConfig = getattr(recipe, name)
     if stage.batch_size < gpus:
-        raise RecipeError(f"{name}.batch_size={stage.batch_size} leaves some of {gpus} GPUs without a query")
+        why = f"{name}.batch_size={stage.batch_size} leaves some of {gpus} GPUs without a query"
+        raise RecipeError(why).about(f"{name}.batch_size")
     queries = -(-stage.batch_size // gpus)  # the largest share
     rationale = options.rationale_tokens or recipe.rollout.max_new_tokens
     targets = objective.lm_targets

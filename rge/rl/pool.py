@@ -204,8 +204,9 @@ def check_pool(rl: RLConfig, sources: Mapping[str, Records], targets: Sequence[T
     example = f"{first.id} wants {first.positives[0].identity or first.positives[0].id}"
     if len(missing) == len(sampled):
         raise UserError(
-            f"rl.candidates: nothing among the {len(pool)} candidates of {rl.pool} answers any of {len(sampled)} queries "
-            f"({example}): ids, or identities, must be those of the records' positives"
+            f"nothing among the {len(pool)} candidates of {rl.pool} answers any of {len(sampled)} queries "
+            f"({example}): ids, or identities, must be those of the records' positives",
+            key="rl.candidates",
         )
     return (
         f"warning: {len(missing)} of {len(sampled)} queries have no right answer in the pool {rl.pool} ({example}); "

@@ -29,8 +29,8 @@ def read_options(arguments: list[str]) -> SmallModel:
     folder, command = RECIPES / "small_models", "rge small-model recipe=NAME"
     options = parse_file(SmallModel, arguments, key="recipe", folder=folder, command=command)
     options.out = os.path.expanduser(options.out.replace("{recipe}", options.recipe))
-    if wrong := "\n".join(options.problems()):
-        raise UserError(wrong)
+    if wrong := list(options.problems()):
+        raise UserError("\n".join(wrong)).about(*(one.partition("=")[0] for one in wrong))
     return options
 
 

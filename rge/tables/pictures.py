@@ -280,7 +280,8 @@ def _parquet(files: Files, image: str, columns: Sequence[str], first: int, pictu
 def _check_column(path: str, image: str, schema: Any) -> bool:
     """Whether a table contains encoded pictures; raises `TableError` if there is no such column."""
     if image not in schema.names:
-        raise TableError(f"there is no such column; there are: {', '.join(schema.names)}", path, key=image)
+        why = f"there is no such column; there are: {', '.join(schema.names)}"
+        raise TableError(why, path, key=image, kind="missing column")
     kind = schema.field(image).type
     return not is_text(kind.value_type if pa.types.is_dictionary(kind) else kind)
 

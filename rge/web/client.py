@@ -37,7 +37,8 @@ def make_client(kind: type[C], **options: Any) -> C:
         return kind(verify=trusted, mounts={f"all://{host}": None for host in LOCAL}, **options)
     # A certificate that is missing or none, an unknown scheme, SOCKS without its package, no address.
     except (OSError, ValueError, ImportError, httpx.InvalidURL) as error:
-        raise UserError(_explained(error)) from None
+        why, variable = _explained(error)
+        raise UserError(why, key=variable) from None
 
 
 @cache
@@ -48,15 +49,16 @@ def _certificates(file: str | None, folder: str | None) -> "ssl.SSLContext":
     return httpx.create_ssl_context()
 
 
-def _explained(error: Exception) -> str:
+def _explained(error: Exception) -> tuple[str, str]:
+    """What is wrong, and with which variable of the environment."""
     import httpx
 
     if isinstance(error, OSError):
         name = "SSL_CERT_FILE" if os.environ.get("SSL_CERT_FILE") else "SSL_CERT_DIR"
         return (
-            f"{name}={os.environ.get(name)} in the environment cannot be used: {error.strerror or error}. Set it to a file of "
-            "certificates, or unset it"
-        )
+            f"{os.environ.get(name)!r} in the environment cannot be used: {error.strerror or error}. Set it to a file of certificates, "
+            "or unset it"
+        ), name
     for name in (spelt for lower in PROXIES for spelt in (lower, lower.upper())):
         address = os.environ.get(name)
         if not address:
@@ -65,15 +67,15 @@ def _explained(error: Exception) -> str:
             httpx.HTTPTransport(proxy=address if "://" in address else f"http://{address}")
         except ImportError:
             return (
-                f"{name}={_without_password(address)} in the environment is a SOCKS proxy, which needs a package: pip install "
-                "'httpx[socks]', or unset the variable"
-            )
+                f"{_without_password(address)} in the environment is a SOCKS proxy, which needs a package: pip install 'httpx[socks]', "
+                "or unset the variable"
+            ), name
         except (ValueError, httpx.InvalidURL) as why:
             return (
-                f"{name}={_without_password(address)} in the environment is no proxy that can be used ({why}): give "
-                "http://HOST:PORT or socks5://HOST:PORT, or unset the variable"
-            )
-    return f"the proxy settings of this system cannot be used: {error}"
+                f"{_without_password(address)} in the environment is no proxy that can be used ({why}): give http://HOST:PORT or "
+                "socks5://HOST:PORT, or unset the variable"
+            ), name
+    return f"this system's settings cannot be used: {error}", "proxies"
 
 
 def _without_password(address: str) -> str:

@@ -43,7 +43,7 @@ def fetch_release(
     out.mkdir(parents=True, exist_ok=True)
     about: dict[str, Any] = read_json(out / FETCHED) or {"commits": {}, "unpacked": {}}
     if about.setdefault("benchmark", name) != name:
-        raise UserError(f"{out} holds {about['benchmark']}: choose another out=")
+        raise UserError(f"it holds {about['benchmark']}: choose another out=", out, key="out")
     _download(out, repos, revision, about)
     for archive, folder in unpack.items():
         patterns = (archive, f"{archive}.part-*", f"{archive}-[0-9]*")
@@ -68,7 +68,9 @@ def _download(out: Path, repos: Repositories, revision: str | None, about: dict[
             commit = str(HfApi().dataset_info(repo, revision=wanted).sha)
             if (known := about["commits"].setdefault(repo, commit)) != commit:
                 raise UserError(
-                    f"{out} holds {repo} at {known[:12]}, not at {commit[:12]}: choose another out=, or leave out revision="
+                    f"it holds commit {known[:12]}, not {commit[:12]}: choose another out=, or leave out revision=",
+                    out,
+                    repo,
                 )
             write_json(out / FETCHED, about)
             with _ending_at_once() as bar:
@@ -79,7 +81,8 @@ def _download(out: Path, repos: Repositories, revision: str | None, about: dict[
         except (OSError, HTTPError, HFValidationError) as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise UserError(
-                f"{repo} could not be fetched from the hub: {reason}. Downloaded files are kept; run the same command again"
+                f"it could not be fetched from the hub: {reason}. Downloaded files are kept; run the same command again",
+                repo,
             ) from None
 
 
@@ -123,7 +126,7 @@ def unpack_archive(archive: Path, pieces: Sequence[Path], folder: Path) -> None:
             with _joined(pieces) as whole, tarfile.open(fileobj=whole, mode="r|*") as file:
                 _extract(file, folder)
     except (OSError, EOFError, zlib.error, zipfile.BadZipFile, tarfile.TarError) as error:
-        raise UserError(f"{archive} cannot be unpacked into {folder}: {error}") from None
+        raise UserError(f"it cannot be unpacked into {folder}: {error}", archive) from None
 
 
 def _extract(file: tarfile.TarFile, folder: Path) -> None:
@@ -153,5 +156,7 @@ def check_whole(out: Path, lacking: Sequence[str], *, partial: bool) -> None:
     """Refuse (UserError) a release of which something is lacking, unless `partial` allows it."""
     if lacking and not partial:
         raise UserError(
-            f"{out} is incomplete: {'; '.join(lacking)}. Run the same command again, or pass partial=true to continue with this part"
+            f"it is incomplete: {'; '.join(lacking)}. Run the same command again, or pass partial=true to continue with this part",
+            out,
+            kind="partial",
         )

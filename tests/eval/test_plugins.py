@@ -91,7 +91,7 @@ def test_a_plugin_that_is_not_there_and_one_that_lacks_something(tmp_path, monke
     with pytest.raises(UserError, match=rf"surely_not_installed.*line 1 of {tmp_path / 'plugin_two.py'}"):
         load_plugins(["plugin_two"])
     module(tmp_path, "plugin_broken", "x = 1\ny = = 2\n")
-    with error_about(UserError, "plugins=plugin_broken", "plugin_broken.py", "2"):
+    with error_about(UserError, "plugins"):
         load_plugins(["plugin_broken"])
 
 
@@ -111,16 +111,18 @@ def test_an_installed_package_is_found_by_its_entry_point(tmp_path, monkeypatch)
 
     assert THINGS["theirs"] == 3
     (info / "entry_points.txt").write_text("[rge.test_broken]\ntheirs = plugin_three:nothing\n")
-    with error_about(UserError, "plugin_three:nothing", "rge.test_broken"):
+    with error_about(
+        UserError, "entry point theirs = plugin_three:nothing of rge.test_broken", "entry point"
+    ):
         list(Registry("thing", "rge.test_broken"))
 
 
 def test_names_are_unique_and_the_nearest_is_named():
     things: Registry[int] = Registry("thing", "rge.test_nothing")
     assert things.add("one", 1) == things.add("one", 1)
-    with error_about(UserError, "one"):
+    with error_about(UserError, "one", "twice"):
         things.add("one", 2)
-    with error_about(UserError, "'on'", "one"):
+    with error_about(UserError, ("choice", "thing", ("one",))):
         things["on"]
 
 
@@ -134,7 +136,7 @@ def test_names_are_unique_and_the_nearest_is_named():
         (lambda: Benchmark("a", lambda options: None, (Protocol("a"),)).options(), ("a", "importer")),
         (lambda: register_metric("Mine", cutoffs=None, words=""), ("Mine", "name")),
         (lambda: register_metric("mine", cutoffs=(0,), words=""), ("mine", "cutoffs")),
-        (lambda: register_metric("ndcg", cutoffs=(1,), words="")(lambda j, k: j.gain_QK), ("ndcg",)),
+        (lambda: register_metric("ndcg", cutoffs=(1,), words="")(lambda j, k: j.gain_QK), ("ndcg", "twice")),
     ],
 )  # fmt: skip
 def test_what_cannot_be_registered(make, fields):
@@ -284,5 +286,5 @@ def test_every_command_that_loads_a_checkpoint_takes_plugins(schema, words, tmp_
     monkeypatch.chdir(tmp_path)
     assert parse_options(schema, [*words, f"plugins={name}"]).plugins == (name,)
     assert name in sys.modules
-    with error_about(UserError, "plugins=plugin_tow"):
+    with error_about(UserError, "plugins"):
         parse_options(schema, [*words, "plugins=plugin_tow"])

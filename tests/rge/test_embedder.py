@@ -187,7 +187,7 @@ def test_overrides_of_the_checkpoints_prompts(encoder, picture):
     changed = {"max_prompt_tokens": 120, "pixels": {"min": 784, "max": 784}}
     assert {key: value for key, value in after.items() if before[key] != value} == changed
     for given in ({"max_pixels": 500}, {"min_pixels": 8000}):
-        with error_about(UserError, "min_pixels=", "max_pixels="):
+        with error_about(UserError, "min_pixels", "max_pixels"):
             Embedder.from_pretrained(encoder.checkpoint, **given)
 
 
@@ -231,7 +231,7 @@ def test_a_caller_says_how_much_is_written(encoder, items):
     one = encoder.encode_query("a", max_rationale_tokens=np.int64(0))
     assert np.array_equal(one, encoder.encode_query("a", mode="direct"))
     for wrong in (-1, 13, True, 1.5):
-        with error_about(UserError, "max_rationale_tokens", "0", "12"):
+        with error_about(UserError, ("range", "max_rationale_tokens")):
             encoder.encode_query("a", max_rationale_tokens=wrong)
     with pytest.raises(ValueError):
         encoder.encode_query("a", max_rationale_tokens=[1, 2])
@@ -452,9 +452,9 @@ def test_pictures_as_tables_hold_them(described):
         ({"engine": "vLLM"}, (("choice", "engine", ("own", "vllm")),)),
         ({"dtype": "fp16"}, ("dtype", "float32", "bfloat16", "float16")),
         ({"dtype": torch.int8}, ("dtype", "float32", "bfloat16", "float16")),
-        ({"device": "gpu"}, ("device=gpu",)),
-        ({"device": "cuda:99"}, ("device=cuda:99",)),
-        ({"device": ["gpu", "cpu"]}, ("device=gpu",)),
+        ({"device": "gpu"}, ("device",)),
+        ({"device": "cuda:99"}, ("device",)),
+        ({"device": ["gpu", "cpu"]}, ("device",)),
     ],
 )
 def test_a_choice_that_does_not_exist_is_one_sentence(encoder, options, named):

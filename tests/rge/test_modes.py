@@ -301,7 +301,7 @@ def test_a_decision_holds_for_samples_too_and_counts_as_close_near_the_threshold
 
 def test_a_checkpoint_that_was_not_trained_to_decide_is_not_asked_to(tmp_path):
     embedder = Embedder.from_pretrained("demo")
-    with error_about(UserError, "mode=auto"):
+    with error_about(UserError, ("choice", "mode")):
         embedder.encode_query("What opens this?", mode="auto")
     shutil.copytree(embedder.checkpoint, tmp_path / "decides")
     recorded = json.loads((tmp_path / "decides/rge.json").read_text())

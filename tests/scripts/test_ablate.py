@@ -354,7 +354,7 @@ def test_runs_of_different_queries_make_no_table(ablate, tmp_path):
         (["set=recipes"], ("set", "recipes")),
         (["recipe=qwen25vl_3b"], ("set", "missing")),
         (["recipe=nothing"], (("choice", "recipe"),)),
-        (["nonsense"], ("nonsense",)),
+        (["nonsense"], ("argument",)),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_runs(ablate, wrong, fields):

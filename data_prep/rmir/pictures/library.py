@@ -108,8 +108,9 @@ class Library:
         try:
             yield from tables.picture_rows(self.files, self.config.image_column, columns, form=form, **how)
         except TableError as error:
-            where = "; see library.image_column" if "no column" in str(error) else ""
-            raise UserError(f"library.path: {error}{where}") from None
+            if error.kind == "missing column":
+                error.reason += "; see library.image_column"
+            raise UserError.caused_by(error, key="library.path") from None
 
     def _with_columns(self, rows: Iterable[tables.Row], *settings: str) -> Iterator[tables.Row]:
         """Pass the rows on; raises if none of them has a column that the user named in one of the settings."""

@@ -189,7 +189,7 @@ def test_a_missing_picture_is_named_before_any_call(records, tmp_path):
     (records.parent / "images" / "a.png").unlink()
     with LocalServer(answer) as server:
         model = ModelConfig(name="m", base_url=server.url)
-        with error_about(UserError, "records.jsonl", 1, "a.png"):
+        with error_about(UserError, "records.jsonl", 1, "query.images.0"):
             write(RationaleOptions(records=records, out=tmp_path / "out.jsonl", model=model))
         assert not server.num_answered
 

@@ -244,7 +244,7 @@ def test_defaults_are_the_papers():
         ("retrieve.by_caption=-2", ("range", "retrieve.by_caption")),
         ("download.max_retries=-1", ("range", "download.max_retries")),
         ("image_encoder.kind=siglip", "image_encoder.path"),
-        ("out", "out"),
+        ("out", "argument"),
     ],
 )
 def test_wrong_settings_are_named(word, field):

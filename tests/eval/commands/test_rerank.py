@@ -376,7 +376,7 @@ def test_a_judge_describes_the_answer_once_and_keeps_it(lively_path, tmp_path, m
         "rge.rollout.generate.generate",
         lambda embedder, prompts, **_: [replace(plain, forced=True)] * len(prompts),
     )
-    with error_about(UserError, "<emb>", "descriptions=FILE"):
+    with error_about(UserError, "untrained"):
         judge.describe([Item("e", content_of("it is a hat"))], answers)
 
 

@@ -31,7 +31,7 @@ from rge.index.embed import main as embed
 
 def test_without_ray_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with error_about(RayError, ".[ray]"):
+    with error_about(RayError, "not installed"):
         next(ray_data.mapped(list, [1], address=None))
     assert list(ray_data.mapped(list, [], address=None)) == []
 
@@ -39,7 +39,7 @@ def test_without_ray_the_error_names_the_extra(monkeypatch):
 def test_what_never_comes_is_an_error(monkeypatch):
     monkeypatch.setattr(ray_data, "WAIT_S", 0.1)
     blocked = threading.Event()
-    with error_about(RayError, "0"):
+    with error_about(RayError, "silent"):
         next(ray_data._within_time(iter(lambda: blocked.wait(60), None)))
     blocked.set()
     assert list(ray_data._within_time(iter([1, 2]))) == [1, 2]

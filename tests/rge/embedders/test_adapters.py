@@ -245,7 +245,7 @@ def test_an_embedding_does_not_depend_on_the_batch(family, adapter, request):
 
 
 def test_what_an_adapter_cannot_do_is_said(clip_path, qwen2_path, tmp_path):
-    with error_about(UserError, "query_mode=direct"):
+    with error_about(UserError, ("choice", "query_mode", ("direct",))):
         load_model(clip_path).encode(ITEMS, side="query", mode="reasoning")
     with error_about(UserError, "temperature"):
         load_model(clip_path, temperature=0.7)
@@ -268,7 +268,7 @@ def test_what_an_adapter_cannot_do_is_said(clip_path, qwen2_path, tmp_path):
 def test_a_run_records_adapter_and_wording(clip_path, tmp_path):
     data = write_set(tmp_path / "set", num_queries=4, num_candidates=8)
     options = {"model": str(clip_path), "set": data, "report": False}
-    with error_about(UserError, "query_mode=direct"):
+    with error_about(UserError, ("choice", "query_mode", ("direct",))):
         run(RunOptions(**options, out=tmp_path / "out"))
     (out,) = run(RunOptions(**options, out=tmp_path / "out", query_mode=("direct",)))
     results = json.loads((out / "results.json").read_text())

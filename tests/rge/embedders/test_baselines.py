@@ -126,7 +126,7 @@ def test_options_that_an_endpoint_cannot_follow_are_refused(served, tmp_path):
     with error_about(UserError, "trust_code"):
         load_model("m", endpoint=served.url, dtype="float16", trust_code=True)
     served.statuses = [401]
-    with error_about(UserError, "401"):
+    with error_about(UserError, 401):
         embed(load_model("m", endpoint=served.url), TEXT)
     assert main(["run", "model=m", "endpoint_key_env=KEY", "set=x", f"out={tmp_path}"]) != 0
 

@@ -151,7 +151,7 @@ def test_what_the_release_never_asks_is_refused(released, path, tmp_path):
     for side, mode in (("query", "direct"), ("candidate", "reasoning")):
         with error_about(UserError, "as"):
             released.encode([item], side=side, mode=mode)
-    with error_about(UserError, "verbatim=true", "instructions=rge"):
+    with error_about(UserError, "prompts"):
         released.reword("plain")
     with pytest.raises(ValueError):
         released.encode([Item("q", content_of("what", (png((56, 56)),)))], side="query", mode="reasoning")

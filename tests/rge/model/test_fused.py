@@ -252,7 +252,7 @@ def test_what_is_asked_for_and_what_is_installed(monkeypatch, caplog):
         raise ImportError(f"No module named {name!r}")
 
     monkeypatch.setattr(fused, "importlib", SimpleNamespace(import_module=missing))
-    with error_about(UserError, "rge[liger]", "model.fused_kernels"):
+    with error_about(UserError, "model.fused_kernels"):
         fused.wanted("liger")
     assert not fused.wanted("auto")
     assert "faster" not in caplog.text  # not on a CPU

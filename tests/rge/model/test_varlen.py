@@ -247,10 +247,10 @@ def test_layers_that_see_a_window(lively_path, backbone_of, make_prompts):
         )[0].state_ND
     torch.testing.assert_close(torch.stack([r.state_D for r in rationales]), again, rtol=0, atol=1e-9)
     embedder.attention = "sdpa"
-    with error_about(UserError, "6", "model.attn_implementation=varlen"):
+    with error_about(UserError, ("choice", "model.attn_implementation", ("varlen",))):
         embedder(embedder.pack(prompts, branches))
     backbone.attention = "sdpa"
-    with error_about(UserError, "model.attn_impl", "=varlen"):
+    with error_about(UserError, ("choice", "model.attn_implementation", ("varlen",))):
         EmbeddingModel(backbone)
 
 

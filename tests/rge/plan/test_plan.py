@@ -1137,19 +1137,19 @@ def test_the_reference_of_the_kl_divergence_is_planned():
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["num_gpus=513"], ("joint.batch_size=512", "513", "GPUs")),
+        (["num_gpus=513"], ("joint.batch_size",)),
         (["num_gpu=8"], ("num_gpu", "num_gpus")),
         (["gpu_gib=big"], ("gpu_gib",)),
         (["num_gpus=0"], ("num_gpus",)),
         (["utilisation=1.5"], ("utilisation",)),
         (["peak_tflops=0"], ("peak_tflops",)),
         (["back_end=zero4"], ("back_end", "zero1", "zero2", "zero3", "fsdp2")),
-        (["for=rl", "rl.beta=0.1", "back_end=zero3"], ("rl.beta", "ZeRO-3")),
+        (["for=rl", "rl.beta=0.1", "back_end=zero3"], ("train.back_end",)),
         (["model.lora.targets=[q_prj]"], ("model.lora.targets", "unknown")),
-        (["for=cold_start", "stage=joint"], ("stage=joint", "cold_start")),
+        (["for=cold_start", "stage=joint"], (("choice", "for", ("joint",)),)),
         (
             ["query_pictures=3"],
-            ("3", "model.max_pixels=802816", "3072", "data.max_prompt_tokens=2048"),
+            ("model.max_pixels", "data.max_prompt_tokens"),
         ),
         (["model.pth=x"], ("model.path",)),
     ],

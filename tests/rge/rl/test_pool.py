@@ -231,7 +231,7 @@ def test_a_pool_without_the_right_answers_is_found_before_anything_runs(records,
         return check_pool(recipe.rl, opened, read_pool(corpus))
 
     assert checked(["key", "x"]) is None
-    with error_about(UserError, "2", "r0"):
+    with error_about(UserError, "rl.candidates"):
         checked(["n0", "x"])
     lines = records.read_text().replace('"r1"', '"r2"').splitlines()
     records.write_text("\n".join([lines[0], lines[1].replace('"id": "key"', '"id": "lock"')]) + "\n")

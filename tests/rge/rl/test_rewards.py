@@ -96,7 +96,7 @@ def test_ndcg(group, among):
         return dcg / sum(1 / math.log2(2 + place) for place in range(len(right)))
 
     torch.testing.assert_close(value(group, "ndcg", among=among), by_hand(group, ndcg))
-    with error_about(UserError, "all"):
+    with error_about(UserError, ("choice", "rl.rewards: ndcg's among", ("batch", "labelled"))):
         value(group, "ndcg", among="all")
 
 
@@ -305,7 +305,7 @@ def test_a_wrong_endpoint_is_found_before_anything_runs():
     ]:
         with error_about(UserError, key):
             find_reward(RewardConfig("judge", options={"endpoint": endpoint}))
-    with error_about(UserError, "endpoint"):
+    with error_about(UserError, "rl.rewards", "options"):
         find_reward(RewardConfig("judge"))
 
 

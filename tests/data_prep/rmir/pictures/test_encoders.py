@@ -94,7 +94,7 @@ def test_an_encoder_whose_vectors_are_not_finite_is_refused(siglip, pictures, ch
         encoder.model, "get_text_features", lambda **given: forward(**given).pooler_output * np.nan
     )
     check_unit(encoder.pictures(pictures), 3)
-    with error_about(UserError, "4", "0"):
+    with error_about(UserError, "item 0", "finite"):
         encoder.texts(TEXTS)
     ours = load_encoder(EncoderConfig("checkpoint", checkpoint, batch_size=2))
     encode = ours.encoder.encode
@@ -105,7 +105,7 @@ def test_an_encoder_whose_vectors_are_not_finite_is_refused(siglip, pictures, ch
         return found
 
     monkeypatch.setattr(ours.encoder, "encode", broken)
-    with error_about(UserError, "1", "4"):
+    with error_about(UserError, "item 1", "finite"):
         ours.texts(TEXTS)
 
 
@@ -151,7 +151,7 @@ def test_a_checkpoint_in_direct_mode(checkpoint, pictures):
 
 
 def test_a_checkpoint_that_is_missing_is_an_error(tmp_path):
-    with error_about(UserError, tmp_path, "rge.json"):
+    with error_about(UserError, tmp_path, "foreign"):
         load_encoder(EncoderConfig("checkpoint", str(tmp_path)))
     for kind in ("siglip", "text"):
         with error_about(UserError, tmp_path):

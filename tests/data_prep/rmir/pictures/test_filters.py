@@ -39,7 +39,7 @@ def test_ones_own_filter_leaves_pictures_out_with_its_reason(three):
         ("noses", "library.filters"),
         ("my_filters_of_people:light", "my_filters_of_people"),
         ("my_filters_of_people:", "my_filters_of_people"),
-        ("nowhere_at_all:f", "nowhere_at_all"),
+        ("nowhere_at_all:f", "plugins"),
     ],
 )
 def test_a_filter_that_is_not_there_is_an_error_before_a_picture_is_opened(three, name, field):

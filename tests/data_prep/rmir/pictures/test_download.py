@@ -231,7 +231,7 @@ def test_addresses_are_stored_without_secrets():
 
 def test_a_table_that_cannot_be_read_is_named(tmp_path):
     (tmp_path / "t.jsonl").write_text('{"id": "1"\n')
-    with error_about(UserError, "t.jsonl", "line 1", "library.path"):
+    with error_about(UserError, "t.jsonl", 1, "library.path"):
         list(Library(LibraryConfig(path=str(tmp_path / "t.jsonl"))).rows())
 
 

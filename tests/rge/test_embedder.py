@@ -413,8 +413,8 @@ def test_embeddings_are_cut_to_sizes_of_training_only(described):
     [
         (((None,)), "give texts, images, or both"),
         # The instruction of training alone is no query.
-        ((" ",), "item '0': has neither text nor images"),
-        ((["a", ""],), "item '1': has neither text nor images"),
+        ((" ",), "item '0': it has neither text nor images"),
+        ((["a", ""],), "item '1': it has neither text nor images"),
         ((["a", "b"], ["x.png"]), "2 texts and 1 images"),
         (([1],), "a text must be a string, got int"),
         ((["a", str(ROOT / "docs" / "gallery.png")],), "names a picture"),

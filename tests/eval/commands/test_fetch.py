@@ -86,7 +86,7 @@ def test_an_interrupted_download_goes_on(held, tmp_path):
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_files_that_are_under_way_and_they_go_on(held, tmp_path, monkeypatch):
+def test_ctrl_c_ends_files_that_are_under_way_and_they_go_on(held, tmp_path, monkeypatch, request):
     monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 1 << 14)
     large, whole = "CIRR/test-00000-of-00001.parquet", held.answer
     held.files[large] = bytes(64 << 20)
@@ -98,7 +98,9 @@ def test_ctrl_c_ends_files_that_are_under_way_and_they_go_on(held, tmp_path, mon
         return whole(method, path, body, address)
 
     held.answer = interrupting
-    handler = signal.getsignal(signal.SIGINT)
+    handler, before = signal.default_int_handler, signal.getsignal(signal.SIGINT)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
+    signal.signal(signal.SIGINT, handler)  # a background shell ignores Ctrl-C
     with pytest.raises(KeyboardInterrupt):
         fetch(FetchOptions("mmeb", tmp_path / "r"))
     assert signal.getsignal(signal.SIGINT) is handler

@@ -8,7 +8,6 @@ would go stale.
 
 import json
 import os
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -240,12 +239,7 @@ def check(recipe: Recipe) -> None:
         recipe.rl.sources = list(recipe.joint.sources)
     recipe.loss.complete()
     if found := list(problems(recipe)):
-        keys = filter(None, map(_KEY.match, found))
-        raise RecipeError("\n".join(found)).about(*dict.fromkeys(key[0] for key in keys))
-
-
-_KEY = re.compile(r"\w+(?=[=:])|\w+(\.\w+|\[\d+\])+")
-"""The key that a problem begins with."""
+        raise RecipeError.of_problems(found)
 
 
 Rules = dict[str, Callable[[Recipe], object]]

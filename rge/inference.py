@@ -141,7 +141,7 @@ class Inference:
             limit_threads()
         if vllm is not None and base is not None:
             raise BackboneError(
-                "contains only adapters, and engine=vllm reads a checkpoint's weights itself: export it with "
+                "it contains only adapters, and engine=vllm reads a checkpoint's weights itself: export it with "
                 "export.adapters_only=false, or use engine=own",
                 folder,
             ).about("engine")

@@ -118,6 +118,6 @@ def _weights_of_ratio(ratio: str) -> tuple[float, float]:
     total = lm + con
     if min(lm, con) < 0 or total <= 0 or not math.isfinite(total):
         raise RecipeError(
-            f"needs two weights >= 0, not both zero; got {ratio!r}", key="loss.ratio", kind="range"
+            f"it needs two weights >= 0, not both zero; got {ratio!r}", key="loss.ratio", kind="range"
         )
     return lm / total, con / total

@@ -127,7 +127,7 @@ def default_routes(embedder: Embedder) -> list[str]:
 
 def _need(route: str, package: str) -> None:
     if find_spec(package) is None:
-        raise RouteError(f"needs the package {package}, which is not installed", key=route)
+        raise RouteError(f"it needs the package {package}, which is not installed", key=route)
 
 
 def _found(embedder: Any, view: View, batch_size: int, step: int = 1) -> Found:
@@ -280,7 +280,7 @@ class Server:
             raise RouteError(f"item {item.id!r}: {error}", key=self.name) from None
         data = self._answer("POST", "/v1/embeddings", body).get("data") or []
         if len(data) != 1 or not isinstance(data[0].get("embedding"), list):
-            raise RouteError(f"answered {len(data)} embeddings for one item", key=self.name)
+            raise RouteError(f"it answered {len(data)} embeddings for one item", key=self.name)
         answer: dict[str, Any] = data[0]
         return answer
 

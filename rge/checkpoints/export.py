@@ -82,7 +82,7 @@ def export(
     except WRITE_ERRORS as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(
-            f"could not be written: {error}; free some space and start again", folder, kind="unwritten"
+            f"it could not be written: {error}; free some space and start again", folder, kind="unwritten"
         ) from error
     discard(folder)
     temporary.rename(folder)

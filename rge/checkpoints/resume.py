@@ -169,7 +169,7 @@ def check_start(recipe: Recipe) -> None:
         if (final / RGE_JSON).is_file():
             model = recipe.model.path
             raise CheckpointError(
-                f"exists, but stage={recipe.stage} without init= starts from {model}: set init={final}, or use another out= "
+                f"it exists, but stage={recipe.stage} without init= starts from {model}: set init={final}, or use another out= "
                 f"to start from {model}",
                 final,
             ).about("init")

@@ -233,7 +233,7 @@ class States:
         ours = trained_tensors(self.embedder)
         if different := sorted(weights.keys() ^ ours.keys()):
             raise CheckpointError(
-                "contains other parameters than those trained now; use another out=, or the settings it was made with",
+                "it contains other parameters than those trained now; use another out=, or the settings it was made with",
                 path,
                 key=different[0],
             )

@@ -5,7 +5,7 @@ import pickle
 import re
 import signal
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Literal, Self
@@ -28,6 +28,10 @@ class Fault:
     key: str
     instead: tuple[str, ...] = ()
     """The nearest keys of an unknown one, or the choices."""
+
+
+_KEY = re.compile(r"\w+(?=[=:])|\w+(\.\w+|\[\d+\])+")
+"""The key that a problem begins with."""
 
 
 class UserError(ValueError):
@@ -80,6 +84,12 @@ class UserError(ValueError):
         """An option has a value that is not allowed."""
         names = tuple(map(str, allowed))
         return cls(not_one_of(key, value, names)).about(Fault("choice", key, names))
+
+    @classmethod
+    def of_problems(cls, problems: Sequence[str]) -> Self:
+        """Several options are wrong; each problem begins with its key."""
+        keys = filter(None, map(_KEY.match, problems))
+        return cls("\n".join(problems)).about(*dict.fromkeys(key[0] for key in keys))
 
     def about(self, *faults: Fault | str) -> Self:
         """The same error, which has these faults; an option alone stands for a value that does not fit."""

@@ -178,7 +178,9 @@ def replacing_folder(path: str | Path, *, overwrite: bool) -> Iterator[Path]:
         backups[-1].rename(path)
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         if not overwrite:
-            raise FileError("already exists: choose another, or set overwrite=true", path).about("overwrite")
+            raise FileError("it already exists: choose another, or set overwrite=true", path).about(
+                "overwrite"
+            )
         _refuse_foreign_files(path)
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
@@ -213,7 +215,7 @@ def _refuse_foreign_files(path: Path) -> None:
     }
     if strange := sorted(_files_below(path) - owned - from_a_mac):
         raise FileError(
-            "it does not belong to it, so overwrite=true does not replace it: move it away",
+            "it was not written with the rest, so overwrite=true does not replace this folder: move it away",
             path,
             key=strange[0],
         )

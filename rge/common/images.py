@@ -426,6 +426,7 @@ def _explained(name: str) -> Iterator[None]:
             reason += "; HEIC needs pillow-heif: pip install -e '.[search]'"
         raise ImageError(f"it cannot be decoded: {reason}", name, kind="format") from None
     except Exception as error:  # Pillow's readers raise anything on damaged files
+        # Pillow has no type for a file that is cut short, only this word.
         kind = "truncated" if "truncated" in str(error) else "damaged"
         raise ImageError(f"it cannot be decoded: {error}", name, kind=kind) from error
 
@@ -517,6 +518,6 @@ def _eight_bits(image: Image.Image, name: str) -> Image.Image:
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     if image.mode in UNKNOWN_RANGE:
         raise ImageError(
-            "has 32-bit pixels of unknown range: convert it to 8 bits a channel", name, kind="range"
+            "it has 32-bit pixels of unknown range: convert it to 8 bits a channel", name, kind="range"
         )
     return image

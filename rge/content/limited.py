@@ -134,7 +134,7 @@ class Decoder:
         self._process.end()
         self._process, self._sent = None, {}
         most = f"{self.seconds:g} s" if limit == "time" else f"{self.megabytes:,} MB"
-        error = LimitError(f"took more than {most}", title(source), key=function.__name__, kind=limit)
+        error = LimitError(f"it took more than {most}", title(source), key=function.__name__, kind=limit)
         error.noun = PdfError.noun if b"%PDF" in source[:1024] else VideoError.noun
         raise error
 

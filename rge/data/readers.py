@@ -239,7 +239,7 @@ def _of_file(config: RecordsConfig, file: Path) -> Any:
             )
         if name.endswith(".zst") and find_spec("zstandard") is None:
             raise RecordError(
-                "needs a package that is not installed: pip install zstandard", file, kind="package"
+                "it needs a package that is not installed: pip install zstandard", file, kind="package"
             )
         features = None
         if kind == "json":

@@ -286,7 +286,7 @@ def _refuse_other_formats(path: Path) -> None:
         )
     if start and not start.startswith(b"{"):
         raise RecordError(
-            f"begins with {shortened(repr(start[:60])[1:])}, which is not a JSON object: a file of another format is "
+            f"it begins with {shortened(repr(start[:60])[1:])}, which is not a JSON object: a file of another format is "
             f"recognised by its ending, {', '.join(OTHER_FILES)}",
             path,
             kind="format",

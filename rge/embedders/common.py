@@ -229,7 +229,7 @@ def in_pictures(item: Item, model: str | None, *, reads_clips: bool = False) -> 
     """An item with a picture in place of each page of its documents, for models that read pictures; a clip may be a UserError."""
     if not reads_clips and any(isinstance(part, VideoPart) for part in item.content):
         raise UserError(
-            f"shows a clip, which {model or 'this model'} does not read", place=f"item {item.id!r}"
+            f"it shows a clip, which {model or 'this model'} does not read", place=f"item {item.id!r}"
         )
     return replace(item, content=as_pictures(item.content, clips=False))
 

@@ -129,7 +129,7 @@ class OwnCode(DirectEncoder[Shown]):
         text, pictures = user_text(item, side, self.wording), item.pictures
         if len(pictures) > 1:
             raise UserError(
-                f"has {len(pictures)} pictures, but {self.settings.model} reads only one",
+                f"it has {len(pictures)} pictures, but {self.settings.model} reads only one",
                 place=f"{side} {item.id!r}",
             )
         if not text and not pictures:
@@ -159,7 +159,7 @@ def load_own_code(facts: Facts, device: str, dtype: str, *, trust_code: bool = F
     """Load a model with the code of its repository; a `UserError` that names the option if that was not allowed."""
     if not trust_code:
         raise UserError(
-            f"brings its own code ({', '.join(facts.code) or 'of its repository'}), which runs with your rights: read it, then "
+            f"it brings its own code ({', '.join(facts.code) or 'of its repository'}), which runs with your rights: read it, then "
             "give trust_code=true; or choose an adapter of ours with adapter=NAME",
             facts.name,
         ).about("trust_code", "adapter")

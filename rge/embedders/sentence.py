@@ -79,7 +79,7 @@ class Sentences(DirectEncoder[Shown]):
             raise neither(item)
         if any(isinstance(part, VideoPart) and part != VideoPart(part.video) for part in content):
             raise UserError(
-                f"says which frames of a clip to show, and {name} chooses them itself", place=where
+                f"it says which frames of a clip to show, and {name} chooses them itself", place=where
             )
         shown = parts_to_input(with_pictures(content, map(load_image, pictures_of(content))))
         if isinstance(shown, str):
@@ -91,12 +91,13 @@ class Sentences(DirectEncoder[Shown]):
         if kind == MESSAGE and MESSAGE not in self.reads:
             parts = [type(part).__name__.removesuffix("Part").lower() for part in content]
             raise UserError(
-                f"has {', '.join(parts)} in this order, but {name} reads one picture and a text", place=where
+                f"it has {', '.join(parts)} in this order, but {name} reads one picture and a text",
+                place=where,
             )
         if kind not in self.reads:
             has, reads = "text and image" if kind == BOTH else kind, " or ".join(self.reads)
             raise UserError(
-                f"has {has}, but {name} reads only {reads}: query_modality=text or image leaves out the other, "
+                f"it has {has}, but {name} reads only {reads}: query_modality=text or image leaves out the other, "
                 "rewrite=caption puts pictures in words, and adapter=clip combines both parts for CLIP and SigLIP",
                 place=where,
             ).about("query_modality")
@@ -131,7 +132,7 @@ def sentences(facts: Facts, device: str, dtype: str, *, trust_code: bool = False
         from sentence_transformers import SentenceTransformer
     except ImportError:
         raise UserError(
-            "needs sentence-transformers: pip install -e '.[text]'", facts.name, kind="package"
+            "it needs sentence-transformers: pip install -e '.[text]'", facts.name, kind="package"
         ) from None
     kinds = (Exception,) if trust_code else (ImportError, AttributeError)
     with loading(facts, *kinds, by=" by sentence-transformers"):

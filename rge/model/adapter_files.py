@@ -126,7 +126,7 @@ def merge_saved(
 
     if hasattr(model.get_input_embeddings().weight, "ds_id"):
         raise AdapterError(
-            "contains only adapters, and ZeRO-3 shards the base before they can be merged into it: continue them with "
+            "it contains only adapters, and ZeRO-3 shards the base before they can be merged into it: continue them with "
             "export.adapters_only=true, or use another back end",
             folder,
         ).about("export.adapters_only")

@@ -66,7 +66,7 @@ def read_config(path: str | Path, revision: str | None = None) -> PretrainedConf
     if place.exists() and not (place / "config.json").is_file():
         if (place / ADAPTERS).is_file():
             raise BackboneError(
-                "contains PEFT adapters and no model: give the model that they were trained on, or merge them into it "
+                "it contains PEFT adapters and no model: give the model that they were trained on, or merge them into it "
                 "(PeftModel.merge_and_unload, save_pretrained)",
                 path,
                 kind="adapters",
@@ -123,7 +123,7 @@ def load_backbone(
     config, adapted = read_config(path, revision), is_adapter_checkpoint(path)
     if adapted and quantization is not None:
         raise BackboneError(
-            f"contains adapters, which would be merged into weights that quantization={quantization} has rounded before: "
+            f"it contains adapters, which would be merged into weights that quantization={quantization} has rounded before: "
             "export it with export.adapters_only=false",
             path,
         ).about("quantization")
@@ -224,7 +224,7 @@ def stored_names(path: str | Path, revision: str | None = None) -> set[str]:
         names, files = set(shards), set(shards.values())
         if Path(path).is_dir() and (lacking := [file for file in sorted(files) if local(file) is None]):
             raise BackboneError(
-                f"lacks {len(lacking)} of {len(files)} files of weights", path, key=lacking[0]
+                f"it lacks {len(lacking)} of {len(files)} files of weights", path, key=lacking[0]
             )
     for found in filter(None, map(local, sorted(files))):
         try:

@@ -342,7 +342,7 @@ def _apart(found: Sequence[Tensor], exact: Sequence[Tensor]) -> list[float]:
 def _judge(equal: bool, found: str, what: str, other: str, avoid: str) -> None:
     if not equal:
         raise KernelError(
-            f"differs from {other} (relative differences on this GPU: {found}); set {avoid}, and please report it with the "
+            f"it differs from {other} (relative differences on this GPU: {found}); set {avoid}, and please report it with the "
             "output of scripts/gpu_check.py",
             what,
         ).about(avoid.partition("=")[0])

@@ -142,7 +142,7 @@ def _of_corpus(folder: Path) -> Iterator[Target]:
     names = pq.read_schema(file).names
     if "id" not in names or not {"text", "image"} & set(names):
         raise UserError(
-            f"needs the columns id and text or image, and has {', '.join(names)}",
+            f"it needs the columns id and text or image, and has {', '.join(names)}",
             file,
             key="rl.candidates",
             kind="columns",

@@ -288,7 +288,7 @@ def _header(data: bytes, max_mp: float) -> Header:
     header = upload_header(data)
     if header.width * header.height > max_mp * 1e6:
         size = f"{header.width} x {header.height}"
-        raise ImageError(f"has {size} pixels, the limit is {max_mp:g} million", f"<{len(data)} bytes>")
+        raise ImageError(f"it has {size} pixels, the limit is {max_mp:g} million", f"<{len(data)} bytes>")
     return header
 
 

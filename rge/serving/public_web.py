@@ -73,7 +73,7 @@ async def fetch_public(address: str, count: Callable[[int], object]) -> bytes:
         async with asyncio.timeout(FETCH_S):
             return await _fetch(address, count, shown)
     except TimeoutError:
-        raise ImageError(f"did not arrive within {FETCH_S} s", shown, kind="time") from None
+        raise ImageError(f"it did not arrive within {FETCH_S} s", shown, kind="time") from None
     except ImageError:
         raise
     except (

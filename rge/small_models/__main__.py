@@ -30,7 +30,7 @@ def read_options(arguments: list[str]) -> SmallModel:
     options = parse_file(SmallModel, arguments, key="recipe", folder=folder, command=command)
     options.out = os.path.expanduser(options.out.replace("{recipe}", options.recipe))
     if wrong := list(options.problems()):
-        raise UserError("\n".join(wrong)).about(*(one.partition("=")[0] for one in wrong))
+        raise UserError.of_problems(wrong)
     return options
 
 

@@ -261,7 +261,7 @@ def _lance(address: str) -> Any:
         import lancedb
     except ImportError:
         raise StoreError(
-            "needs LanceDB, which is not installed: pip install -e '.[search]'", address, kind="package"
+            "it needs LanceDB, which is not installed: pip install -e '.[search]'", address, kind="package"
         ) from None
     folder, _, name = address.rstrip("/").rpartition("/")
     folder = folder or ("/" if address[0] == "/" else ".")

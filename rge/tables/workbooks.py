@@ -49,7 +49,7 @@ def read_sheet(path: str, data: BinaryIO, wanted: str | None = None) -> Sheet:
             return Sheet(iter(()), 0)
         if len(filled) != 1:
             raise TableError(
-                f"has {len(filled)} non-empty sheets ({', '.join(filled)}): pass sheet=NAME", path
+                f"it has {len(filled)} non-empty sheets ({', '.join(filled)}): pass sheet=NAME", path
             ).about(Fault("choice", "sheet", tuple(filled)))
         (wanted,) = filled
     if wanted not in sheets:

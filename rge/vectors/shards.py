@@ -214,7 +214,7 @@ def _parts(cache: Cache, columns: tuple[str, ...] | None = None) -> Iterator[tup
         path = cache.path / _name(start, stop)
         table = _read(path, columns)
         if (num := len(table)) != stop - start:
-            raise UserError(f"holds {num} rows instead of {stop - start}: delete it and run again", path)
+            raise UserError(f"it holds {num} rows instead of {stop - start}: delete it and run again", path)
         if start > row:
             raise UserError(f"rows {row} to {start} are missing: run again", cache.path)
         if stop > row:  # concurrent runs may have written overlapping shards

@@ -108,7 +108,7 @@ def fetch_picture(address: str) -> bytes:
                 if len(data) > FETCH_BYTES:
                     raise ImageError(f"it is larger than {FETCH_BYTES >> 20} MB", shown, kind="huge")
                 if time.monotonic() > deadline:
-                    raise ImageError(f"did not arrive within {FETCH_S} s", shown, kind="time")
+                    raise ImageError(f"it did not arrive within {FETCH_S} s", shown, kind="time")
     except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
         raise ImageError(
             f"it cannot be fetched: {error or type(error).__name__}", shown, kind="network"

@@ -655,7 +655,7 @@ def test_a_cold_start_that_the_joint_stage_alone_would_pass_by_is_found(home, ac
     (final / RGE_JSON).write_text(json.dumps(recorded(recipe_of(home), "cold_start")))
     write_manifest(final, {})
     [problem] = problems_of(home, accelerator, "stage=joint")
-    assert f"{final}: exists, but stage=joint without init= starts from" in problem
+    assert f"{final}: it exists, but stage=joint without init= starts from" in problem
     assert problems_of(home, accelerator) == []
 
 
